@@ -1,0 +1,232 @@
+"""The `mismatch:` block: one strict, frozen configuration for every host trainer.
+
+A section that is absent is off, and the host then behaves as stock. The same block is read from a dict, a JSON or
+YAML string, the path of a JSON or YAML file, or a ready dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from mismatch_ext.errors import ConfigError
+
+Section = TypeVar("Section")
+Action = Literal["error", "warn", "off"]
+
+
+def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: {value!r} is not allowed; allowed: {allowed}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Dynamic loss scaling, used when `precision.dtype` is float16 (defaults of arXiv 2510.26788's code)."""
+
+    init_scale: float = 2.0**16
+    """First loss scale; a power of two keeps scaling exact."""
+    growth_factor: float = 2.0
+    """Factor after `growth_interval` steps without overflow."""
+    backoff_factor: float = 0.5
+    """Factor after a step whose gradients overflowed."""
+    growth_interval: int = 400
+    """Steps without overflow before the scale grows."""
+    min_scale: float = 1.0
+    """The run stops with an error when the scale would fall below this."""
+    max_overflow_streak: int = 20
+    """The run stops with an error after this many overflowing steps in a row."""
+
+    def __post_init__(self) -> None:
+        section = "mismatch.precision.loss_scale"
+        _require(self.init_scale >= 1, f"{section}.init_scale", self.init_scale, "a number >= 1")
+        _require(self.growth_factor > 1, f"{section}.growth_factor", self.growth_factor, "a number > 1")
+        _require(0 < self.backoff_factor < 1, f"{section}.backoff_factor", self.backoff_factor, "0 < x < 1")
+        _require(self.growth_interval >= 1, f"{section}.growth_interval", self.growth_interval, "an integer >= 1")
+        _require(
+            0 < self.min_scale <= self.init_scale,
+            f"{section}.min_scale",
+            self.min_scale,
+            f"0 < x <= init_scale ({self.init_scale:g})",
+        )
+        _require(
+            self.max_overflow_streak >= 1,
+            f"{section}.max_overflow_streak",
+            self.max_overflow_streak,
+            "an integer >= 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """One compute dtype for trainer, weight sync and rollout engine (uniform FP16, arXiv 2510.26788)."""
+
+    dtype: Literal["float16", "bfloat16", "float32"]
+    """Compute dtype of both sides. Master weights of the trainer stay float32."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Loss scaler settings; only read when `dtype` is float16."""
+    readiness: Action = "error"
+    """What to do when the checkpoint's weights do not fit the dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """What is measured and checked while training; changes no number of the host."""
+
+    run_dir: str | None = None
+    """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`."""
+    weight_sync: Action = "error"
+    """What to do when the engine holds stale or garbled weights after a weight update."""
+    weight_sync_probes: int = 8
+    """Number of probe sequences that both sides score after each weight update."""
+    weight_sync_probe_length: int = 32
+    """Tokens per probe sequence."""
+    profile_every: int = 5
+    """Generation steps between two records of the per-position and per-probability profiles."""
+    scatter_samples: int = 500
+    """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("weight_sync_probes", 1),
+            ("weight_sync_probe_length", 2),
+            ("profile_every", 1),
+            ("scatter_samples", 0),
+        ):
+            value = getattr(self, name)
+            _require(value >= least, f"mismatch.monitor.{name}", value, f"an integer >= {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchConfig:
+    """The whole `mismatch:` block."""
+
+    precision: PrecisionConfig | None = None
+    """Uniform precision on both sides; absent leaves the host's dtypes alone."""
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    """Measurement; on with its defaults whenever a block is given, even an empty one."""
+
+    @classmethod
+    def parse(cls, value: MismatchConfig | Mapping[str, Any] | str | Path | None) -> MismatchConfig | None:
+        """Read the block from any form that users have it in.
+
+        Args:
+            value: None (no block: stock behaviour), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml`
+                or `.yml` file (with or without a top-level `mismatch:` key), or a `MismatchConfig`.
+
+        Returns:
+            The frozen configuration, or None when no block was given.
+
+        Raises:
+            ConfigError: Unknown key, wrong type, value out of range, unreadable text or file. The message names the
+                key, the value, what is allowed, and the nearest known key.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, (str, Path)):
+            value = _load_text(value)
+        return _build(cls, value, "mismatch")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the block as plain JSON-able data, absent sections left out."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def _load_text(text: str | Path) -> Mapping[str, Any]:
+    source = "the mismatch block"
+    if str(text).strip().lower().endswith((".json", ".yaml", ".yml")):
+        path = Path(str(text).strip())
+        source = f"mismatch file {path}"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}. Give the path of a JSON or YAML file.") from error
+    data = _parse_json_or_yaml(str(text), source)
+    if isinstance(data, Mapping) and set(data) == {"mismatch"}:
+        data = data["mismatch"]
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{source}: expected a mapping of sections, found {type(data).__name__} {data!r}.")
+    return data
+
+
+def _parse_json_or_yaml(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as json_error:
+        try:
+            import yaml
+        except ImportError:
+            raise ConfigError(
+                f"{source} is not valid JSON ({json_error}); to read YAML, `pip install pyyaml`."
+            ) from json_error
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{source} is neither valid JSON nor valid YAML: {error}") from error
+
+
+def _build(section: type[Section], data: Any, path: str) -> Section:
+    """Build a frozen dataclass from a mapping, refusing what it does not know."""
+    if isinstance(data, section):
+        return data
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: expected a mapping, found {type(data).__name__} {data!r}.")
+    hints = typing.get_type_hints(section)
+    known = [f.name for f in dataclasses.fields(section)]  # type: ignore[arg-type]
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{path}: unknown key {key!r} (value {data[key]!r}); known keys: {', '.join(known)}.{hint}"
+            )
+    missing = [
+        f.name
+        for f in dataclasses.fields(section)  # type: ignore[arg-type]
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in data
+    ]
+    if missing:
+        raise ConfigError(f"{path}: missing key {missing[0]!r}; it has no default, allowed: {_name(hints[missing[0]])}.")
+    return section(**{key: _convert(hints[key], value, f"{path}.{key}") for key, value in data.items()})
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, path)
+    if origin is Literal:
+        # YAML 1.1 reads a bare `off` as False, and no section has a boolean in a choice.
+        value = "off" if value is False and "off" in args else value
+        if value not in args or isinstance(value, bool):
+            near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
+            hint_text = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{path}: {value!r} is not allowed; allowed: {', '.join(map(repr, args))}.{hint_text}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, path)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        note = " (YAML reads 1e-3 as text; write 1.0e-3)" if hint is float and isinstance(value, str) else ""
+        raise ConfigError(f"{path}: expected {_name(hint)}, found {type(value).__name__} {value!r}{note}.")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{path}: {value!r} is not allowed; allowed: a finite number.")
+    return value
+
+
+def _name(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    return getattr(hint, "__name__", str(hint))

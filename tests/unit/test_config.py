@@ -1,0 +1,96 @@
+"""The `mismatch:` block: strict, from every form, with errors that name key, value, allowed values and nearest key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig, PrecisionConfig
+from mismatch_ext.errors import ConfigError
+
+BLOCK = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024}}, "monitor": {"profile_every": 3}}
+EXPECTED = MismatchConfig(
+    precision=PrecisionConfig(dtype="float16", loss_scale=LossScaleConfig(init_scale=1024.0)),
+    monitor=MonitorConfig(profile_every=3),
+)
+YAML = "precision:\n  dtype: float16\n  loss_scale: {init_scale: 1024}\nmonitor: {profile_every: 3}\n"
+
+
+def test_the_same_block_from_every_form(tmp_path: Path) -> None:
+    json_file, yaml_file = tmp_path / "block.json", tmp_path / "block.yaml"
+    json_file.write_text(json.dumps({"mismatch": BLOCK}))
+    yaml_file.write_text(YAML)
+    forms = [BLOCK, json.dumps(BLOCK), YAML, str(json_file), yaml_file, EXPECTED]
+    assert [MismatchConfig.parse(form) for form in forms] == [EXPECTED] * len(forms)
+
+
+def test_no_block_is_none_and_an_empty_block_measures_only() -> None:
+    assert MismatchConfig.parse(None) is None
+    empty = MismatchConfig.parse({})
+    assert empty == MismatchConfig.parse("{}")
+    assert empty is not None and empty.precision is None and empty.monitor == MonitorConfig()
+
+
+def test_round_trip_through_plain_data() -> None:
+    assert MismatchConfig.parse(json.loads(json.dumps(EXPECTED.to_dict()))) == EXPECTED
+    assert "precision" not in MismatchConfig().to_dict()
+
+
+def test_configuration_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EXPECTED.monitor.profile_every = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"precission": {"dtype": "float16"}}, ["'precission'", "precision, monitor", "Did you mean 'precision'?"]),
+        ({"precision": {"dtyp": "float16"}}, ["mismatch.precision", "'dtyp'", "'float16'", "Did you mean 'dtype'?"]),
+        ({"precision": {"dtype": "float8"}}, ["mismatch.precision.dtype", "'float8'", "'float16', 'bfloat16'"]),
+        ({"precision": {}}, ["mismatch.precision", "missing key 'dtype'"]),
+        ({"precision": []}, ["mismatch.precision", "expected a mapping", "list"]),
+        ({"precision": {"dtype": 16}}, ["mismatch.precision.dtype", "16", "allowed"]),
+        (
+            {"precision": {"dtype": "float16", "loss_scale": {"init_scale": "1e4"}}},
+            ["mismatch.precision.loss_scale.init_scale", "expected float", "'1e4'", "1.0e-3"],
+        ),
+        (
+            {"precision": {"dtype": "float16", "loss_scale": {"backoff_factor": 2}}},
+            ["mismatch.precision.loss_scale.backoff_factor", "2", "0 < x < 1"],
+        ),
+        (
+            {"precision": {"dtype": "float16", "loss_scale": {"init_scale": float("inf")}}},
+            ["mismatch.precision.loss_scale.init_scale", "inf", "a finite number"],
+        ),
+        ({"monitor": {"profile_every": 0}}, ["mismatch.monitor.profile_every", "0", ">= 1"]),
+        ({"monitor": {"profile_every": True}}, ["mismatch.monitor.profile_every", "expected int", "bool"]),
+        ({"monitor": {"weight_sync": "eror"}}, ["'eror'", "'error', 'warn', 'off'", "Did you mean 'error'?"]),
+        ("[1, 2]", ["expected a mapping", "list"]),
+        ("precision: [", ["neither valid JSON nor valid YAML"]),
+        ("missing.yaml", ["missing.yaml", "cannot be read"]),
+    ],
+)
+def test_errors_name_key_value_and_what_is_allowed(block: object, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MismatchConfig.parse(block)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_yaml_off_is_the_word_off() -> None:
+    block = MismatchConfig.parse("monitor: {weight_sync: off}")
+    assert block is not None and block.monitor.weight_sync == "off"
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=8), x), max_leaves=6))  # fmt: skip
+def test_anything_else_is_a_config_error_or_a_config(data: object) -> None:
+    try:
+        block = MismatchConfig.parse(data)  # type: ignore[arg-type]
+    except ConfigError:
+        return
+    assert block is None or isinstance(block, MismatchConfig)
