@@ -1,0 +1,24 @@
+"""Apply and revert patches on other people's packages: check everything, apply, verify, revert exactly.
+
+    check (versions, symbols, source digests, conflicts) → build replacements → write → verify → revert
+
+Nothing is written before every check of every patch has passed, and a failure at any later point restores
+every symbol. This package knows no trainer and no engine; the patches are declared in `mismatch_ext.patches`.
+"""
+
+from __future__ import annotations
+
+from mismatch_ext.patching.engine import PatchSet, active_digest, active_patches, applied
+from mismatch_ext.patching.patch import MARKER, Patch
+from mismatch_ext.patching.sources import current_digest, source_digest
+
+__all__ = [
+    "MARKER",
+    "Patch",
+    "PatchSet",
+    "active_digest",
+    "active_patches",
+    "applied",
+    "current_digest",
+    "source_digest",
+]

@@ -1,0 +1,281 @@
+"""Apply sets of patches, all or nothing, and revert them exactly.
+
+- Every check of every patch, and every `make`, runs before the first write. The order of patches in a set
+  does not matter: each wraps what was there before the set was applied.
+- One symbol takes one patch of ours. A second one, in the same set or in another that is applied, is refused,
+  also when it would reach the symbol through inheritance.
+- A symbol that somebody else replaced after us is left to them and reported; all others are still reverted.
+- Loaded modules that hold the stock symbol by value before applying, or ours after reverting, are errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from mismatch_ext.errors import PatchConflictError, PatchError, PatchVerificationError
+from mismatch_ext.patching import provenance
+from mismatch_ext.patching.aliases import find_holders
+from mismatch_ext.patching.checks import LIVE, Entry, build, plan, prepare
+from mismatch_ext.patching.patch import MARKER, Patch
+from mismatch_ext.patching.symbols import MISSING, is_mutable_class, locate
+
+_LOCK = threading.RLock()
+
+
+class PatchSet:
+    """Patches that are applied and reverted together.
+
+    Args:
+        patches: Patches with different names.
+
+    Raises:
+        PatchConflictError: Two patches have the same name.
+    """
+
+    def __init__(self, *patches: Patch) -> None:
+        names = [patch.name for patch in patches]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise PatchConflictError(f"Patches listed more than once in one set: {', '.join(twice)}.")
+        self.patches = patches
+        self._entries: list[Entry] = []
+        self._applied = False
+
+    def check(self) -> None:
+        """Run the checks that `apply` runs before it calls a `make`; imports the targets, writes nothing."""
+        versions = prepare(self.patches)
+        with _LOCK:
+            plan(self.patches, versions)
+
+    def apply(self) -> PatchSet:
+        """Apply every patch, or none.
+
+        Raises:
+            PatchVersionError: A peer is missing or outside a patch's range.
+            PatchDriftError: A symbol is gone or its source changed.
+            PatchConflictError: A symbol is patched already or held by value elsewhere.
+            PatchVerificationError: A patch has no effect.
+            PatchError: A `make` failed, or a symbol cannot be written.
+        """
+        versions = prepare(self.patches)
+        with _LOCK:
+            if self._applied:
+                raise PatchConflictError(f"This set is applied already: {self._names}.")
+            entries = plan(self.patches, versions)
+            build(entries)
+            started: list[Entry] = []
+            try:
+                for entry in entries:
+                    started.append(entry)
+                    _write(entry)
+                _verify(entries)
+            except BaseException as error:
+                self._entries = _undo(started)
+                self._applied = bool(self._entries)
+                for lost in self._entries:
+                    error.add_note(_describe_lost(lost))
+                raise
+            self._entries, self._applied = entries, True
+        return self
+
+    def revert(self) -> None:
+        """Restore every symbol, in reverse order; has no effect when the set is not applied.
+
+        Raises:
+            PatchConflictError: Somebody replaced a symbol after us, so that it was left alone, or a module
+                imported a replacement by value and keeps it. Every other symbol is restored first. A symbol
+                that was left alone counts as patched until a later `revert` finds our replacement there
+                again.
+        """
+        with _LOCK:
+            entries = self._entries
+            lost = _undo(entries)
+            self._entries, self._applied = lost, bool(lost)
+            problems = [_describe_lost(entry) for entry in lost]
+            problems += _left_behind([entry for entry in entries if entry not in lost])
+        if problems:
+            raise PatchConflictError(" ".join(problems))
+
+    def verify(self) -> None:
+        """Check again, at any time while applied, that every patch is in place and does its work.
+
+        Raises:
+            PatchError: The set is not applied, or was reverted in part.
+            PatchVerificationError: A patch is not in place any more, or its own check fails.
+        """
+        with _LOCK:
+            if not self._applied or len(self._entries) != len(self.patches):
+                raise PatchError(f"These patches are not all applied: {self._names}.")
+            _verify(self._entries)
+
+    @property
+    def active(self) -> bool:
+        """True while every patch is applied and every replacement is still where it was put."""
+        with _LOCK:
+            complete = self._applied and len(self._entries) == len(self.patches)
+            return complete and all(entry.in_place for entry in self._entries)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over every patch's digest in order of names; equal in every equally patched process.
+
+        Raises:
+            PatchError: As `describe`.
+        """
+        return provenance.combine(self.describe())
+
+    def describe(self) -> list[dict[str, str]]:
+        """Return {"name", "target", "peer", "version", "digest"} of each patch, sorted by name.
+
+        The digest covers the patch's name, the peer's version, the target, the upstream source and the source
+        of `make` with the plain values it closes over. Helpers that `make` calls are not in it.
+
+        Raises:
+            PatchError: The set is not active, or the source of a `make` cannot be read.
+        """
+        with _LOCK:
+            if not self.active:
+                raise PatchError(f"These patches are not active, so they have no digest: {self._names}.")
+            return provenance.describe(self._entries)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(patch.name for patch in self.patches) or "(empty set)"
+
+
+@contextlib.contextmanager
+def applied(*patches: Patch) -> Iterator[PatchSet]:
+    """Apply patches for the duration of a block; they are reverted at its end, also when the block raises.
+
+    When the revert fails after the block raised, the block's exception is the `__context__` of the revert's.
+
+    Args:
+        patches: Patches with different names.
+
+    Raises:
+        PatchError: As `PatchSet.apply` and `PatchSet.revert`.
+    """
+    patch_set = PatchSet(*patches).apply()
+    try:
+        yield patch_set
+    finally:
+        patch_set.revert()
+
+
+def active_patches() -> list[dict[str, str]]:
+    """Describe every patch that is applied in this process, sorted by name, whoever applied it.
+
+    Raises:
+        PatchConflictError: Somebody replaced a patched symbol.
+    """
+    with _LOCK:
+        lost = [_describe_lost(entry) for entry in LIVE.values() if not entry.in_place]
+        if lost:
+            raise PatchConflictError(" ".join(lost))
+        return provenance.describe(list(LIVE.values()))
+
+
+def active_digest() -> str:
+    """SHA-256 over every patch that is applied in this process, for the provenance of what it produces."""
+    return provenance.combine(active_patches())
+
+
+def _write(entry: Entry) -> None:
+    slot = entry.slot
+    if slot.current_entry() is not slot.entry:
+        raise PatchConflictError(f"{entry.context}: {slot.target} was changed while it was being patched.")
+    if isinstance(entry.replacement, FunctionType) and isinstance(slot.original, FunctionType):
+        if not hasattr(entry.replacement, "__wrapped__"):
+            functools.update_wrapper(entry.replacement, slot.original)  # hosts read names and signatures
+    if _carries_marker(entry.replacement):
+        entry.previous_marker = vars(entry.replacement).get(MARKER, MISSING)
+        setattr(entry.replacement, MARKER, entry.patch.name)
+    try:
+        setattr(slot.owner, slot.attribute, entry.new_entry)
+    except (AttributeError, TypeError) as error:
+        raise PatchError(f"{entry.context}: {slot.target} cannot be written: {error}.") from error
+    LIVE[entry.patch.name] = entry
+
+
+def _carries_marker(value: Any) -> bool:
+    """Functions and mutable classes carry the marker; anything else is known by its identity."""
+    return isinstance(value, FunctionType) or is_mutable_class(value)
+
+
+def _verify(entries: list[Entry]) -> None:
+    """Look every target up afresh, then run the patches' own checks."""
+    for entry in entries:
+        slot = entry.slot
+        fresh = locate(slot.target, entry.context)
+        marked = not _carries_marker(entry.replacement) or vars(entry.replacement)[MARKER] == entry.patch.name
+        if fresh.entry is not entry.new_entry or not marked:
+            raise PatchVerificationError(
+                f"{entry.context}: {slot.target} does not resolve to the replacement. Another patch or a "
+                "reload changed it or one of its parents."
+            )
+    for entry in entries:
+        if entry.patch.verify is None:
+            continue
+        try:
+            result = entry.patch.verify()
+        except Exception as error:
+            raise PatchVerificationError(f"{entry.context}: verify raised {error!r}.") from error
+        if result is not None and not result:
+            raise PatchVerificationError(f"{entry.context}: verify returned {result!r}: it has no effect.")
+
+
+def _undo(entries: list[Entry]) -> list[Entry]:
+    """Restore raw entries in reverse order; return, in order, those that somebody else changed."""
+    lost = []
+    for entry in reversed(entries):
+        slot = entry.slot
+        if not entry.in_place:
+            if LIVE.get(entry.patch.name) is entry:
+                lost.append(entry)
+                continue
+            # Never written: the entry at which a failing apply stopped.
+        elif slot.entry is MISSING:
+            delattr(slot.owner, slot.attribute)
+        else:
+            setattr(slot.owner, slot.attribute, slot.entry)
+        LIVE.pop(entry.patch.name, None)
+        _remove_marker(entry)
+    return lost[::-1]
+
+
+def _remove_marker(entry: Entry) -> None:
+    if not _carries_marker(entry.replacement) or vars(entry.replacement).get(MARKER) != entry.patch.name:
+        return
+    if entry.previous_marker is MISSING:
+        delattr(entry.replacement, MARKER)
+    else:
+        setattr(entry.replacement, MARKER, entry.previous_marker)
+
+
+def _describe_lost(entry: Entry) -> str:
+    return (
+        f"{entry.context}: {entry.slot.target} was changed by somebody else after it was patched; it was "
+        "left as it is and may still call the replacement."
+    )
+
+
+def _left_behind(entries: list[Entry]) -> list[str]:
+    """Name the modules that took a replacement by value while it was applied."""
+    importable = [entry for entry in entries if entry.importable]
+    found = find_holders([entry.replacement for entry in importable])
+    problems = []
+    for entry in importable:
+        names = [holder.name for holder in found[id(entry.replacement)] if holder.name not in entry.own_names]
+        names = entry.not_allowed(names)
+        if names:
+            problems.append(
+                f"{entry.context}: {entry.slot.target} was restored, but {', '.join(names)} imported the "
+                "replacement by value and keeps it. Import these modules outside the patched block, or keep "
+                "the patch for the life of the process."
+            )
+    return problems

@@ -1,0 +1,163 @@
+"""The declaration of one patch: what it changes, for which versions, why, and when it can go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
+
+from mismatch_ext.errors import PatchDriftError, PatchError, PatchVersionError
+from mismatch_ext.patching.sources import DIGEST_LENGTH, source_digest
+from mismatch_ext.patching.symbols import Slot
+from mismatch_ext.versions import in_range, installed
+
+MARKER = "__mismatch_patch__"
+"""Attribute that every replacement carries while it is applied; its value is the name of the patch."""
+
+_NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
+_PROSE = ("reason", "not_covered", "remove_when")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One replacement of one upstream symbol; declaring it changes nothing.
+
+    Args:
+        name: "peer/what_it_does", unique in the process, for example "trl/colocate_engine_dtype".
+        peer: Key of `versions.PEERS`, or a distribution name, whose version is checked.
+        supports: PEP 440 range that includes both ends: ">=1.16.0,<=1.16.2" or "==1.16.0"; "!=" may cut out
+            versions.
+        target: "package.module:Attribute.path" of the symbol. For an object that a module imported by value,
+            name the importing module and set `binding_only`.
+        make: Called with the original while everything is still stock; returns a new object that wraps it.
+            For a staticmethod, classmethod, property (its getter) or cached_property it gets the function
+            inside, and the descriptor is rebuilt around its result. For a class it should return a subclass.
+        upstream: URL of the upstream issue, pull request or source line.
+        reason: What breaks without the patch.
+        not_covered: What the patch does not reach.
+        remove_when: Condition under which the patch can be deleted.
+        source_digests: Digests of the upstream source that the patch was written for, from `current_digest`;
+            a mapping may say which version each belongs to. When empty, only the version range is checked. To
+            give one for a symbol without readable source (a value, a built-in) is an error.
+        verify: Called once everything is applied; when it raises or returns False, everything is rolled back.
+        allow_aliases: "module" or "module:attribute" names that may keep the stock object.
+        binding_only: The target is one module's by-value import, and only that module's use of it changes.
+            The module that defines the object and its other importers stay stock on purpose.
+
+    Raises:
+        PatchError: A field is malformed, or the range is open.
+    """
+
+    name: str
+    peer: str
+    supports: str
+    target: str
+    make: Callable[[Any], Any]
+    upstream: str
+    reason: str
+    not_covered: str
+    remove_when: str
+    source_digests: Mapping[str, str] | Set[str] = field(default=frozenset(), hash=False)
+    verify: Callable[[], bool | None] | None = None
+    allow_aliases: tuple[str, ...] = ()
+    binding_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise PatchError(f"Patch name {self.name!r} must read 'peer/what_it_does' in lower case.")
+        if not _TARGET.fullmatch(self.target):
+            raise PatchError(f"{self.name}: target {self.target!r} must read 'package.module:Attribute'.")
+        if not self.upstream.startswith("https://"):
+            raise PatchError(f"{self.name}: upstream must be an https:// URL, not {self.upstream!r}.")
+        for prose in _PROSE:
+            if not getattr(self, prose).strip():
+                raise PatchError(f"{self.name}: {prose} is empty; every patch has to say it.")
+        if not isinstance(self.source_digests, (Mapping, Set)) or not all(
+            _DIGEST.fullmatch(digest) for digest in self.source_digests
+        ):
+            raise PatchError(
+                f"{self.name}: source_digests must be a set or mapping of {DIGEST_LENGTH}-digit hexadecimal "
+                f"digests as current_digest({self.target!r}) returns them, not {self.source_digests!r}."
+            )
+        if not isinstance(self.allow_aliases, tuple):
+            raise PatchError(f"{self.name}: allow_aliases must be a tuple, not {self.allow_aliases!r}.")
+        if self.binding_only and "." in self.target.partition(":")[2]:
+            raise PatchError(
+                f"{self.name}: binding_only is for a module's by-value import; {self.target} is a class "
+                "attribute."
+            )
+        _require_closed(self.name, self.supports)
+
+    def check_version(self) -> str:
+        """Return the installed version of the peer.
+
+        Raises:
+            PatchVersionError: The peer is not installed, or its version is outside the range.
+        """
+        version = installed(self.peer)
+        if version is None:
+            raise PatchVersionError(
+                f"{self.name}: {self.peer} is not installed; this patch supports {self.peer} "
+                f"{self.supports}. Nothing was patched."
+            )
+        if not in_range(version, self.supports):
+            raise PatchVersionError(
+                f"{self.name}: {self.peer} {version} is outside the supported range {self.supports}. Nothing "
+                f"was patched. Install a version in that range. The patch is not needed when: "
+                f"{self.remove_when}"
+            )
+        return version
+
+    def check_source(self, slot: Slot, context: str) -> None:
+        """Compare the symbol's source with the known digests.
+
+        Raises:
+            PatchDriftError: The source changed, or digests were given for a symbol that has none.
+        """
+        if not self.source_digests:
+            return
+        try:
+            found = source_digest(slot.original)
+        except PatchDriftError as error:
+            raise PatchDriftError(
+                f"{context}: {self.target} has no digest to compare: {error} Drop source_digests, and let "
+                "supports name the tested versions only. Nothing was patched."
+            ) from error
+        if found not in self.source_digests:
+            raise PatchDriftError(
+                f"{context}: the source of {self.target} has digest {found}, but the patch was written for "
+                f"{_name_digests(self.source_digests)}. Upstream changed it, or somebody patched it. Read "
+                "what is there now, then add its digest. Nothing was patched."
+            )
+
+
+def _name_digests(digests: Mapping[str, str] | Set[str]) -> str:
+    if isinstance(digests, Mapping):
+        return ", ".join(f"{digest} ({digests[digest]})" for digest in sorted(digests))
+    return ", ".join(sorted(digests))
+
+
+def _require_closed(name: str, supports: str) -> None:
+    """Refuse a range that reaches a version nobody has seen."""
+    try:
+        specifiers = list(SpecifierSet(supports))
+    except InvalidSpecifier as error:
+        raise PatchError(f"{name}: supports {supports!r} is not a PEP 440 range: {error}.") from error
+    bounds = {op: [s.version for s in specifiers if s.operator == op] for op in (">=", "<=", "==", "!=")}
+    # A wildcard, "~=", "<" and ">" admit releases that do not exist yet, or leave out the tested end.
+    known = all(s.operator in bounds and not s.version.endswith(".*") for s in specifiers)
+    if not known or not (bounds["=="] or (bounds[">="] and bounds["<="])):
+        raise PatchError(
+            f"{name}: supports {supports!r} must be closed at both ends, with '>=' and '<=' or with '==' and "
+            "a full version, for example '>=1.16.0,<=1.16.2'."
+        )
+    lower = max(Version(v) for v in bounds[">="] + bounds["=="])
+    upper = min(Version(v) for v in bounds["<="] + bounds["=="])
+    if lower > upper:
+        raise PatchError(f"{name}: supports {supports!r} is empty: {lower} is above {upper}.")

@@ -1,0 +1,61 @@
+"""Digests of upstream source: how a patch knows that it still meets the code it was written for."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import textwrap
+from typing import Any
+
+from mismatch_ext.errors import PatchDriftError
+from mismatch_ext.patching.symbols import import_target_module, locate, unwrap_descriptor
+
+DIGEST_LENGTH = 16
+
+
+def source_digest(obj: object) -> str:
+    """Digest of the source of a function, method, descriptor or class: 16 hexadecimal digits.
+
+    The digest is SHA-256 over the dedented source text, decorators and comments included. A function wrapped
+    with `functools.wraps` is followed to the innermost one, and the name of every wrapper on the way is part
+    of the digest, so that a foreign monkey-patch shows. A class is digested as its whole class statement,
+    without its bases.
+
+    Args:
+        obj: A function, staticmethod, classmethod, property (its getter), cached_property or class.
+
+    Raises:
+        PatchDriftError: There is no source to read: a value, a built-in, an extension type or exec'd code.
+    """
+    innermost = unwrap_descriptor(obj)
+    wrappers = []
+    while not isinstance(innermost, type) and hasattr(innermost, "__wrapped__"):
+        wrappers.append(_layer_name(innermost))
+        innermost = unwrap_descriptor(innermost.__wrapped__)
+    try:
+        source = inspect.getsource(innermost)
+    except (OSError, TypeError) as error:
+        raise PatchDriftError(f"{obj!r} has no source that can be read ({error}).") from error
+    lines = textwrap.dedent(source).splitlines()
+    return hashlib.sha256("\n".join(wrappers + lines).encode()).hexdigest()[:DIGEST_LENGTH]
+
+
+def _layer_name(wrapper: Any) -> str:
+    """Name of the code of one wrapper, which functools.wraps does not overwrite."""
+    code = getattr(wrapper, "__code__", None)
+    if code is None:
+        return f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
+    return f"{wrapper.__globals__.get('__name__')}.{code.co_qualname}"
+
+
+def current_digest(target: str) -> str:
+    """Return the digest of what a target names now, to be written into `Patch.source_digests`.
+
+    Args:
+        target: "package.module:Attribute.path"; the module is imported.
+
+    Raises:
+        PatchDriftError: The target does not exist or has no source.
+    """
+    import_target_module(target, "current_digest")
+    return source_digest(locate(target, "current_digest").original)
