@@ -1,0 +1,20 @@
+"""Render what a run recorded as one HTML file that a person can read and pass on."""
+
+from mismatch_ext.report.page import Report, build, render
+from mismatch_ext.report.summary import Ratio, Row, Summary, load_runs, summarise
+from mismatch_ext.report.verdict import RunVerdict, judge, level_of, verdict
+
+__all__ = [
+    "Ratio",
+    "Report",
+    "Row",
+    "RunVerdict",
+    "Summary",
+    "build",
+    "judge",
+    "level_of",
+    "load_runs",
+    "render",
+    "summarise",
+    "verdict",
+]

@@ -1,0 +1,152 @@
+"""One self-contained HTML file from one or several run directories."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.errors import PeerVersionError, RunDirectoryError
+from mismatch_ext.report import tables
+from mismatch_ext.report.charts import require_plotly, style
+from mismatch_ext.report.figures import sections
+from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, summarise
+from mismatch_ext.report.text import quantity
+from mismatch_ext.report.verdict import LEVEL_LABELS, judge, verdict
+from mismatch_ext.rundata import RunData
+from mismatch_ext.versions import installed
+
+TEMPLATE = "template.html.j2"
+REPORT_FILE = "report.html"
+COLUMN_LABELS = {
+    "logp_abs_diff_mean": ("mean |Δlogp|", "mean over tokens of |trainer logp − rollout logp|, in nat"),
+    "logp_abs_diff_max": ("max |Δlogp|", "largest |trainer logp − rollout logp| of any token, in nat"),
+    "kl": (
+        "k1",
+        "mean of rollout logp − trainer logp: unbiased estimate of KL(rollout ‖ trainer), nat per token",
+    ),
+    "k3_kl": ("k3", "mean of r − 1 − log r with r = trainer / rollout: low-variance estimate of the same KL"),
+    "seq_kl": ("seq KL", "mean over sequences of the summed log-ratio, in nat per sequence"),
+    "seq_k3_kl": ("seq k3", "mean over sequences of k3 of the summed log-ratio, in nat per sequence"),
+    "ess_token": ("ESS token", "effective sample size of the token weights as a fraction, mean over steps"),
+    "ess_seq": ("ESS seq", "effective sample size of the sequence weights as a fraction, mean over steps"),
+}
+STATUS_LABELS = {"completed": "completed", "failed": "ended with an error", "open": "no end line"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A rendered report: where it is, its verdict and its numbers."""
+
+    path: Path
+    verdict: str
+    summary: Summary
+
+
+def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Render the report of a run directory, or of a folder of run directories side by side.
+
+    Args:
+        run_dir: Folder that holds `metrics.jsonl`, or whose direct sub-folders do.
+        out: File to write; default is `report.html` in `run_dir`.
+
+    Returns:
+        Path of the HTML file, which loads nothing from anywhere.
+
+    Raises:
+        RunDirectoryError: There is no run at the path, or the file cannot be written.
+        PeerVersionError: plotly or jinja2 is not installed.
+    """
+    return build(run_dir, out).path
+
+
+def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
+    """Do what `render` does and return the verdict and the numbers as well."""
+    plotly, template = require_plotly(), _template()
+    runs = load_runs(run_dir)
+    summary = summarise(runs)
+    sentence = verdict(runs, summary)
+    page = template.render(
+        title=Path(run_dir).resolve().name,
+        verdict=sentence,
+        # One copy for all plots, inline: the file must work without a network.
+        plotly_js=plotly.offline.get_plotlyjs(),
+        **_context(runs, summary),
+    )
+    path = Path(run_dir) / REPORT_FILE if out is None else Path(out)
+    _write(path, page)
+    return Report(path=path, verdict=sentence, summary=summary)
+
+
+def _template() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise PeerVersionError(
+            "the report needs jinja2, which is not installed; run `pip install mismatch-ext[report]`."
+        ) from error
+    source = resources.files("mismatch_ext.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["quantity"] = quantity
+    return environment.from_string(source)
+
+
+def _context(runs: Mapping[str, RunData], summary: Summary) -> dict[str, Any]:
+    judged = [judge(name, run, summary) for name, run in runs.items()]
+    events, events_left_out = tables.event_rows(runs)
+    return {
+        "generated": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "release": installed("mismatch-ext") or "from source",
+        "runs": [
+            {
+                "name": v.run,
+                "judged": v,
+                "level": LEVEL_LABELS[v.level],
+                "status": STATUS_LABELS[v.status],
+                "row": summary.row(v.run, v.split),
+                "steps": len(runs[v.run].series(PREFIX + "logp_abs_diff_mean", v.split)[0]),
+                "segments": len(runs[v.run].headers),
+                **style(index),
+            }
+            for index, v in enumerate(judged)
+        ],
+        "summary": summary,
+        "columns": [(name, *_column_label(name)) for name in summary.columns],
+        "ratio_columns": [(name, *_column_label(name)) for name in RATIO_COLUMNS if name in summary.columns],
+        "sections": [s for s in sections(runs) if s.figures or s.absent],
+        "splits": sorted({split for run in runs.values() for split in run.splits if split != "train"}),
+        "side_rows": tables.side_rows(runs),
+        "setting_tables": tables.setting_tables(runs),
+        "patch_rows": tables.patch_rows(runs),
+        "config_texts": tables.config_texts(runs),
+        "events": events,
+        "events_left_out": events_left_out,
+        "missing": tables.missing(runs, summary),
+    }
+
+
+def _column_label(name: str) -> tuple[str, str]:
+    if name in COLUMN_LABELS:
+        return COLUMN_LABELS[name]
+    tau = name[2:]
+    return f"F({tau})", f"fraction of tokens whose probability ratio exceeds {tau} either way"
+
+
+def _write(path: Path, page: str) -> None:
+    """Write beside the target and rename, so that an interrupted run leaves no half report."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # JSON may carry lone surrogates, which no file encoding has.
+        partial.write_bytes(page.encode("utf-8", "replace"))
+        os.replace(partial, path)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"report {path} cannot be written: {error.strerror}; name a writable file with --out."
+        ) from error

