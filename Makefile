@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 MODEL ?= dense
 RUN_DIR ?= runs/demo
 
-export OMP_NUM_THREADS ?= 2
+export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -1,0 +1,32 @@
+"""The `mismatch-ext` command with the subcommands that need a peer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mismatch_ext.cli import command, main, say
+
+__all__ = ["main"]
+
+
+def _configure_readiness(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="folder of the checkpoint and its tokenizer")
+    parser.add_argument("--dtype", default="float16", help="compute dtype in question (default: float16)")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", action="append", default=[], help="sample text for the activations; repeatable"
+    )
+
+
+@command(
+    "readiness",
+    help="Scan a checkpoint's weights and activations for what does not fit a dtype.",
+    configure=_configure_readiness,
+)
+def readiness(arguments: argparse.Namespace) -> int:
+    """Print the scan and its verdict; the exit status is 1 when the checkpoint is not ready."""
+    from mismatch_ext.adapters.transformers import scan_checkpoint
+
+    report = scan_checkpoint(arguments.model_dir, arguments.prompt, arguments.dtype)
+    say(str(report))
+    return 1 if report.verdict == "not ready" else 0

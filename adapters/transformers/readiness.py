@@ -1,0 +1,43 @@
+"""FP16 readiness of a transformers checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mismatch_ext.errors import ReadinessError
+from mismatch_ext.precision.readiness import ReadinessReport, scan_activations, scan_weights
+
+
+def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = "float16") -> ReadinessReport:
+    """Scan a checkpoint's weights, and its activations on sample prompts, for what does not fit a dtype.
+
+    The forward pass runs in float32, so that what would overflow is measured and not suffered.
+
+    Args:
+        model_dir: Folder of the checkpoint and its tokenizer.
+        prompts: Texts typical of the prompts and responses to come; none scans the weights only.
+        dtype: The compute dtype in question.
+
+    Raises:
+        ReadinessError: The checkpoint cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(model_dir) if prompts else None
+    except (OSError, ValueError) as error:
+        raise ReadinessError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
+    weights = scan_weights(model.named_parameters(), dtype)
+
+    def forward() -> None:
+        assert tokenizer is not None
+        with torch.no_grad():
+            for prompt in prompts:
+                model(**tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), use_cache=False)
+
+    activations = scan_activations(model, forward, dtype) if prompts else []
+    return ReadinessReport.of(weights=weights, activations=activations, dtype=dtype)

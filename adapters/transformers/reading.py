@@ -1,0 +1,43 @@
+"""What a trainer really computes with, read back from the live model, autocast context and loss scaler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mismatch_ext.precision.audit import TrainerReading
+
+
+def read_trainer(
+    model: nn.Module, autocast: Callable[[], AbstractContextManager], scaler: Any, device: torch.device
+) -> TrainerReading:
+    """Read parameter dtypes, the dtype that a matrix product takes under autocast, and the loss scaler's state.
+
+    Args:
+        model: The model being trained.
+        autocast: Returns the trainer's autocast context, for example `accelerator.autocast`.
+        scaler: The gradient scaler in use, or None.
+        device: Where the forward pass runs.
+    """
+    counts: Counter[str] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    # A product of two float32 matrices comes out in autocast's dtype only if autocast is really on: flags lie.
+    with autocast():
+        ones = torch.ones(2, 2, dtype=torch.float32, device=device)
+        product = (ones @ ones).dtype
+    return TrainerReading(
+        parameter_dtypes=dict(counts),
+        autocast_dtype=None if product == torch.float32 else str(product).removeprefix("torch."),
+        scaler=None
+        if scaler is None
+        else {"class": type(scaler).__name__, "enabled": bool(scaler.is_enabled()), "scale": scaler.get_scale()},
+        reduce_dtype=None,
+        device=device.type,
+    )

@@ -1,0 +1,61 @@
+"""Token ids that the model can sample and its tokenizer cannot spell."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mismatch_ext.adapters.transformers.scoring import probe_logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularySurplus:
+    """How much larger the model's vocabulary is than its tokenizer's, and what that costs.
+
+    Args:
+        model_size: Rows of the output layer.
+        tokenizer_size: Tokens that the tokenizer knows.
+        mass_mean: Mean probability, over probe positions, of sampling an id without text.
+        mass_max: Largest such probability.
+    """
+
+    model_size: int
+    tokenizer_size: int
+    mass_mean: float
+    mass_max: float
+
+    def __str__(self) -> str:
+        surplus = self.model_size - self.tokenizer_size
+        return (
+            f"the model's vocabulary has {self.model_size} ids, its tokenizer {self.tokenizer_size}: {surplus} ids can "
+            f"be sampled but not decoded. On probe tokens the policy gives them probability {self.mass_mean:.2e} on "
+            f"average and {self.mass_max:.2e} at most; a response of 1000 tokens then contains one with probability "
+            f"{1 - (1 - min(self.mass_mean, 1.0)) ** 1000:.2e}. If that matters, resize the model's embeddings to the "
+            f"tokenizer or mask these ids in both engine and trainer."
+        )
+
+
+def vocabulary_surplus(
+    model: nn.Module, tokenizer_size: int, token_ids: Tensor, autocast: AbstractContextManager | None = None
+) -> VocabularySurplus | None:
+    """Measure the probability of ids beyond the tokenizer's vocabulary, or return None when there are none.
+
+    Args:
+        model: A causal language model.
+        tokenizer_size: `len(tokenizer)`.
+        token_ids: Probe tokens `[N, T]`, int64, on the model's device.
+        autocast: The trainer's autocast context.
+    """
+    logits = probe_logits(model, token_ids, autocast)
+    if logits.shape[-1] <= tokenizer_size:
+        return None
+    mass = torch.softmax(logits.float(), dim=-1)[..., tokenizer_size:].sum(-1)
+    return VocabularySurplus(
+        model_size=logits.shape[-1],
+        tokenizer_size=tokenizer_size,
+        mass_mean=float(mass.mean()),
+        mass_max=float(mass.max()),
+    )

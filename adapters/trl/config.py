@@ -1,0 +1,87 @@
+"""GRPOConfig with one more field: the `mismatch:` block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.precision.dtypes import canonical
+
+
+@dataclass
+class MismatchGRPOConfig(GRPOConfig):
+    """TRL's `GRPOConfig` plus `mismatch`.
+
+    With `mismatch.precision` set, `fp16`, `bf16` and the dtype of the trainer's master weights follow from it; a
+    contradicting flag is an error.
+
+    Args:
+        mismatch: The block as a mapping, as a JSON or YAML string, or as the path of a JSON or YAML file; None leaves
+            the trainer stock.
+
+    Raises:
+        ConfigError: The block is malformed, or contradicts another argument.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "mismatch"]
+
+    mismatch: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "The mismatch block: a mapping, a JSON or YAML string, or the path of a JSON or YAML file. "
+            "None leaves the trainer stock."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        block = self.mismatch_block()
+        if block is not None:
+            self.mismatch = block.to_dict()
+            self._check_host(block)
+            if block.precision is not None:
+                self._follow_precision(block.precision.dtype)
+        super().__post_init__()
+
+    def mismatch_block(self) -> MismatchConfig | None:
+        """Return the parsed block, or None when there is none."""
+        return MismatchConfig.parse(self.mismatch)
+
+    def _check_host(self, block: MismatchConfig) -> None:
+        if not self.use_vllm:
+            raise ConfigError(
+                "use_vllm=False with a mismatch block: generation by transformers reports no rollout log-probabilities, "
+                "so no gap can be measured; set use_vllm=True or remove the mismatch block."
+            )
+        if self.vllm_mode != "colocate":
+            raise ConfigError(
+                f"vllm_mode={self.vllm_mode!r} with a mismatch block: only 'colocate' is supported, because a server's "
+                "weights and dtypes cannot be read back; set vllm_mode='colocate' or remove the mismatch block."
+            )
+        if self.vllm_enable_sleep_mode and block.monitor.weight_sync != "off":
+            raise ConfigError(
+                "vllm_enable_sleep_mode=True with mismatch.monitor.weight_sync="
+                f"{block.monitor.weight_sync!r}: the weights of a sleeping engine cannot be verified; set "
+                "vllm_enable_sleep_mode=False, or mismatch.monitor.weight_sync='off' to go on unverified."
+            )
+
+    def _follow_precision(self, dtype: str) -> None:
+        """Derive the host's own precision arguments, refusing those that say otherwise."""
+        if self.fp16 and dtype != "float16":
+            raise ConfigError(f"fp16=True contradicts mismatch.precision.dtype={dtype!r}; remove fp16.")
+        if self.bf16 and dtype != "bfloat16":
+            raise ConfigError(f"bf16=True contradicts mismatch.precision.dtype={dtype!r}; remove bf16.")
+        if self.bf16 is False and dtype == "bfloat16":
+            raise ConfigError("bf16=False contradicts mismatch.precision.dtype='bfloat16'; remove bf16.")
+        self.fp16, self.bf16 = dtype == "float16", dtype == "bfloat16"
+        if isinstance(self.model_init_kwargs, str):
+            return  # parsed by the parent; the audit reads the loaded weights back
+        kwargs = dict(self.model_init_kwargs or {})
+        if canonical(kwargs.setdefault("dtype", "float32")) != "float32":
+            raise ConfigError(
+                f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's master "
+                f"weights stay float32 and autocast computes in {dtype}; remove the dtype from model_init_kwargs."
+            )
+        self.model_init_kwargs = kwargs

@@ -1,0 +1,182 @@
+"""TRL's engine wrapper, with every weight update verified and every rollout recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.vllm.engine import is_cpu
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.errors import EngineError, MismatchError
+from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker, fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSide:
+    """What the wrapper needs to know of the trainer.
+
+    Args:
+        named_parameters: Yields checkpoint names and tensors of the model being trained.
+        score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]`.
+        step: Returns the number of finished optimizer steps.
+        on_verdict: Receives each weight-sync verdict.
+    """
+
+    named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
+    score: Callable[[Tensor], Tensor]
+    step: Callable[[], int]
+    on_verdict: Callable[[SyncVerdict], None]
+
+
+class CheckedGeneration:
+    """Stands in for TRL's `VLLMGeneration` and passes everything on to it.
+
+    Args:
+        inner: TRL's own wrapper, with its engine running.
+        trainer: The trainer's side.
+        monitor: The `monitor` section.
+        sampling: Settings that the engine samples with.
+        vocabulary: Token ids `[V]` that probes may use, int64, on the model's device.
+        patch_digest: Digest of the patches that are active.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        trainer: TrainerSide,
+        monitor: MonitorConfig,
+        sampling: SamplingSettings,
+        vocabulary: Tensor,
+        patch_digest: str,
+    ) -> None:
+        self.inner = inner
+        self.trainer = trainer
+        self.monitor = monitor
+        self.sampling = sampling
+        self.patch_digest = patch_digest
+        self.weight_version = 0
+        self.sync_seconds = 0.0
+        self.reading = engine.read_engine(inner.llm)
+        self.records: list[RolloutRecord] = []
+        self._plain_sync = inner.sync_weights
+        # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
+        inner.sync_weights = self.sync_weights
+        self._previous: dict[str, Tensor] = {}
+        self._fingerprint: str | None = None
+        self.checker = WeightSyncChecker(self.reading.model_dtype)
+        if monitor.weight_sync != "off":
+            self.probes = _probe_tokens(monitor, vocabulary, inner.llm.llm_engine.model_config.max_model_len)
+            self.checker.baseline(engine.score_tokens(inner.llm, self.probes.tolist()), trainer.score(self.probes))
+            self._fingerprint = fingerprint(trainer.named_parameters())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @contextmanager
+    def _engine_failures_named(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except MismatchError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever ends the engine must be named and must not lose the run
+            raise EngineError(
+                f"vLLM {self.reading.version} failed while {doing} at step {self.trainer.step()}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def sync_weights(self) -> None:
+        """Update the engine's weights and verify that it computes with them.
+
+        Raises:
+            EngineError: The engine failed.
+            WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
+        """
+        with self._engine_failures_named("updating weights"):
+            if is_cpu(self.inner.llm):
+                engine.update_weights(self.inner.llm, self.inner._iter_named_params())
+                self.inner.llm.reset_prefix_cache()
+            else:
+                self._plain_sync()
+        self.weight_version += 1
+        if self.monitor.weight_sync != "off":
+            self.verify_weights()
+
+    def verify_weights(self) -> SyncVerdict:
+        """Check that the engine holds the trainer's present weights.
+
+        Raises:
+            WeightSyncError: It does not, and `monitor.weight_sync` is "error".
+        """
+        with self._engine_failures_named("scoring probe tokens"):
+            engine_logprobs = engine.score_tokens(self.inner.llm, self.probes.tolist())
+            comparisons, self._previous = engine.compare_tensors(
+                self.inner.llm, self.inner._iter_named_params(), self._previous
+            )
+        now = fingerprint(self.trainer.named_parameters())
+        verdict = self.checker.observe(
+            SyncObservation(
+                engine_logprobs=engine_logprobs,
+                trainer_logprobs=self.trainer.score(self.probes),
+                trainer_changed=now != self._fingerprint,
+                comparisons=tuple(comparisons),
+            )
+        )
+        self._fingerprint = now
+        self.trainer.on_verdict(verdict)
+        if self.monitor.weight_sync == "error":
+            self.checker.raise_for(verdict)
+        return verdict
+
+    def provenance(self) -> Provenance:
+        """Describe where a rollout made now comes from."""
+        return Provenance(
+            engine=self.reading.engine,
+            engine_version=self.reading.version,
+            dtype=self.reading.model_dtype,
+            kv_cache_dtype=self.reading.kv_cache_dtype,
+            weight_version=self.weight_version,
+            patch_digest=self.patch_digest,
+            sampling=self.sampling,
+            logprobs_mode=self.reading.logprobs_mode,
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Generate as TRL does, and keep the rollouts as records with their provenance.
+
+        Raises:
+            EngineError: The engine failed.
+            RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
+        """
+        with self._engine_failures_named("generating"):
+            prompt_ids, completion_ids, logprobs, logprob_token_ids = self.inner.generate(prompts, *args, **kwargs)
+        self.records.extend(
+            engine.to_records(
+                prompt_ids,
+                completion_ids,
+                [[math.nan if top[0] is None else top[0] for top in row] for row in logprobs],
+                self.provenance(),
+            )
+        )
+        return prompt_ids, completion_ids, logprobs, logprob_token_ids
+
+    def take_records(self) -> list[RolloutRecord]:
+        """Return the rollouts since the last call and forget them."""
+        records, self.records = self.records, []
+        return records
+
+
+def _probe_tokens(monitor: MonitorConfig, vocabulary: Tensor, max_model_len: int) -> Tensor:
+    """Draw the fixed probe sequences `[N, T]`; every token id is as likely, so rare embeddings are probed too."""
+    length = min(monitor.weight_sync_probe_length, max_model_len - 1)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(len(vocabulary), (monitor.weight_sync_probes, length), generator=generator)
+    return vocabulary[rows.to(vocabulary.device)]

@@ -1,0 +1,162 @@
+"""Accumulates the gap between rollout and trainer, and writes it to the run directory."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.stream import METRICS_FILE, RunStream
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "mismatch/"
+
+
+def ensure_writable(run_dir: Path) -> None:
+    """Check, before anything expensive starts, that metrics can be written.
+
+    Raises:
+        RunDirectoryError: The folder cannot be created or written; names it and what to do.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run directory {run_dir} is not writable: {error.strerror or error}. Set mismatch.monitor.run_dir (or "
+            "output_dir) to a folder that can be written."
+        ) from error
+
+
+def _set_aside(metrics: Path) -> None:
+    """Keep the metrics of an earlier run that a new one would take the place of."""
+    if metrics.exists() and metrics.stat().st_size:
+        number = 1
+        while (aside := metrics.with_name(f"metrics-{number}.jsonl")).exists():
+            number += 1
+        metrics.rename(aside)
+        logger.warning("%s holds an earlier run; it is kept as %s.", metrics, aside.name)
+
+
+class RunRecorder:
+    """One per trainer; every rank accumulates, the main process writes.
+
+    Args:
+        run_dir: Folder of `metrics.jsonl`.
+        monitor: The `monitor` section.
+        sampling: Settings that the engine samples with.
+        header: Builds the header of a stream segment, called when the first line is written.
+        is_main_process: Whether this rank writes.
+        world_size: Number of ranks whose accumulators are merged.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        monitor: MonitorConfig,
+        sampling: SamplingSettings,
+        header: Callable[[], dict[str, Any]],
+        is_main_process: bool,
+        world_size: int,
+    ) -> None:
+        self.run_dir = run_dir
+        self.monitor = monitor
+        self.sampling = sampling
+        self.resume_step: int | None = None
+        self._header = header
+        self._is_main_process = is_main_process
+        self._world_size = world_size
+        self._stream: RunStream | None = None
+        self._accumulators: dict[str, MismatchAccumulator] = {}
+        self._flushes: dict[str, int] = {}
+
+    def observe(self, split: str, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> None:
+        """Add a batch of `[B, T]` log-probabilities to a split.
+
+        Raises:
+            NonFiniteLogprobError: A log-probability in an unmasked position is not finite.
+        """
+        accumulator = self._accumulators.setdefault(split, self._new())
+        accumulator.update(old_logprobs, rollout_logprobs, response_mask)
+
+    def flush(self, split: str, step: int) -> dict[str, float]:
+        """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
+
+        Args:
+            split: "train" or "eval/<name>".
+            step: Finished optimizer steps.
+
+        Returns:
+            Metrics with the prefix "mismatch/"; empty when nothing was observed.
+        """
+        accumulator = self._accumulators.pop(split, None)
+        if self._world_size > 1:
+            states = gather_object([None if accumulator is None else accumulator.state_dict()])
+            accumulator = self._merged([state for state in states if state is not None])
+        if accumulator is None:
+            return {}
+        summary = accumulator.compute()
+        count = self._flushes.get(split, 0)
+        self._flushes[split] = count + 1
+        if split != "train" or count % self.monitor.profile_every == 0:
+            self._write_profiles(split, step, summary)
+        return {PREFIX + name: value for name, value in summary.scalars.items()}
+
+    def step(self, split: str, step: int, metrics: dict[str, Any]) -> None:
+        """Write what the trainer logged."""
+        numbers = {k: v for k, v in metrics.items() if v is None or isinstance(v, (int, float))}
+        if self._is_main_process and numbers:
+            self.stream.step(step, numbers, split)
+
+    def event(self, step: int, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Write an event."""
+        if self._is_main_process:
+            self.stream.event(step, level, name, message, data)
+
+    def end(self, step: int, status: str, message: str = "") -> None:
+        """Write how training ended."""
+        if self._is_main_process:
+            self.stream.end(step, status, message)
+
+    @property
+    def stream(self) -> RunStream:
+        """The stream, opened at its first line: only then is it known whether this run resumes another."""
+        if self._stream is None:
+            if self.resume_step is None:
+                _set_aside(self.run_dir / METRICS_FILE)
+            self._stream = RunStream.open(self.run_dir, header=self._header(), resume_step=self.resume_step)
+        return self._stream
+
+    def _new(self) -> MismatchAccumulator:
+        return MismatchAccumulator(sampling=self.sampling, scatter_samples=self.monitor.scatter_samples)
+
+    def _merged(self, states: list[dict[str, Any]]) -> MismatchAccumulator | None:
+        if not states:
+            return None
+        merged = self._new()
+        for state in states:
+            part = self._new()
+            part.load_state_dict(state)
+            merged.merge(part)
+        return merged
+
+    def _write_profiles(self, split: str, step: int, summary: MismatchSummary) -> None:
+        if not self._is_main_process:
+            return
+        profiles = {name: profile.to_dict() for name, profile in summary.profiles.items()}
+        self.stream.profile(step, profiles, split)
+        if summary.scatter is not None:
+            scatter = summary.scatter
+            self.stream.scatter(step, scatter["rollout_logprobs"], scatter["old_logprobs"], split)

@@ -1,0 +1,379 @@
+"""GRPOTrainer with the `mismatch:` block.
+
+Order of a rollout through this file: `_generate_and_score_completions` (engine -> records -> gap), `log` (metrics ->
+loggers and run directory), `train` (what happens when something fails).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerState
+from trl import GRPOTrainer
+
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.trl.banner import banner, run_header
+from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
+from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import MismatchError, PrecisionError, ReadinessError, RecordError
+from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from mismatch_ext.patching import applied
+from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
+from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.records import SamplingSettings, collate
+from mismatch_ext.versions import require
+from mismatch_ext.weight_sync import SyncVerdict
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "mismatch.json"
+FORWARD_KEYS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+class MismatchTrainerMixin:
+    """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
+
+    Put it first among the bases: `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer): ...`. Without a block every
+    method passes straight on.
+    """
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchGRPOConfig)), None)
+        self._block: MismatchConfig | None = (
+            config.mismatch_block() if isinstance(config, MismatchGRPOConfig) else None
+        )
+        if self._block is None:
+            super().__init__(model, *args, **kwargs)
+            return
+        for peer in ("torch", "transformers", "accelerate", "trl", "vllm"):
+            require(peer)
+        self._run_dir = Path(self._block.monitor.run_dir or Path(config.output_dir) / "mismatch")
+        ensure_writable(self._run_dir)
+        self._eval_split = "eval/default"
+        self._audit_report: AuditReport | None = None
+        self._verdict: SyncVerdict | None = None
+        with applied(*self._construction_patches(config)) as patches, _engine_refusals_named(self._block):
+            super().__init__(model, *args, **kwargs)
+            self._patches, patch_digest = patches.describe(), patches.digest
+        self._begin(patch_digest)
+
+    # Construction: what must hold before the first step.
+
+    def _construction_patches(self, config: MismatchGRPOConfig) -> list[Any]:
+        """Return the patches that are active while TRL builds its engine."""
+        arguments: dict[str, Any] = {}
+        patches = []
+        if self._block.precision is not None:
+            arguments["dtype"] = self._block.precision.dtype
+        if config.use_cpu:
+            # Compiling takes a CPU engine ten times as long to start as it saves in a short run.
+            arguments["enforce_eager"] = True
+            # Active at each weight update; applied here too, so that it is checked before the engine is built.
+            patches.append(CPU_MOE_REPACK)
+        return [engine_arguments(arguments), *patches] if arguments else patches
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for.
+
+        accelerate leaves autocast and scaler off for float16 on a CPU, and elsewhere builds a scaler with torch's
+        defaults.
+        """
+        super().create_accelerator_and_postprocess()
+        precision = self._block.precision if self._block is not None else None
+        if precision is None or precision.dtype != "float16":
+            return
+        if self.is_deepspeed_enabled:
+            raise PrecisionError(
+                "mismatch.precision.dtype='float16' with DeepSpeed: DeepSpeed keeps a loss scaler of its own that "
+                "cannot be audited here; use DDP or FSDP2, or set fp16 in the DeepSpeed config without "
+                "mismatch.precision."
+            )
+        settings = precision.loss_scale
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = LossScaler(
+            self.accelerator.device.type,
+            init_scale=settings.init_scale,
+            growth_factor=settings.growth_factor,
+            backoff_factor=settings.backoff_factor,
+            growth_interval=settings.growth_interval,
+            min_scale=settings.min_scale,
+            max_overflow_streak=settings.max_overflow_streak,
+        )
+
+    def _begin(self, patch_digest: str) -> None:
+        """Audit both sides, wrap the engine, and say what is active."""
+        self._sampling = self._sampling_settings()
+        self._recorder = RunRecorder(
+            self._run_dir,
+            monitor=self._block.monitor,
+            sampling=self._sampling,
+            header=self._header,
+            is_main_process=self.accelerator.is_main_process,
+            world_size=self.accelerator.num_processes,
+        )
+        self._audit()
+        self._scan_readiness()
+        vocabulary = self._plain_vocabulary()
+        self.vllm_generation = CheckedGeneration(
+            self.vllm_generation,
+            trainer=TrainerSide(
+                named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
+                score=self._score,
+                step=lambda: self.state.global_step,
+                on_verdict=self._on_verdict,
+            ),
+            monitor=self._block.monitor,
+            sampling=self._sampling,
+            vocabulary=vocabulary,
+            patch_digest=patch_digest,
+        )
+        self._check_vocabulary(vocabulary)
+        if self.accelerator.is_main_process:
+            print(banner(self._block, self._header()), flush=True)
+
+    def _sampling_settings(self) -> SamplingSettings:
+        settings = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        settings.update({k: v for k, v in (self.args.generation_kwargs or {}).items() if k in settings})
+        return SamplingSettings(**settings)
+
+    def _audit(self, sync: SyncReading | None = None) -> None:
+        """Read both sides' dtypes back; refuse what is not as asked."""
+        trainer = read_trainer(
+            self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device
+        )
+        reading = engine.read_engine(self.vllm_generation.llm)
+        self._readings = {"trainer": trainer, "engine": reading}
+        if self._block.precision is None:
+            return
+        policy = PrecisionPolicy(self._block.precision.dtype)
+        self._audit_report = audit(policy, trainer, reading, sync)
+        self._audit_report.raise_for_findings()
+
+    def _scan_readiness(self) -> None:
+        """Check that the weights fit the dtype that both sides will compute in."""
+        precision = self._block.precision
+        if precision is None or precision.readiness == "off":
+            return
+        weights = scan_weights(self.accelerator.unwrap_model(self.model).named_parameters(), precision.dtype)
+        report = ReadinessReport.of(weights=weights, activations=[], dtype=precision.dtype)
+        if report.verdict == "not ready":
+            message = f"the checkpoint is not ready for {precision.dtype}: {'; '.join(report.reasons)}"
+            if precision.readiness == "error":
+                raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
+            warnings.warn(message, stacklevel=3)
+
+    def _plain_vocabulary(self) -> Tensor:
+        """Return the token ids `[V]` that have text and no special meaning."""
+        tokenizer = self._tokenizer
+        plain = sorted(set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder) - set(tokenizer.all_special_ids))
+        return torch.tensor(plain, device=self.accelerator.device)
+
+    def _check_vocabulary(self, vocabulary: Tensor) -> None:
+        probes = vocabulary[: 64 * (len(vocabulary) // 64) or None][:64][None]
+        model = self.accelerator.unwrap_model(self.model)
+        surplus = vocabulary_surplus(model, len(self._tokenizer), probes, self._autocast())
+        if surplus is not None:
+            warnings.warn(str(surplus), stacklevel=3)
+            self._recorder.event(0, "warning", "vocabulary", str(surplus), vars(surplus))
+
+    def _header(self) -> dict[str, Any]:
+        return run_header(self, self._readings, self._patches, self._audit_report)
+
+    # One rollout batch.
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Generate, then measure the gap between the engine's log-probabilities and the trainer's."""
+        output = super()._generate_and_score_completions(inputs)
+        if self._block is None:
+            return output
+        self._check_records(output)
+        mask = output["completion_mask"]
+        if "tool_mask" in output:
+            mask = mask * output["tool_mask"]
+        split = "train" if self.model.training else self._eval_split
+        self._recorder.observe(split, self._old_logprobs(output), output["sampling_per_token_logps"], mask.bool())
+        return output
+
+    def _check_records(self, output: dict[str, Any]) -> None:
+        """Refuse rollouts that are not of the present weights, or are not the tokens being trained on."""
+        records = self.vllm_generation.take_records()
+        if len(records) != len(output["completion_ids"]):
+            return  # tools or a rollout_func stitch several generations into one completion
+        batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
+        if batch.provenance.weight_version != self.vllm_generation.weight_version:
+            raise RecordError(
+                f"rollouts of weight version {batch.provenance.weight_version}, but the engine is at "
+                f"{self.vllm_generation.weight_version}; generate again after the weight update."
+            )
+        trained = output["completion_ids"][:, : batch.response_ids.shape[1]].cpu()
+        mask = batch.response_mask
+        if not torch.equal(trained[mask], batch.response_ids[mask]):
+            row = int(((trained != batch.response_ids) & mask).any(1).nonzero()[0])
+            raise RecordError(f"row {row}: the tokens to be trained on are not those that the engine sampled.")
+
+    def _old_logprobs(self, output: dict[str, Any]) -> Tensor:
+        """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
+        if "old_per_token_logps" in output:
+            return output["old_per_token_logps"]
+        completion_ids = output["completion_ids"]
+        # TRL skips this forward when importance sampling is off; measuring must then not move its random numbers.
+        with torch.no_grad(), torch.random.fork_rng():
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([output["prompt_ids"], completion_ids], dim=1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                completion_ids.size(1),
+                batch_size=self.args.per_device_train_batch_size,
+                **{key: output[key] for key in FORWARD_KEYS if key in output},
+            )
+        return logps
+
+    def _autocast(self) -> AbstractContextManager:
+        return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
+
+    def _score(self, token_ids: Tensor) -> Tensor:
+        return score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast())
+
+    def _on_verdict(self, verdict: SyncVerdict) -> None:
+        self._verdict = verdict
+        if self.vllm_generation.weight_version == 1:
+            sent = next(self.vllm_generation.inner._iter_named_params())[1].dtype
+            received = self.vllm_generation.reading.model_dtype
+            self._audit(SyncReading(sent_dtype=str(sent).removeprefix("torch."), received_dtype=received))
+        if verdict.status in ("stale", "garbled"):
+            self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
+            if self._block.monitor.weight_sync == "warn":
+                warnings.warn(verdict.message, stacklevel=2)
+
+    # Metrics.
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
+        outer = getattr(self, "_eval_split", "")
+        self._eval_split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._eval_split = outer
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
+        if self._block is None:
+            super().log(logs, start_time)
+            return
+        training = self.model.training
+        split, prefix = ("train", "") if training else (self._eval_split, "eval_")
+        step = self.state.global_step
+        extra = self._recorder.flush(split, step)
+        if extra and training:
+            extra |= self._training_metrics()
+        logs.update({prefix + name: value for name, value in extra.items()})
+        super().log(logs, start_time)
+        names = {name.removeprefix(prefix): value for name, value in logs.items()}
+        self._recorder.step(split, step, names)
+        bias = self._sampling.ratio_bias()
+        if extra and bias is not None and not getattr(self, "_bias_told", False):
+            self._bias_told = True
+            warnings.warn(bias, stacklevel=2)
+            self._recorder.event(step, "warning", "ratio_bias", bias)
+
+    def _training_metrics(self) -> dict[str, float]:
+        metrics = {}
+        if isinstance(self.accelerator.scaler, LossScaler):
+            metrics |= {PREFIX + name: value for name, value in self.accelerator.scaler.metrics().items()}
+        if self._verdict is not None:
+            metrics[PREFIX + "weight_sync_gap"] = self._verdict.gap_mean
+        return metrics
+
+    # Failure, checkpoint and resume.
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
+        if self._block is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, MismatchError):
+                self._rescue(error)
+            self._recorder.end(self.state.global_step, "failed", f"{type(error).__name__}: {error}")
+            raise
+        self._recorder.end(self.state.global_step, "completed")
+        return result
+
+    def _rescue(self, error: MismatchError) -> None:
+        """Save a checkpoint of the last finished step, unless that step has one."""
+        step = self.state.global_step
+        path = Path(self.args.output_dir) / f"checkpoint-{step}"
+        if step == 0 or self.accelerator.num_processes > 1:
+            # With several ranks a save is collective, and the others may not have failed.
+            return
+        if not path.is_dir():
+            self._save_checkpoint(self.model, trial=None)
+        error.add_note(f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}.")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._block is None or not self.args.should_save:
+            return
+        path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
+        state = {"schema": 1, "weight_version": self.vllm_generation.weight_version}
+        path.write_text(json.dumps(state), encoding="utf-8")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        super()._load_scaler(checkpoint)
+        if self._block is None or checkpoint is None:
+            return
+        self._recorder.resume_step = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).global_step
+        state_file = Path(checkpoint) / STATE_FILE
+        if state_file.is_file():
+            self.vllm_generation.weight_version = json.loads(state_file.read_text(encoding="utf-8"))["weight_version"]
+        precision = self._block.precision
+        if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
+            self._recorder.event(
+                self._recorder.resume_step,
+                "warning",
+                "loss_scale",
+                f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
+            )
+
+
+class _engine_refusals_named(AbstractContextManager):  # noqa: N801 - used as a context manager function
+    """Turn vLLM's refusal of a dtype into a `PrecisionError`."""
+
+    def __init__(self, block: MismatchConfig) -> None:
+        self.block = block
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        dtype = self.block.precision.dtype if self.block.precision is not None else None
+        if isinstance(error, ValueError) and dtype is not None and dtype in str(error):
+            raise PrecisionError(
+                f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
+                "Choose a dtype that both sides support."
+            ) from error
+
+
+class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):
+    """Drop-in `GRPOTrainer` that takes a `MismatchGRPOConfig`."""

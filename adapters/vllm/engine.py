@@ -1,0 +1,80 @@
+"""What an in-process vLLM engine really runs with, read back from the live objects and not from its arguments."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.errors import EngineError
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.versions import require
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def runner(llm: LLM) -> Any:
+    """Return the model runner of an engine that lives in this process.
+
+    Args:
+        llm: The engine.
+
+    Raises:
+        EngineError: The engine runs in another process, where its weights cannot be read.
+    """
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    worker = getattr(executor, "driver_worker", None)
+    if worker is None:
+        raise EngineError(
+            "the vLLM engine runs in another process, so its weights and dtypes cannot be read back; "
+            "start it with VLLM_ENABLE_V1_MULTIPROCESSING=0 or with distributed_executor_backend='external_launcher'."
+        )
+    return worker.model_runner
+
+
+def is_cpu(llm: LLM) -> bool:
+    """Tell whether the engine computes on the CPU."""
+    return str(llm.llm_engine.vllm_config.device_config.device_type) == "cpu"
+
+
+def read_engine(llm: LLM) -> EngineReading:
+    """Read the dtypes and modes that the engine really uses.
+
+    Args:
+        llm: An engine in this process.
+
+    Returns:
+        Model, parameter and KV-cache dtypes, log-probability mode and quantisation.
+    """
+    config = llm.llm_engine.model_config
+    model_runner = runner(llm)
+    # A CPU engine packs linear weights and leaves empty parameters behind; those say nothing about a dtype.
+    counts: Counter[str] = Counter()
+    for parameter in model_runner.model.parameters():
+        if parameter.numel():
+            counts[_dtype_name(parameter.dtype)] += parameter.numel()
+    caches = [cache for cache in getattr(model_runner, "kv_caches", []) if hasattr(cache, "dtype")]
+    return EngineReading(
+        engine="vllm",
+        version=require("vllm"),
+        model_dtype=canonical(config.dtype),
+        parameter_dtypes=dict(counts),
+        kv_cache_dtype=_dtype_name(caches[0].dtype) if caches else canonical(config.dtype),
+        logprobs_mode=str(config.logprobs_mode),
+        quantization=config.quantization,
+    )
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def shutdown(llm: LLM) -> None:
+    """End an in-process engine, so that another one can start in the same process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()

@@ -1,0 +1,36 @@
+"""Log-probabilities that the engine assigns to given tokens, for checking its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
+    """Score fixed token sequences with the engine's present weights.
+
+    Greedy decoding of the one token that vLLM insists on draws no random number, so scoring leaves the engine's
+    sampling as it was. The prompt path is used, at temperature 1 and without truncation of the support.
+
+    Args:
+        llm: An engine in this process.
+        token_ids: N sequences of the same length T.
+
+    Returns:
+        Log-probabilities `[N, T-1]`, float64, of tokens 1..T-1 given those before them.
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    rows = [
+        [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)]
+        for out, ids in zip(outputs, token_ids, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.float64)

@@ -1,0 +1,305 @@
+"""All mismatch measures in one pass over each batch, mergeable across batches and ranks.
+
+Shapes: B sequences, T tokens, n unmasked tokens, m sequences that have one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.metrics.names import tail_name
+from mismatch_ext.metrics.numerics import SATURATION, k3
+from mismatch_ext.metrics.profiles import POSITION_EDGES, PROBABILITY_EDGES, Histogram, Profile
+from mismatch_ext.records import SamplingSettings
+
+STATE_VERSION = 1
+# verl cuts log-ratios here before squaring them, so chi-square means the same in both.
+CHI2_CUT = 20.0
+SUMS = (
+    "tokens", "abs", "d", "k3", "saturated", "r_squared", "p_abs", "p", "q", "pp", "qq", "pq",
+    "sequences", "seq_abs", "seq", "seq_k3", "seq_r_squared", "old_ppl", "rollout_ppl", "old_log_ppl",
+    "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio",
+)  # fmt: skip
+MAXIMA = ("abs_max", "p_abs_max", "seq_abs_max", "log_ppl_diff_max", "log_ppl_diff_min_negated")
+LOG_SUMS = ("lse", "lse_squared", "seq_lse", "seq_lse_squared")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchSummary:
+    """What was measured.
+
+    Args:
+        scalars: Measures by name, see `mismatch_ext.metrics.names`.
+        profiles: "position" and "probability".
+        scatter: A uniform sample of tokens as both sides saw them, or None when none was asked for.
+    """
+
+    scalars: dict[str, float]
+    profiles: dict[str, Profile]
+    scatter: dict[str, list[float]] | None
+
+
+class MismatchAccumulator:
+    """Accumulates the gap between trainer and rollout log-probabilities of the sampled tokens.
+
+    Args:
+        sampling: Settings that the tokens were sampled with, for `support_truncated`.
+        thresholds: tau of F(tau), each > 1.
+        scatter_samples: Tokens kept for a scatter plot.
+        seed: Seed of that sample.
+    """
+
+    def __init__(
+        self,
+        *,
+        sampling: SamplingSettings | None = None,
+        thresholds: Sequence[float] = (1.1, 2.0),
+        scatter_samples: int = 0,
+        seed: int = 0,
+    ) -> None:
+        if any(not tau > 1 for tau in thresholds):
+            raise RecordError(f"thresholds {tuple(thresholds)} of F(tau) must all be > 1.")
+        self.sampling = sampling
+        self.thresholds = tuple(thresholds)
+        self.scatter_samples = scatter_samples
+        self._generator = torch.Generator().manual_seed(seed)
+        self._sums = dict.fromkeys((*SUMS, *map(tail_name, self.thresholds)), 0.0)
+        self._maxima = dict.fromkeys(MAXIMA, -math.inf)
+        self._log_sums = dict.fromkeys(LOG_SUMS, -math.inf)
+        self._histograms = {"position": Histogram(POSITION_EDGES), "probability": Histogram(PROBABILITY_EDGES)}
+        # Rows: sort key, rollout log-prob, old log-prob. The smallest keys are a uniform sample, also after merging.
+        self._sample = torch.empty(0, 3, dtype=torch.float64)
+
+    def update(self, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            old_logprobs: Trainer's log-probabilities at sampling time `[B, T]`, any float dtype.
+            rollout_logprobs: Engine's log-probabilities `[B, T]`, any float dtype.
+            response_mask: True, or 1, at tokens that count `[B, T]`. Nothing is read elsewhere.
+
+        Raises:
+            RecordError: Shapes differ, or a dtype is not as said.
+            NonFiniteLogprobError: A counted value is NaN or infinite; names tensor, row, position and value.
+        """
+        mask = _checked_mask(old_logprobs, rollout_logprobs, response_mask)
+        rows, positions = mask.nonzero(as_tuple=True)
+        if not len(rows):
+            return
+        old, rollout = old_logprobs.detach()[mask].double(), rollout_logprobs.detach()[mask].double()
+        for name, values in (("old_logprobs", old), ("rollout_logprobs", rollout)):
+            _require_finite(name, values, rows, positions)
+        d = old - rollout
+        token_k3 = k3(d)
+        self._add_tokens(d, token_k3, old.exp(), rollout.exp())
+        self._add_sequences(d, old, rollout, rows, mask.shape[0])
+        self._histograms["position"].update(positions.double(), d.abs(), token_k3)
+        self._histograms["probability"].update(rollout.exp(), d.abs(), token_k3)
+        if self.scatter_samples:
+            keys = torch.rand(len(d), dtype=torch.float64, generator=self._generator)
+            self._keep_sample(torch.stack([keys, rollout.cpu(), old.cpu()], dim=1))
+
+    def _add_tokens(self, d: Tensor, token_k3: Tensor, p: Tensor, q: Tensor) -> None:
+        size = d.abs()
+        self._add(
+            tokens=torch.ones_like(d), abs=size, d=d, k3=token_k3, saturated=(d > SATURATION).double(),
+            r_squared=(2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp(), p_abs=(p - q).abs(), p=p, q=q, pp=p * p, qq=q * q, pq=p * q,
+            **{tail_name(tau): (size > math.log(tau)).double() for tau in self.thresholds},
+        )  # fmt: skip
+        self._raise_maxima(abs_max=size, p_abs_max=(p - q).abs())
+        self._log_add(lse=d, lse_squared=2 * d)
+
+    def _add_sequences(self, d: Tensor, old: Tensor, rollout: Tensor, rows: Tensor, batch: int) -> None:
+        def per_row(values: Tensor) -> Tensor:
+            return torch.zeros(batch, dtype=torch.float64, device=d.device).index_add_(0, rows, values)
+
+        length = per_row(torch.ones_like(d))
+        present = length > 0
+        length = length[present]
+        total, mean_old, mean_rollout = (per_row(x)[present] for x in (d, old, rollout))
+        mean_old, mean_rollout = mean_old / length, mean_rollout / length
+        # From d and not from the two means, whose difference would lose the digits of a tiny gap.
+        diff = -total / length
+        self._add(
+            sequences=torch.ones_like(total), seq_abs=total.abs(), seq=total, seq_k3=k3(total),
+            saturated=(total > SATURATION).double(), seq_r_squared=(2 * total.clamp(-CHI2_CUT, CHI2_CUT)).exp(),
+            old_ppl=(-mean_old).clamp(max=SATURATION).exp(), rollout_ppl=(-mean_rollout).clamp(max=SATURATION).exp(),
+            old_log_ppl=-mean_old, rollout_log_ppl=-mean_rollout, log_ppl_diff=diff, log_ppl_abs_diff=diff.abs(),
+            ppl_ratio=diff.clamp(max=SATURATION).exp(),
+        )  # fmt: skip
+        self._raise_maxima(seq_abs_max=total.abs(), log_ppl_diff_max=diff, log_ppl_diff_min_negated=-diff)
+        self._log_add(seq_lse=total, seq_lse_squared=2 * total)
+
+    def _add(self, **values: Tensor) -> None:
+        for name, total in zip(values, torch.stack([v.sum() for v in values.values()]).tolist(), strict=True):
+            self._sums[name] += total
+
+    def _raise_maxima(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._maxima[name] = max(self._maxima[name], float(value.max()))
+
+    def _log_add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._log_sums[name] = _log_add_exp(self._log_sums[name], float(torch.logsumexp(value, 0)))
+
+    def _keep_sample(self, rows: Tensor) -> None:
+        rows = torch.cat([self._sample, rows])
+        self._sample = rows[rows[:, 0].argsort()[: self.scatter_samples]]
+
+    def merge(self, other: MismatchAccumulator) -> None:
+        """Add what another accumulator measured, as if its batches had come here.
+
+        Raises:
+            RecordError: The thresholds differ.
+        """
+        if other.thresholds != self.thresholds:
+            raise RecordError(f"thresholds {other.thresholds} cannot be merged into {self.thresholds}.")
+        for name, value in other._sums.items():
+            self._sums[name] += value
+        for name, value in other._maxima.items():
+            self._maxima[name] = max(self._maxima[name], value)
+        for name, value in other._log_sums.items():
+            self._log_sums[name] = _log_add_exp(self._log_sums[name], value)
+        for name, histogram in other._histograms.items():
+            self._histograms[name].merge(histogram)
+        self._keep_sample(other._sample)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums as plain JSON-able data; infinities as None."""
+        return {
+            "version": STATE_VERSION,
+            "thresholds": list(self.thresholds),
+            "sums": dict(self._sums),
+            "maxima": {k: None if math.isinf(v) else v for k, v in self._maxima.items()},
+            "log_sums": {k: None if math.isinf(v) else v for k, v in self._log_sums.items()},
+            "histograms": {name: histogram.state_dict() for name, histogram in self._histograms.items()},
+            "sample": self._sample.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            RecordError: The state is of another version or has other thresholds.
+        """
+        if state.get("version") != STATE_VERSION or tuple(state.get("thresholds", ())) != self.thresholds:
+            raise RecordError(
+                f"accumulator state of version {state.get('version')!r} with thresholds {state.get('thresholds')!r} does "
+                f"not fit version {STATE_VERSION} with {list(self.thresholds)}."
+            )
+        self._sums = dict(state["sums"])
+        self._maxima = {k: -math.inf if v is None else v for k, v in state["maxima"].items()}
+        self._log_sums = {k: -math.inf if v is None else v for k, v in state["log_sums"].items()}
+        for name, histogram in state["histograms"].items():
+            self._histograms[name].load_state_dict(histogram)
+        self._sample = torch.tensor(state["sample"], dtype=torch.float64).reshape(-1, 3)
+
+    def compute(self) -> MismatchSummary:
+        """Return the measures of everything added so far.
+
+        Raises:
+            RecordError: No unmasked token was added.
+        """
+        if not self._sums["tokens"]:
+            raise RecordError("no unmasked tokens were measured; there is nothing to report.")
+        scatter = None
+        if self.scatter_samples:
+            _, rollout, old = self._sample.T.tolist()
+            scatter = {"rollout_logprobs": rollout, "old_logprobs": old}
+        profiles = {name: histogram.profile() for name, histogram in self._histograms.items()}
+        return MismatchSummary(scalars=self._scalars(), profiles=profiles, scatter=scatter)
+
+    def _scalars(self) -> dict[str, float]:
+        s, top, n, m = self._sums, self._maxima, self._sums["tokens"], self._sums["sequences"]
+        logs = self._log_sums
+        return {
+            "tokens": n,
+            "sequences": m,
+            "logp_abs_diff_mean": s["abs"] / n,
+            "logp_abs_diff_max": top["abs_max"],
+            "kl": -s["d"] / n,
+            "k3_kl": s["k3"] / n,
+            "k3_saturated_frac": s["saturated"] / n,
+            "seq_kl": -s["seq"] / m,
+            "seq_k3_kl": s["seq_k3"] / m,
+            "seq_logp_abs_diff_mean": s["seq_abs"] / m,
+            "seq_logp_abs_diff_max": top["seq_abs_max"],
+            **{tail_name(tau): s[tail_name(tau)] / n for tau in self.thresholds},
+            "ess_token": math.exp(2 * logs["lse"] - logs["lse_squared"]) / n,
+            "ess_seq": math.exp(2 * logs["seq_lse"] - logs["seq_lse_squared"]) / m,
+            "chi2_token": s["r_squared"] / n - 1,
+            "chi2_seq": s["seq_r_squared"] / m - 1,
+            "training_ppl": s["old_ppl"] / m,
+            "training_log_ppl": s["old_log_ppl"] / m,
+            "rollout_ppl": s["rollout_ppl"] / m,
+            "rollout_log_ppl": s["rollout_log_ppl"] / m,
+            "log_ppl_diff": s["log_ppl_diff"] / m,
+            "log_ppl_abs_diff": s["log_ppl_abs_diff"] / m,
+            "log_ppl_diff_max": top["log_ppl_diff_max"],
+            "log_ppl_diff_min": -top["log_ppl_diff_min_negated"],
+            "ppl_ratio": s["ppl_ratio"] / m,
+            "rollout_probs_diff_mean": s["p_abs"] / n,
+            "rollout_probs_diff_max": top["p_abs_max"],
+            "rollout_probs_pearson": _pearson(s, n),
+            "support_truncated": float(self.sampling is not None and self.sampling.truncates_support),
+        }
+
+
+def mismatch_metrics(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    sampling: SamplingSettings | None = None,
+) -> dict[str, float]:
+    """Return every scalar measure of one batch; arguments and errors as in `MismatchAccumulator.update`."""
+    accumulator = MismatchAccumulator(sampling=sampling)
+    accumulator.update(old_logprobs, rollout_logprobs, response_mask)
+    return accumulator.compute().scalars
+
+
+def _log_add_exp(a: float, b: float) -> float:
+    high, low = max(a, b), min(a, b)
+    return high if math.isinf(low) else high + math.log1p(math.exp(low - high))
+
+
+def _pearson(s: dict[str, float], n: float) -> float:
+    """Return the correlation from raw sums; probabilities lie in [0, 1], so float64 sums lose nothing that shows."""
+    variance_p, variance_q = s["pp"] - s["p"] ** 2 / n, s["qq"] - s["q"] ** 2 / n
+    if variance_p <= 1e-12 * n or variance_q <= 1e-12 * n:
+        return 1.0
+    return max(-1.0, min(1.0, (s["pq"] - s["p"] * s["q"] / n) / math.sqrt(variance_p * variance_q)))
+
+
+def _checked_mask(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    shapes = {"old_logprobs": old, "rollout_logprobs": rollout, "response_mask": mask}
+    if len({tuple(t.shape) for t in shapes.values()}) != 1 or mask.dim() != 2:
+        listed = ", ".join(f"{name} {list(t.shape)}" for name, t in shapes.items())
+        raise RecordError(f"{listed}: the three must have one shape [B, T].")
+    for name, tensor in (("old_logprobs", old), ("rollout_logprobs", rollout)):
+        if not tensor.is_floating_point():
+            raise RecordError(f"{name} has dtype {tensor.dtype}; log-probabilities must be floating point.")
+    if mask.dtype != torch.bool:
+        kept = mask != 0
+        if not torch.equal(kept.to(mask.dtype), mask):
+            raise RecordError("response_mask holds values other than 0 and 1; weights belong in the loss, not here.")
+        mask = kept
+    return mask
+
+
+def _require_finite(name: str, values: Tensor, rows: Tensor, positions: Tensor) -> None:
+    broken = ~torch.isfinite(values)
+    if broken.any():
+        first = int(broken.nonzero()[0])
+        raise NonFiniteLogprobError(
+            f"{name}[{int(rows[first])}, {int(positions[first])}] (row, position) is {float(values[first])}, and "
+            f"{int(broken.sum())} of {len(values)} unmasked values are not finite. An overflow in float16 or broken "
+            "weights cause this; a position without a log-probability must be masked."
+        )

@@ -1,0 +1,83 @@
+"""Names, meanings and formulas of the mismatch measures, and what verl and TRL call them.
+
+d = old_logprob - rollout_logprob of a token sampled by the rollout policy mu; pi is the trainer's policy at sampling time;
+r = exp(d); S = sum of d over a sequence; means are over unmasked tokens, or over sequences where the name says seq.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One scalar: its formula, how to read it, and its names elsewhere (empty where there is none)."""
+
+    formula: str
+    meaning: str
+    verl: str = ""
+    trl: str = ""
+
+
+MEASURES: dict[str, Measure] = {
+    "tokens": Measure("n", "unmasked tokens measured"),
+    "sequences": Measure("m", "sequences with at least one unmasked token"),
+    "logp_abs_diff_mean": Measure(
+        "mean |d|", "mean gap in nats per token", trl="sampling/sampling_logp_difference/mean"
+    ),
+    "logp_abs_diff_max": Measure(
+        "max |d|", "largest gap of any token", trl="sampling/sampling_logp_difference/max"
+    ),
+    "kl": Measure("mean(-d)", "k1 estimate of KL(mu||pi) per token; noisy, may be negative", verl="rollout_corr/kl"),
+    "k3_kl": Measure("mean(exp(d) - 1 - d)", "k3 estimate of KL(mu||pi) per token; never negative", verl="rollout_corr/k3_kl"),
+    "k3_saturated_frac": Measure("mean 1[d > 700 or S > 700]", "share of tokens whose exp(d) was cut at exp(700)"),
+    "seq_kl": Measure("mean_seq(-S)", "k1 estimate of the sequence KL(mu||pi)"),
+    "seq_k3_kl": Measure("mean_seq(exp(S) - 1 - S)", "k3 estimate of the sequence KL(mu||pi)"),
+    "seq_logp_abs_diff_mean": Measure("mean_seq |S|", "mean gap in nats per sequence"),
+    "seq_logp_abs_diff_max": Measure("max_seq |S|", "largest gap of any sequence"),
+    "f_1.1": Measure("mean 1[max(r, 1/r) > 1.1]", "share of tokens whose probabilities differ by more than 10 %"),
+    "f_2": Measure("mean 1[max(r, 1/r) > 2]", "share of tokens whose probabilities differ by more than a factor 2 (F(tau), arXiv 2510.11370)"),
+    "ess_token": Measure("(sum r)^2 / (n sum r^2)", "effective sample size of token weights, in (0, 1]", verl="rollout_corr/rollout_is_eff_sample_size"),
+    "ess_seq": Measure("(sum e^S)^2 / (m sum e^2S)", "effective sample size of sequence weights, in (0, 1]"),
+    "chi2_token": Measure("mean r^2 - 1, d cut at +-20", "chi-square divergence per token", verl="rollout_corr/chi2_token"),
+    "chi2_seq": Measure("mean_seq e^2S - 1, S cut at +-20", "chi-square divergence per sequence", verl="rollout_corr/chi2_seq"),
+    "training_ppl": Measure("mean_seq exp(-l_pi), l = mean log-prob", "perplexity under the trainer", verl="rollout_corr/training_ppl"),
+    "training_log_ppl": Measure("mean_seq(-l_pi)", "log-perplexity under the trainer", verl="rollout_corr/training_log_ppl"),
+    "rollout_ppl": Measure("mean_seq exp(-l_mu)", "perplexity under the engine", verl="rollout_corr/rollout_ppl"),
+    "rollout_log_ppl": Measure("mean_seq(-l_mu)", "log-perplexity under the engine", verl="rollout_corr/rollout_log_ppl"),
+    "log_ppl_diff": Measure("mean_seq(l_mu - l_pi)", "difference of log-perplexities", verl="rollout_corr/log_ppl_diff"),
+    "log_ppl_abs_diff": Measure("mean_seq |l_mu - l_pi|", "absolute difference of log-perplexities", verl="rollout_corr/log_ppl_abs_diff"),
+    "log_ppl_diff_max": Measure("max_seq(l_mu - l_pi)", "largest difference of log-perplexities", verl="rollout_corr/log_ppl_diff_max"),
+    "log_ppl_diff_min": Measure("min_seq(l_mu - l_pi)", "smallest difference of log-perplexities", verl="rollout_corr/log_ppl_diff_min"),
+    "ppl_ratio": Measure("mean_seq exp(l_mu - l_pi)", "ratio of perplexities, trainer over engine", verl="rollout_corr/ppl_ratio"),
+    "rollout_probs_diff_mean": Measure("mean |e^old - e^rollout|", "mean difference of probabilities", verl="training/rollout_probs_diff_mean"),
+    "rollout_probs_diff_max": Measure("max |e^old - e^rollout|", "largest difference of probabilities", verl="training/rollout_probs_diff_max"),
+    "rollout_probs_pearson": Measure("corr(e^old, e^rollout)", "correlation of probabilities; 1 when either is constant", verl="training/rollout_actor_probs_pearson_corr"),
+    "support_truncated": Measure("1[top_p < 1 or top_k > 0 or min_p > 0]", "1 when the ratio is biased by truncated sampling, not by numerics alone"),
+}  # fmt: skip
+
+
+def tail_name(threshold: float) -> str:
+    """Return the name of F(tau) for a threshold."""
+    return f"f_{threshold:g}"
+
+
+def table() -> str:
+    """Return the page of all measures as Markdown."""
+    lines = [
+        "# Metrics",
+        "",
+        "Printed by `python -m mismatch_ext.metrics`. Logged with the prefix `mismatch/` (in evaluation `eval_mismatch/`).",
+        "",
+        "d = old_logprob - rollout_logprob of a token that the rollout policy mu sampled, pi the trainer's policy at sampling",
+        "time, r = exp(d), S the sum of d over a sequence. Means are over unmasked tokens; `mean_seq` over sequences. All",
+        "arithmetic is float64: in float32 `exp(d)-1-d` is 100 % wrong at d = 1e-4, where an FP16 run lives.",
+        "",
+        "| name | formula | meaning | in verl | in TRL |",
+        "|---|---|---|---|---|",
+    ]
+    for name, m in MEASURES.items():
+        formula = m.formula.replace("|", "\\|")
+        meaning = m.meaning.replace("|", "\\|")
+        lines.append(f"| `{name}` | {formula} | {meaning} | {m.verl and f'`{m.verl}`'} | {m.trl and f'`{m.trl}`'} |")
+    return "\n".join(lines)

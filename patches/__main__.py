@@ -1,0 +1,39 @@
+"""Print the table of patches: `python -m mismatch_ext.patches > docs/patches.md`."""
+
+from __future__ import annotations
+
+from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from mismatch_ext.patching import Patch
+
+# When each patch is active; nothing is patched outside these moments, and nothing without a mismatch block.
+DECLARED: tuple[tuple[Patch, str], ...] = (
+    (engine_arguments({"dtype": "float16"}), "while TRL builds its trainer"),
+    (CPU_MOE_REPACK, "while TRL builds its trainer, and during each weight update, on a CPU"),
+)
+
+
+def table() -> str:
+    """Return the page as Markdown."""
+    lines = [
+        "# Patches",
+        "",
+        "Printed by `python -m mismatch_ext.patches`. What the rules are: [patches/README.md](../patches/README.md).",
+    ]
+    for patch, active in DECLARED:
+        lines += [
+            "",
+            f"## {patch.name}",
+            "",
+            f"- **Symbol**: `{patch.target}`, {patch.peer} `{patch.supports}`",
+            f"- **Active**: {active}; only with a `mismatch` block",
+            f"- **Why**: {patch.reason}",
+            f"- **Not covered**: {patch.not_covered}",
+            f"- **Can go when**: {patch.remove_when}",
+            f"- **Upstream**: {patch.upstream}",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

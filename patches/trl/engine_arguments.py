@@ -1,0 +1,41 @@
+"""Extra arguments for the engine that TRL starts in its own process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mismatch_ext.patching import Patch
+
+
+def engine_arguments(arguments: Mapping[str, Any]) -> Patch:
+    """Declare the patch that adds arguments to TRL's colocated `LLM(...)` call.
+
+    TRL passes a fixed list without a dtype, so vLLM resolves "auto", which is bfloat16 for a float32 checkpoint
+    whatever the trainer's own precision is.
+
+    Args:
+        arguments: Keyword arguments of `vllm.LLM`, for example `{"dtype": "float16"}`.
+    """
+    items = tuple(sorted(arguments.items()))  # plain values, so that the patch's digest tells one dtype from another
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original, updated=())
+        def start_engine(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **{**kwargs, **dict(items)})
+
+        return start_engine
+
+    return Patch(
+        name="trl/engine_arguments",
+        peer="trl",
+        supports=">=1.16.0,<=1.16.0",
+        target="trl.generation.vllm_generation:LLM",
+        binding_only=True,
+        make=make,
+        upstream="https://github.com/huggingface/trl/pull/6774",
+        reason="GRPOTrainer gives the colocated engine no dtype: vLLM then takes the checkpoint's, or bfloat16.",
+        not_covered="Server mode, where the engine is started by the user with --dtype.",
+        remove_when="TRL's VLLMGeneration accepts engine arguments.",
+    )

@@ -1,0 +1,40 @@
+"""Repack the experts of a CPU engine after a weight update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mismatch_ext.patching import Patch
+
+
+def _make(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def setup_kernel(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+        is_weight_update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if is_weight_update and self.unquantized_backend == UnquantizedMoeBackend.CPU:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    return setup_kernel
+
+
+CPU_MOE_REPACK = Patch(
+    name="vllm/cpu_moe_repack",
+    peer="vllm",
+    supports=">=0.30.0,<=0.30.0",
+    target=(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel"
+    ),
+    make=_make,
+    upstream="https://github.com/vllm-project/vllm/blob/v0.30.0/vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
+    reason=(
+        "the CPU prepack of the experts runs on the first load only, so after any weight update raw weights lie in "
+        "the packed layout and every expert computes with garbled weights; no error is raised."
+    ),
+    not_covered="Quantised experts, and engines that run in another process.",
+    remove_when="vLLM repacks CPU experts on weight updates too.",
+)
