@@ -1,0 +1,57 @@
+"""Write the generated pages: `python docs/generate.py`. A test fails when a page is not current."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from mismatch_ext import config
+from mismatch_ext.metrics.names import table as metrics_page
+from mismatch_ext.patches.__main__ import table as patches_page
+
+HERE = Path(__file__).parent
+SECTIONS = {
+    "MismatchConfig": "mismatch",
+    "PrecisionConfig": "mismatch.precision",
+    "LossScaleConfig": "mismatch.precision.loss_scale",
+    "MonitorConfig": "mismatch.monitor",
+}
+
+
+def fields(body: list[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, type, default and docstring of each field of a dataclass body."""
+    for statement, following in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(following.value, ast.Constant)
+            default = "required" if statement.value is None else ast.unparse(statement.value)
+            default = "{}" if default.startswith("field(") else default
+            yield ast.unparse(statement.target), ast.unparse(statement.annotation), default, str(following.value.value)
+
+
+def config_page() -> str:
+    """Return the reference of the `mismatch:` block, read from the docstrings in `mismatch_ext/config.py`."""
+    classes = {
+        node.name: node
+        for node in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    lines = [
+        "# The `mismatch` block",
+        "",
+        "Printed by `python docs/generate.py` from `mismatch_ext/config.py`. A key that is not listed is an error. `Action` is",
+        '`"error"`, `"warn"` or `"off"`.',
+    ]
+    for name, path in SECTIONS.items():
+        lines += ["", f"## `{path}`", "", str(ast.get_docstring(classes[name])).splitlines()[0], ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, kind, default, meaning in fields(classes[name].body):
+            lines.append(f"| `{key}` | `{kind}` | `{default}` | {' '.join(meaning.split())} |".replace(" | None`", " \\| None`"))
+    return "\n".join(lines)
+
+
+PAGES = {"config.md": config_page, "metrics.md": metrics_page, "patches.md": patches_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page() + "\n", encoding="utf-8")

@@ -1,0 +1,223 @@
+"""Mismatch measures against hand-derived values, high-precision arithmetic and each other."""
+
+from __future__ import annotations
+
+import json
+import math
+from decimal import Decimal, getcontext
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.metrics import MEASURES, MismatchAccumulator, mismatch_metrics
+from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.records import SamplingSettings
+
+getcontext().prec = 60
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def k3_exact(d: float) -> Decimal:
+    """Return exp(d) - 1 - d to 60 digits."""
+    x = Decimal(d)
+    return x.exp() - 1 - x
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-8, 1e-6, 1e-4, 9.9e-3, 1e-2, 1.1e-2, 0.1, 1.0, 20.0, 600.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_k3_is_exact_at_every_scale(size: float, sign: int) -> None:
+    value = k3(torch.tensor([sign * size], dtype=torch.float64)).item()
+    exact = k3_exact(sign * size)
+    assert abs(Decimal(value) / exact - 1) < Decimal("1e-11")
+
+
+def test_the_usual_float32_form_is_useless_where_fp16_runs_live() -> None:
+    d = torch.tensor([1e-4])
+    usual = (torch.exp(d) - 1 - d).item()  # TRL 1.16 grpo_trainer.py; verl 0.9 core_algos.py likewise
+    exact = float(k3_exact(d.item()))
+    assert abs(usual - exact) / exact > 0.5
+    assert k3(d.double()).item() == pytest.approx(exact, rel=1e-9)
+
+
+def test_k3_is_finite_at_huge_differences_and_saturation_is_counted() -> None:
+    old, rollout = torch.tensor([[0.0, -1e4, -1.0]]), torch.tensor([[-1e4, 0.0, -1.0]])
+    scalars = mismatch_metrics(old, rollout, torch.ones(1, 3, dtype=torch.bool))
+    assert all(math.isfinite(value) for value in scalars.values())
+    assert scalars["k3_saturated_frac"] == pytest.approx(1 / 3)
+    assert scalars["logp_abs_diff_max"] == 1e4
+
+
+def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
+    # Row 0 has d = (ln 2, -2 ln 2), exact in binary; row 1 has d = (ln 3), and its second place is masked.
+    ln2, ln3 = math.log(2), math.log(3)
+    rollout = torch.tensor([[-2 * ln2, -2 * ln2], [-2.0, math.nan]], dtype=torch.float64)
+    old = torch.tensor([[-ln2, -4 * ln2], [-2.0 + ln3, 0.0]], dtype=torch.float64)
+    got = mismatch_metrics(old, rollout, torch.tensor([[1, 1], [1, 0]]), sampling=SamplingSettings(top_k=5))
+    p, q = [1 / 2, 1 / 16, 3 * math.exp(-2)], [1 / 4, 1 / 4, math.exp(-2)]
+    mean_p, mean_q = sum(p) / 3, sum(q) / 3
+    covariance = sum((a - mean_p) * (b - mean_q) for a, b in zip(p, q, strict=True))
+    spread = math.sqrt(sum((a - mean_p) ** 2 for a in p) * sum((b - mean_q) ** 2 for b in q))
+    expected = {
+        "tokens": 3, "sequences": 2,
+        "logp_abs_diff_mean": (3 * ln2 + ln3) / 3, "logp_abs_diff_max": 2 * ln2,
+        "kl": (ln2 - ln3) / 3,
+        # exp(d)-1-d: 2-1-ln 2, 1/4-1+2 ln 2, 3-1-ln 3
+        "k3_kl": ((1 - ln2) + (-0.75 + 2 * ln2) + (2 - ln3)) / 3,
+        "k3_saturated_frac": 0,
+        # S = -ln 2 and ln 3
+        "seq_kl": (ln2 - ln3) / 2, "seq_k3_kl": ((-0.5 + ln2) + (2 - ln3)) / 2,
+        "seq_logp_abs_diff_mean": (ln2 + ln3) / 2, "seq_logp_abs_diff_max": ln3,
+        # |d| = ln 2 is not above ln 2; 2 ln 2 and ln 3 are
+        "f_1.1": 1.0, "f_2": 2 / 3,
+        # r = 2, 1/4, 3: sum 5.25, sum of squares 13.0625
+        "ess_token": 5.25**2 / (3 * 13.0625), "chi2_token": 13.0625 / 3 - 1,
+        # e^S = 1/2, 3
+        "ess_seq": 3.5**2 / (2 * 9.25), "chi2_seq": 9.25 / 2 - 1,
+        # mean log-probs: trainer -2.5 ln 2 and -2 + ln 3, engine -2 ln 2 and -2
+        "training_ppl": (2**2.5 + math.exp(2) / 3) / 2, "training_log_ppl": (2.5 * ln2 + 2 - ln3) / 2,
+        "rollout_ppl": (4 + math.exp(2)) / 2, "rollout_log_ppl": (2 * ln2 + 2) / 2,
+        "log_ppl_diff": (ln2 / 2 - ln3) / 2, "log_ppl_abs_diff": (ln2 / 2 + ln3) / 2,
+        "log_ppl_diff_max": ln2 / 2, "log_ppl_diff_min": -ln3,
+        "ppl_ratio": (math.sqrt(2) + 1 / 3) / 2,
+        "rollout_probs_diff_mean": sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 3,
+        "rollout_probs_diff_max": 2 * math.exp(-2), "rollout_probs_pearson": covariance / spread,
+        "support_truncated": 1.0,
+    }  # fmt: skip
+    assert set(got) == set(expected) == set(MEASURES)
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
+
+
+def test_measures_are_right_at_a_millionth_in_float32_inputs() -> None:
+    rollout = torch.full((4, 8), -1.0)
+    old = rollout + 2.0**-20  # about 1e-6, exact in float32 at this magnitude
+    got = mismatch_metrics(old, rollout, torch.ones(4, 8, dtype=torch.bool))
+    assert got["logp_abs_diff_mean"] == 2.0**-20
+    assert got["k3_kl"] == pytest.approx(float(k3_exact(2.0**-20)), rel=1e-9)
+    assert got["log_ppl_abs_diff"] == pytest.approx(2.0**-20, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_inputs_are_widened(dtype: torch.dtype) -> None:
+    old, rollout = torch.tensor([[-1.0, -2.5]], dtype=dtype), torch.tensor([[-1.5, -2.0]], dtype=dtype)
+    got = mismatch_metrics(old, rollout, torch.ones(1, 2))
+    assert got["k3_kl"] == pytest.approx(float(k3_exact(0.5) + k3_exact(-0.5)) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_not_finite_in_an_unmasked_place_names_row_and_position(name: str, value: float) -> None:
+    tensors = {"old_logprobs": torch.zeros(3, 4), "rollout_logprobs": torch.zeros(3, 4)}
+    tensors[name][2, 1] = value
+    with pytest.raises(NonFiniteLogprobError) as caught:
+        mismatch_metrics(**tensors, response_mask=torch.ones(3, 4))
+    assert f"{name}[2, 1] (row, position) is {value}" in str(caught.value)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_masked_places_are_never_read(data: st.DataObject) -> None:
+    mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=2, max_size=4)))
+    mask[0, 0] = True
+    old, rollout = -torch.rand(mask.shape, dtype=torch.float64), -torch.rand(mask.shape, dtype=torch.float64)
+    clean = mismatch_metrics(old, rollout, mask)
+    junk = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]))
+    dirty = mismatch_metrics(old.masked_fill(~mask, junk), rollout.masked_fill(~mask, -junk), mask)
+    assert dirty == clean
+
+
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 40)),
+    cut=st.integers(0, 6),
+    scale=st.sampled_from([1e-6, 1e-2, 1.0, 50.0]),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=60, deadline=None)
+def test_ranks_merged_equal_one_accumulator(shape: tuple[int, int], cut: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(shape, dtype=torch.float64, generator=generator)
+    old = rollout + scale * torch.randn(shape, dtype=torch.float64, generator=generator)
+    mask = torch.rand(shape, generator=generator) > 0.3
+    mask[0, 0] = True
+    whole, left, right = (MismatchAccumulator(scatter_samples=4, seed=s) for s in (0, 1, 2))
+    whole.update(old, rollout, mask)
+    left.update(old[:cut], rollout[:cut], mask[:cut])
+    right.update(old[cut:], rollout[cut:], mask[cut:])
+    revived = MismatchAccumulator(scatter_samples=4)
+    revived.load_state_dict(json.loads(json.dumps(right.state_dict())))
+    left.merge(revived)
+    a, b = whole.compute(), left.compute()
+    for name, value in a.scalars.items():
+        assert b.scalars[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    for name, profile in a.profiles.items():
+        assert b.profiles[name].count == profile.count
+        for column in ("abs_diff_mean", "abs_diff_max", "k3_mean"):
+            for x, y in zip(getattr(profile, column), getattr(b.profiles[name], column), strict=True):
+                assert (x is None and y is None) or x == pytest.approx(y, rel=1e-9)
+    pairs = set(zip(rollout[mask].tolist(), old[mask].tolist(), strict=True))
+    assert b.scatter is not None
+    sample = list(zip(b.scatter["rollout_logprobs"], b.scatter["old_logprobs"], strict=True))
+    assert len(sample) == min(4, int(mask.sum())) and set(sample) <= pairs
+
+
+def test_the_scatter_sample_is_uniform_over_merged_parts() -> None:
+    # 100 tokens on one rank and 300 on the other: a quarter of the sample comes from the first on average.
+    share = []
+    for seed in range(60):
+        parts = [MismatchAccumulator(scatter_samples=40, seed=2 * seed + i) for i in range(2)]
+        for part, count, value in zip(parts, (100, 300), (-1.0, -2.0), strict=True):
+            part.update(torch.full((1, count), value), torch.full((1, count), value), torch.ones(1, count))
+        parts[0].merge(parts[1])
+        scatter = parts[0].compute().scatter
+        assert scatter is not None
+        share.append(scatter["old_logprobs"].count(-1.0) / 40)
+    # Standard error of the mean: sqrt(.25 * .75 / 40 / 60) = 0.009.
+    assert sum(share) / 60 == pytest.approx(0.25, abs=0.04)
+
+
+def test_profiles_put_tokens_in_their_bins() -> None:
+    rollout = torch.log(torch.tensor([[0.05, 0.5, 0.95, 0.2]], dtype=torch.float64))
+    old = rollout + torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
+    accumulator = MismatchAccumulator()
+    accumulator.update(old, rollout, torch.ones(1, 4))
+    profiles = accumulator.compute().profiles
+    position, probability = profiles["position"], profiles["probability"]
+    # Positions 0 | 1 | 2, 3
+    assert position.count[:4] == (1, 1, 2, 0)
+    assert position.abs_diff_mean[2] == pytest.approx(0.35) and position.abs_diff_mean[3] is None
+    filled = {edge: n for edge, n in zip(probability.edges, probability.count, strict=False) if n}
+    assert filled == {0.01: 1, 0.1: 1, 0.5: 1, 0.9: 1}
+
+
+def test_malformed_input_is_named() -> None:
+    good = torch.zeros(2, 3)
+    with pytest.raises(RecordError, match=r"old_logprobs \[2, 4\], rollout_logprobs \[2, 3\]"):
+        mismatch_metrics(torch.zeros(2, 4), good, torch.ones(2, 3))
+    with pytest.raises(RecordError, match="rollout_logprobs has dtype torch.int64"):
+        mismatch_metrics(good, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
+    with pytest.raises(RecordError, match="other than 0 and 1"):
+        mismatch_metrics(good, good, torch.full((2, 3), 0.5))
+    with pytest.raises(RecordError, match="no unmasked tokens"):
+        mismatch_metrics(good, good, torch.zeros(2, 3))
+    with pytest.raises(RecordError, match="must all be > 1"):
+        MismatchAccumulator(thresholds=(1.0,))
+
+
+def test_rows_without_tokens_count_in_nothing() -> None:
+    old, rollout = -torch.rand(3, 4), -torch.rand(3, 4)
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
+    with_empty = mismatch_metrics(old, rollout, mask)
+    assert with_empty == mismatch_metrics(old[[0, 2]], rollout[[0, 2]], mask[[0, 2]])
+    assert with_empty["sequences"] == 2
+
+
+def test_generated_pages_are_current() -> None:
+    import runpy
+
+    pages = runpy.run_path(str(ROOT / "docs/generate.py"))["PAGES"]
+    for name, page in pages.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page() + "\n", f"run python docs/generate.py ({name})"

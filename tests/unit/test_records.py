@@ -1,0 +1,98 @@
+"""Rollout records refuse what is malformed, and batches refuse what is mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from mismatch_ext.errors import NonFiniteLogprobError, ProvenanceError, RecordError
+from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, collate
+
+ORIGIN = Provenance(
+    engine="vllm", engine_version="0.30.0", dtype="float16", kv_cache_dtype="float16", weight_version=3,
+    patch_digest="ab", sampling=SamplingSettings(), logprobs_mode="processed_logprobs",
+)  # fmt: skip
+
+
+def record(**changes: Any) -> RolloutRecord:
+    """Return a record of a two-token prompt and a three-token response."""
+    fields: dict[str, Any] = {
+        "prompt_ids": (5, 6), "response_ids": (7, 8, 9), "rollout_logprobs": (-0.5, -1.0, -2.0),
+        "response_mask": (True, True, True), "finish_reason": "stop", "provenance": ORIGIN, "request_id": "r1",
+    }  # fmt: skip
+    return RolloutRecord(**{**fields, **changes})
+
+
+def test_collate_pads_prompts_left_and_responses_right() -> None:
+    short = record(prompt_ids=(4,), response_ids=(3,), rollout_logprobs=(-0.1,), response_mask=(True,))
+    batch = collate([record(), short], pad_token_id=0)
+    assert batch.prompt_ids.tolist() == [[5, 6], [0, 4]]
+    assert batch.prompt_mask.tolist() == [[True, True], [False, True]]
+    assert batch.response_ids.tolist() == [[7, 8, 9], [3, 0, 0]]
+    assert batch.response_mask.tolist() == [[True] * 3, [True, False, False]]
+    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([[-0.5, -1.0, -2.0], [-0.1, 0.0, 0.0]]))
+    assert batch.provenance == ORIGIN
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("weight_version", 4), ("dtype", "bfloat16"), ("patch_digest", "cd"), ("sampling", SamplingSettings(top_p=0.9))],
+)
+def test_mixed_provenance_names_field_row_and_values(field: str, value: Any) -> None:
+    other = record(provenance=dataclasses.replace(ORIGIN, **{field: value}))
+    with pytest.raises(ProvenanceError) as caught:
+        collate([record(), record(), other], pad_token_id=0)
+    assert all(word in str(caught.value) for word in (field, "row 2", repr(value), repr(getattr(ORIGIN, field))))
+
+
+def test_missing_provenance_is_refused() -> None:
+    with pytest.raises(ProvenanceError, match="r1 has no provenance"):
+        record(provenance=None)
+    with pytest.raises(ProvenanceError, match="patch_digest"):
+        dataclasses.replace(ORIGIN, patch_digest="")
+    with pytest.raises(ProvenanceError, match="float8.*float32, float16, bfloat16"):
+        dataclasses.replace(ORIGIN, dtype="float8")
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_a_logprob_that_is_not_finite_names_its_token_unless_masked(value: float) -> None:
+    with pytest.raises(NonFiniteLogprobError, match=r"r1, token 1 \(id 8\)"):
+        record(rollout_logprobs=(-0.5, value, -2.0))
+    record(rollout_logprobs=(-0.5, value, -2.0), response_mask=(True, False, True))
+
+
+def test_lengths_and_ids_are_checked() -> None:
+    with pytest.raises(RecordError, match="3 response tokens, 2 log-probabilities and 3 mask values"):
+        record(rollout_logprobs=(-0.5, -1.0))
+    with pytest.raises(RecordError, match=">= 0"):
+        record(response_ids=(7, -8, 9))
+    with pytest.raises(RecordError, match="at least one"):
+        collate([], pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -2}, {"min_p": -0.1}, {"temperature": math.nan}]
+)  # fmt: skip
+def test_sampling_settings_out_of_range(setting: dict[str, float]) -> None:
+    (name,) = setting
+    with pytest.raises(RecordError, match=f"sampling {name}=.*allowed"):
+        SamplingSettings(**setting)  # type: ignore[arg-type]
+
+
+def test_bias_of_the_ratio_is_said_exactly_when_there_is_one() -> None:
+    assert SamplingSettings(temperature=0.7, top_k=-1).ratio_bias() is None
+    said = SamplingSettings(top_p=0.9, top_k=20).ratio_bias()
+    assert said is not None and "top_p=0.9 and top_k=20" in said and "top_p=1" in said
+    assert SamplingSettings(min_p=0.1).truncates_support
+    penalty = SamplingSettings(repetition_penalty=1.1)
+    assert not penalty.truncates_support and "repetition_penalty=1.1" in (penalty.ratio_bias() or "")
+
+
+def test_errors_survive_pickling() -> None:
+    error = pickle.loads(pickle.dumps(NonFiniteLogprobError("row 1")))
+    assert isinstance(error, RecordError) and str(error) == "row 1"
