@@ -90,30 +90,33 @@ class MismatchAccumulator:
             NonFiniteLogprobError: A counted value is NaN or infinite; names tensor, row, position and value.
         """
         mask = _checked_mask(old_logprobs, rollout_logprobs, response_mask)
-        rows, positions = mask.nonzero(as_tuple=True)
-        if not len(rows):
+        # Unmasked tokens are selected once; everything below runs over them alone.
+        places = mask.flatten().nonzero()[:, 0]
+        if not len(places):
             return
-        old, rollout = old_logprobs.detach()[mask].double(), rollout_logprobs.detach()[mask].double()
+        rows, positions = places // mask.shape[1], places % mask.shape[1]
+        old, rollout = (x.detach().flatten()[places].double() for x in (old_logprobs, rollout_logprobs))
         for name, values in (("old_logprobs", old), ("rollout_logprobs", rollout)):
             _require_finite(name, values, rows, positions)
         d = old - rollout
-        token_k3 = k3(d)
-        self._add_tokens(d, token_k3, old.exp(), rollout.exp())
+        size, token_k3, rollout_p = d.abs(), k3(d), rollout.exp()
+        self._add_tokens(d, size, token_k3, old.exp(), rollout_p)
         self._add_sequences(d, old, rollout, rows, mask.shape[0])
-        self._histograms["position"].update(positions.double(), d.abs(), token_k3)
-        self._histograms["probability"].update(rollout.exp(), d.abs(), token_k3)
+        self._histograms["position"].update(positions.double(), size, token_k3)
+        self._histograms["probability"].update(rollout_p, size, token_k3)
         if self.scatter_samples:
             keys = torch.rand(len(d), dtype=torch.float64, generator=self._generator)
             self._keep_sample(torch.stack([keys, rollout.cpu(), old.cpu()], dim=1))
 
-    def _add_tokens(self, d: Tensor, token_k3: Tensor, p: Tensor, q: Tensor) -> None:
-        size = d.abs()
+    def _add_tokens(self, d: Tensor, size: Tensor, token_k3: Tensor, p: Tensor, q: Tensor) -> None:
+        p_abs = (p - q).abs()
         self._add(
-            tokens=torch.ones_like(d), abs=size, d=d, k3=token_k3, saturated=(d > SATURATION).double(),
-            r_squared=(2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp(), p_abs=(p - q).abs(), p=p, q=q, pp=p * p, qq=q * q, pq=p * q,
-            **{tail_name(tau): (size > math.log(tau)).double() for tau in self.thresholds},
+            tokens=torch.tensor(len(d)), abs=size.sum(), d=d.sum(), k3=token_k3.sum(),
+            saturated=(d > SATURATION).sum(), r_squared=(2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp_().sum(),
+            p_abs=p_abs.sum(), p=p.sum(), q=q.sum(), pp=p @ p, qq=q @ q, pq=p @ q,
+            **{tail_name(tau): (size > math.log(tau)).sum() for tau in self.thresholds},
         )  # fmt: skip
-        self._raise_maxima(abs_max=size, p_abs_max=(p - q).abs())
+        self._raise_maxima(abs_max=size, p_abs_max=p_abs)
         self._log_add(lse=d, lse_squared=2 * d)
 
     def _add_sequences(self, d: Tensor, old: Tensor, rollout: Tensor, rows: Tensor, batch: int) -> None:
@@ -128,17 +131,20 @@ class MismatchAccumulator:
         # From d and not from the two means, whose difference would lose the digits of a tiny gap.
         diff = -total / length
         self._add(
-            sequences=torch.ones_like(total), seq_abs=total.abs(), seq=total, seq_k3=k3(total),
-            saturated=(total > SATURATION).double(), seq_r_squared=(2 * total.clamp(-CHI2_CUT, CHI2_CUT)).exp(),
-            old_ppl=(-mean_old).clamp(max=SATURATION).exp(), rollout_ppl=(-mean_rollout).clamp(max=SATURATION).exp(),
-            old_log_ppl=-mean_old, rollout_log_ppl=-mean_rollout, log_ppl_diff=diff, log_ppl_abs_diff=diff.abs(),
-            ppl_ratio=diff.clamp(max=SATURATION).exp(),
+            sequences=torch.tensor(len(total)), seq_abs=total.abs().sum(), seq=total.sum(), seq_k3=k3(total).sum(),
+            saturated=(total > SATURATION).sum(), seq_r_squared=(2 * total.clamp(-CHI2_CUT, CHI2_CUT)).exp().sum(),
+            old_ppl=(-mean_old).clamp(max=SATURATION).exp().sum(),
+            rollout_ppl=(-mean_rollout).clamp(max=SATURATION).exp().sum(),
+            old_log_ppl=-mean_old.sum(), rollout_log_ppl=-mean_rollout.sum(),
+            log_ppl_diff=diff.sum(), log_ppl_abs_diff=diff.abs().sum(), ppl_ratio=diff.clamp(max=SATURATION).exp().sum(),
         )  # fmt: skip
         self._raise_maxima(seq_abs_max=total.abs(), log_ppl_diff_max=diff, log_ppl_diff_min_negated=-diff)
         self._log_add(seq_lse=total, seq_lse_squared=2 * total)
 
-    def _add(self, **values: Tensor) -> None:
-        for name, total in zip(values, torch.stack([v.sum() for v in values.values()]).tolist(), strict=True):
+    def _add(self, **sums: Tensor) -> None:
+        # One transfer for all sums: on an accelerator each read-out of its own would wait for the device.
+        device = sums["saturated"].device
+        for name, total in zip(sums, torch.stack([v.double().to(device) for v in sums.values()]).tolist(), strict=True):
             self._sums[name] += total
 
     def _raise_maxima(self, **values: Tensor) -> None:

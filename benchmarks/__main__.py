@@ -1,0 +1,16 @@
+"""Run every benchmark and print one JSON object per line: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tqdm import tqdm
+
+from benchmarks import bench_metrics, bench_precision
+
+if __name__ == "__main__":
+    # The bar goes to standard error, so that standard output is JSON lines alone.
+    for module in tqdm((bench_metrics, bench_precision), desc="benchmarks", file=sys.stderr):
+        for row in module.run():
+            print(json.dumps(row), flush=True)

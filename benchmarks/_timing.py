@@ -1,0 +1,39 @@
+"""Paired timing: ours and theirs in turn, so that a drifting machine hits both; medians and their ratio."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+
+def paired(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], *, equal: str, repeats: int = 15) -> dict[str, Any]:
+    """Time two functions in turn.
+
+    Args:
+        name: What is timed, against what.
+        ours: Our function.
+        theirs: The peer's.
+        equal: What was found equal between their results, before this call.
+        repeats: Runs of each.
+
+    Returns:
+        Medians in seconds, and theirs over ours pair by pair (median): above 1, ours is faster.
+    """
+    seconds: list[tuple[float, float]] = []
+    ours(), theirs()
+    for _ in range(repeats):
+        times = []
+        for function in (ours, theirs):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        seconds.append((times[0], times[1]))
+    return {
+        "name": name,
+        "ours": median(a for a, _ in seconds),
+        "theirs": median(b for _, b in seconds),
+        "ratio": median(b / a for a, b in seconds),
+        "equal": equal,
+    }
