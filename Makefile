@@ -8,6 +8,7 @@ CONSTRAINTS := requirements/constraints-cpu.txt
 STAMP := .venv/.installed
 MODEL ?= dense
 RUN_DIR ?= runs/demo
+STEPS ?=
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
@@ -41,7 +42,7 @@ check: setup
 	$(BIN)/python -m pytest -q tests/unit tests/patching
 
 demo: setup
-	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR)
+	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR) $(if $(STEPS),--steps $(STEPS))
 
 bench: setup
 	@$(BIN)/python -m benchmarks

@@ -8,7 +8,9 @@ from statistics import median
 from typing import Any
 
 
-def paired(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], *, equal: str, repeats: int = 15) -> dict[str, Any]:
+def paired(
+    name: str, ours: Callable[[], Any], theirs: Callable[[], Any], *, equal: str, repeats: int = 15
+) -> dict[str, Any]:
     """Time two functions in turn.
 
     Args:

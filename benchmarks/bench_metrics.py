@@ -58,7 +58,8 @@ def profile(x: Tensor, edges: tuple[float, ...], d: Tensor, mask: Tensor) -> lis
         inside = mask & (x >= low) & (x < high)
         if inside.any():
             chosen = d[inside]
-            rows.append([len(chosen), float(chosen.abs().sum()), float(chosen.abs().max()), float((chosen.expm1() - chosen).sum())])
+            size, estimate = chosen.abs(), chosen.expm1() - chosen
+            rows.append([len(chosen), float(size.sum()), float(size.max()), float(estimate.sum())])
     return rows
 
 

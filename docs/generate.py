@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from mismatch_ext.patches.__main__ import table as patches_page
+
 from mismatch_ext import config
 from mismatch_ext.metrics.names import table as metrics_page
-from mismatch_ext.patches.__main__ import table as patches_page
 
 HERE = Path(__file__).parent
 SECTIONS = {
@@ -46,7 +47,9 @@ def config_page() -> str:
         lines += ["", f"## `{path}`", "", str(ast.get_docstring(classes[name])).splitlines()[0], ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key, kind, default, meaning in fields(classes[name].body):
-            lines.append(f"| `{key}` | `{kind}` | `{default}` | {' '.join(meaning.split())} |".replace(" | None`", " \\| None`"))
+            lines.append(
+                f"| `{key}` | `{kind}` | `{default}` | {' '.join(meaning.split())} |".replace(" | None`", " \\| None`")
+            )
     return "\n".join(lines)
 
 

@@ -101,7 +101,9 @@ def print_table(summary: Summary, console: Console) -> None:
             reward = f"{row.reward_last:.2f}"
             if split == "train":
                 reward = f"{row.reward_first:.2f} → {row.reward_last:.2f} in {row.steps} steps"
-            figures = ["-" if row.values[key] is None else f"{row.values[key]:.{digits}}" for _, (key, digits) in COLUMNS]
+            figures = [
+                "-" if row.values[key] is None else f"{row.values[key]:.{digits}}" for _, (key, digits) in COLUMNS
+            ]
             table.add_row(row.run, label, *figures, reward, end_section=row is rows[-1])
     console.print(table)
 

@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.vllm import shutdown
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import TrlParser
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset, reward
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
-from mismatch_ext.adapters.vllm import shutdown
-
-
-
 
 
 @dataclass

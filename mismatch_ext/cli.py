@@ -30,9 +30,7 @@ class Command:
 COMMANDS: dict[str, Command] = {}
 
 
-def command(
-    name: str, *, help: str, configure: Callable[[argparse.ArgumentParser], None]
-) -> Callable[[Run], Run]:
+def command(name: str, *, help: str, configure: Callable[[argparse.ArgumentParser], None]) -> Callable[[Run], Run]:
     """Register the decorated function as subcommand `name`."""
 
     def register(run: Run) -> Run:
@@ -84,14 +82,10 @@ def _configure_report(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder that holds metrics.jsonl, or a folder of such folders, which are shown side by side",
     )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="file to write (default: RUN_DIR/report.html)"
-    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: RUN_DIR/report.html)")
 
 
-@command(
-    "report", help="Render a run directory as one self-contained HTML file.", configure=_configure_report
-)
+@command("report", help="Render a run directory as one self-contained HTML file.", configure=_configure_report)
 def report(arguments: argparse.Namespace) -> int:
     """Render the report and print its path and its verdict."""
     from mismatch_ext.report import build

@@ -196,7 +196,9 @@ def _build(section: type[Section], data: Any, path: str) -> Section:
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in data
     ]
     if missing:
-        raise ConfigError(f"{path}: missing key {missing[0]!r}; it has no default, allowed: {_name(hints[missing[0]])}.")
+        raise ConfigError(
+            f"{path}: missing key {missing[0]!r}; it has no default, allowed: {_name(hints[missing[0]])}."
+        )
     return section(**{key: _convert(hints[key], value, f"{path}.{key}") for key, value in data.items()})
 
 

@@ -201,7 +201,9 @@ def collate(records: Sequence[RolloutRecord], pad_token_id: int) -> RolloutBatch
     first = records[0].provenance
     for row, record in enumerate(records):
         if record.provenance != first:
-            field = next(f.name for f in fields(Provenance) if getattr(record.provenance, f.name) != getattr(first, f.name))
+            field = next(
+                f.name for f in fields(Provenance) if getattr(record.provenance, f.name) != getattr(first, f.name)
+            )
             raise ProvenanceError(
                 f"rollouts of mixed provenance: row 0 has {field}={getattr(first, field)!r}, row {row} has "
                 f"{field}={getattr(record.provenance, field)!r}; split them into batches of one provenance."

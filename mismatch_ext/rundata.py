@@ -154,9 +154,7 @@ def read_run(run_dir: str | Path) -> RunData:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RunDirectoryError(
-            f"{path} cannot be read: {reason}; give a folder that holds {METRICS_FILE}."
-        ) from error
+        raise RunDirectoryError(f"{path} cannot be read: {reason}; give a folder that holds {METRICS_FILE}.") from error
     reader = _Reader()
     if not content:
         reader.problems.append(f"{METRICS_FILE} is empty: the run stopped before it wrote its header.")
@@ -272,9 +270,7 @@ class _Reader:
         except ValueError as error:
             where = f"line {number}"
             if torn:
-                self.problems.append(
-                    f"{where}, the last, is torn ({error}): the run was killed while writing it."
-                )
+                self.problems.append(f"{where}, the last, is torn ({error}): the run was killed while writing it.")
             else:
                 self.problems.append(f"{where} was left out: {error}.")
 
@@ -317,9 +313,7 @@ class _Reader:
         else:
             rollout, old = _logprobs(line, "rollout_logprobs"), _logprobs(line, "old_logprobs")
             if len(rollout) != len(old):
-                raise ValueError(
-                    f"scatter has {len(rollout)} rollout and {len(old)} trainer log-probabilities"
-                )
+                raise ValueError(f"scatter has {len(rollout)} rollout and {len(old)} trainer log-probabilities")
             self.scatters[key] = ScatterRecord(**at, rollout_logprobs=rollout, old_logprobs=old)
 
     def _metrics(self, number: int, line: dict[str, Any]) -> dict[str, float | None]:
@@ -328,9 +322,7 @@ class _Reader:
             raise ValueError(f"metrics is {_short(metrics)}, not an object")
         kept = {k: v for k, v in metrics.items() if v is None or _is_number(v)}
         for name in metrics.keys() - kept.keys():
-            self.problems.append(
-                f"line {number}: metric {name!r} was left out: {_short(metrics[name])} is no number."
-            )
+            self.problems.append(f"line {number}: metric {name!r} was left out: {_short(metrics[name])} is no number.")
         return {k: None if v is None else _finite(v) for k, v in kept.items()}
 
     def finish(self, path: Path) -> RunData:

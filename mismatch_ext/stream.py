@@ -59,9 +59,7 @@ class RunStream:
         self._ended = False
 
     @classmethod
-    def open(
-        cls, run_dir: str | Path, *, header: Mapping[str, Any], resume_step: int | None = None
-    ) -> RunStream:
+    def open(cls, run_dir: str | Path, *, header: Mapping[str, Any], resume_step: int | None = None) -> RunStream:
         """Start a run directory, or append a segment to one.
 
         Args:
@@ -144,9 +142,7 @@ class RunStream:
             raise RecordError(f"{nonfinite[0]} is not finite; give finite log-probabilities.")
         self._write("scatter", {"split": _checked_split(split), **body}, step)
 
-    def event(
-        self, step: int, level: str, name: str, message: str, data: Mapping[str, Any] | None = None
-    ) -> None:
+    def event(self, step: int, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Write something that happened; `level` is info, warning or error."""
         if level not in LEVELS:
             raise RecordError(f"event level {level!r} is not allowed; allowed: {', '.join(LEVELS)}.")
@@ -288,9 +284,7 @@ def _checked_split(split: str) -> str:
 def _to_dict(name: str, profile: Any) -> Mapping[str, Any]:
     convert = getattr(profile, "to_dict", None)
     if convert is None:
-        raise RecordError(
-            f"profile {name!r}: {type(profile).__name__} is neither a mapping nor has to_dict()."
-        )
+        raise RecordError(f"profile {name!r}: {type(profile).__name__} is neither a mapping nor has to_dict().")
     columns: Mapping[str, Any] = convert()
     return columns
 
@@ -312,9 +306,7 @@ def _jsonable(value: Any, path: str) -> tuple[Any, list[str]]:
         if isinstance(item, Mapping):
             for key in item:
                 if not isinstance(key, str):
-                    raise RecordError(
-                        f"{at}: key {key!r} is {type(key).__name__}; JSON allows text keys only."
-                    )
+                    raise RecordError(f"{at}: key {key!r} is {type(key).__name__}; JSON allows text keys only.")
             return {key: convert(inner, f"{at}.{key}") for key, inner in item.items()}
         if isinstance(item, (list, tuple)):
             return [convert(inner, f"{at}[{index}]") for index, inner in enumerate(item)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+
 from mismatch_ext.patching import Patch
 
 # When each patch is active; nothing is patched outside these moments, and nothing without a mismatch block.

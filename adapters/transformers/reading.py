@@ -14,7 +14,7 @@ from mismatch_ext.precision.audit import TrainerReading
 
 
 def read_trainer(
-    model: nn.Module, autocast: Callable[[], AbstractContextManager], scaler: Any, device: torch.device
+    model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], scaler: Any, device: torch.device
 ) -> TrainerReading:
     """Read parameter dtypes, the dtype that a matrix product takes under autocast, and the loss scaler's state.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def probe_logits(model: nn.Module, token_ids: Tensor, autocast: AbstractContextManager | None = None) -> Tensor:
+def probe_logits(model: nn.Module, token_ids: Tensor, autocast: AbstractContextManager[Any] | None = None) -> Tensor:
     """Return the logits `[N, T, V]` of a forward pass without gradients, dropout or cache.
 
     Args:
@@ -33,7 +34,7 @@ def probe_logits(model: nn.Module, token_ids: Tensor, autocast: AbstractContextM
         return model(input_ids=token_ids, use_cache=False).logits
 
 
-def score_tokens(model: nn.Module, token_ids: Tensor, autocast: AbstractContextManager | None = None) -> Tensor:
+def score_tokens(model: nn.Module, token_ids: Tensor, autocast: AbstractContextManager[Any] | None = None) -> Tensor:
     """Score fixed token sequences with the trainer's present weights, at temperature 1.
 
     Args:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from mismatch_ext.adapters.transformers.scoring import probe_logits
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class VocabularySurplus:
 
 
 def vocabulary_surplus(
-    model: nn.Module, tokenizer_size: int, token_ids: Tensor, autocast: AbstractContextManager | None = None
+    model: nn.Module, tokenizer_size: int, token_ids: Tensor, autocast: AbstractContextManager[Any] | None = None
 ) -> VocabularySurplus | None:
     """Measure the probability of ids beyond the tokenizer's vocabulary, or return None when there are none.
 

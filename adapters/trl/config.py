@@ -1,8 +1,11 @@
 """GRPOConfig with one more field: the `mismatch:` block."""
 
+# mypy: disable-error-code="has-type"
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -28,7 +31,7 @@ class MismatchGRPOConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "mismatch"]
 
-    mismatch: dict | str | None = field(
+    mismatch: dict[str, Any] | str | None = field(
         default=None,
         metadata={
             "help": "The mismatch block: a mapping, a JSON or YAML string, or the path of a JSON or YAML file. "

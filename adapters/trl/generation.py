@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.vllm.engine import is_cpu
+from torch import Tensor
+
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
@@ -28,12 +28,14 @@ class TrainerSide:
         score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]`.
         step: Returns the number of finished optimizer steps.
         on_verdict: Receives each weight-sync verdict.
+        compute_dtype: Dtype that its matrix products come out in.
     """
 
     named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
     score: Callable[[Tensor], Tensor]
     step: Callable[[], int]
     on_verdict: Callable[[SyncVerdict], None]
+    compute_dtype: str
 
 
 class CheckedGeneration:
@@ -72,7 +74,7 @@ class CheckedGeneration:
         inner.sync_weights = self.sync_weights
         self._previous: dict[str, Tensor] = {}
         self._fingerprint: str | None = None
-        self.checker = WeightSyncChecker(self.reading.model_dtype)
+        self.checker = WeightSyncChecker(self.reading.model_dtype, trainer_dtype=trainer.compute_dtype)
         if monitor.weight_sync != "off":
             self.probes = _probe_tokens(monitor, vocabulary, inner.llm.llm_engine.model_config.max_model_len)
             self.checker.baseline(engine.score_tokens(inner.llm, self.probes.tolist()), trainer.score(self.probes))
@@ -87,7 +89,7 @@ class CheckedGeneration:
             yield
         except MismatchError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever ends the engine must be named and must not lose the run
+        except Exception as error:
             raise EngineError(
                 f"vLLM {self.reading.version} failed while {doing} at step {self.trainer.step()}: "
                 f"{type(error).__name__}: {error}"

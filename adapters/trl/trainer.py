@@ -11,23 +11,23 @@ import logging
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import TrainerState
-from trl import GRPOTrainer
-
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.trl.banner import banner, run_header
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
-from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, PrecisionError, ReadinessError, RecordError
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from torch import Tensor
+from transformers import TrainerState
+from trl import GRPOTrainer
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import MismatchError, PrecisionError, ReadinessError, RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
@@ -46,7 +46,18 @@ FORWARD_KEYS = (
 )  # fmt: skip
 
 
-class MismatchTrainerMixin:
+if TYPE_CHECKING:
+
+    class _Host(GRPOTrainer):
+        """What the mixin is mixed into, for type checkers only."""
+
+        vllm_generation: Any
+
+else:
+    _Host = object
+
+
+class MismatchTrainerMixin(_Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     Put it first among the bases: `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer): ...`. Without a block every
@@ -54,24 +65,28 @@ class MismatchTrainerMixin:
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchGRPOConfig)), None)
-        self._block: MismatchConfig | None = (
-            config.mismatch_block() if isinstance(config, MismatchGRPOConfig) else None
-        )
+        config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchGRPOConfig)), None)
+        self._block: MismatchConfig | None = config.mismatch_block() if isinstance(config, MismatchGRPOConfig) else None
         if self._block is None:
             super().__init__(model, *args, **kwargs)
             return
         for peer in ("torch", "transformers", "accelerate", "trl", "vllm"):
             require(peer)
-        self._run_dir = Path(self._block.monitor.run_dir or Path(config.output_dir) / "mismatch")
+        self._run_dir = Path(self._config.monitor.run_dir or Path(config.output_dir) / "mismatch")
         ensure_writable(self._run_dir)
         self._eval_split = "eval/default"
         self._audit_report: AuditReport | None = None
         self._verdict: SyncVerdict | None = None
-        with applied(*self._construction_patches(config)) as patches, _engine_refusals_named(self._block):
+        with applied(*self._construction_patches(config)) as patches, _EngineRefusalsNamed(self._config):
             super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
         self._begin(patch_digest)
+
+    @property
+    def _config(self) -> MismatchConfig:
+        """The block, for methods that run only with one."""
+        assert self._block is not None
+        return self._block
 
     # Construction: what must hold before the first step.
 
@@ -79,8 +94,8 @@ class MismatchTrainerMixin:
         """Return the patches that are active while TRL builds its engine."""
         arguments: dict[str, Any] = {}
         patches = []
-        if self._block.precision is not None:
-            arguments["dtype"] = self._block.precision.dtype
+        if self._config.precision is not None:
+            arguments["dtype"] = self._config.precision.dtype
         if config.use_cpu:
             # Compiling takes a CPU engine ten times as long to start as it saves in a short run.
             arguments["enforce_eager"] = True
@@ -121,7 +136,7 @@ class MismatchTrainerMixin:
         self._sampling = self._sampling_settings()
         self._recorder = RunRecorder(
             self._run_dir,
-            monitor=self._block.monitor,
+            monitor=self._config.monitor,
             sampling=self._sampling,
             header=self._header,
             is_main_process=self.accelerator.is_main_process,
@@ -137,15 +152,16 @@ class MismatchTrainerMixin:
                 score=self._score,
                 step=lambda: self.state.global_step,
                 on_verdict=self._on_verdict,
+                compute_dtype=self._compute_dtype(),
             ),
-            monitor=self._block.monitor,
+            monitor=self._config.monitor,
             sampling=self._sampling,
             vocabulary=vocabulary,
             patch_digest=patch_digest,
         )
         self._check_vocabulary(vocabulary)
         if self.accelerator.is_main_process:
-            print(banner(self._block, self._header()), flush=True)
+            print(banner(self._config, self._header()), flush=True)
 
     def _sampling_settings(self) -> SamplingSettings:
         settings = {
@@ -160,20 +176,18 @@ class MismatchTrainerMixin:
 
     def _audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back; refuse what is not as asked."""
-        trainer = read_trainer(
-            self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device
-        )
+        trainer = read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
         reading = engine.read_engine(self.vllm_generation.llm)
         self._readings = {"trainer": trainer, "engine": reading}
-        if self._block.precision is None:
+        if self._config.precision is None:
             return
-        policy = PrecisionPolicy(self._block.precision.dtype)
+        policy = PrecisionPolicy(self._config.precision.dtype)
         self._audit_report = audit(policy, trainer, reading, sync)
         self._audit_report.raise_for_findings()
 
     def _scan_readiness(self) -> None:
         """Check that the weights fit the dtype that both sides will compute in."""
-        precision = self._block.precision
+        precision = self._config.precision
         if precision is None or precision.readiness == "off":
             return
         weights = scan_weights(self.accelerator.unwrap_model(self.model).named_parameters(), precision.dtype)
@@ -184,10 +198,17 @@ class MismatchTrainerMixin:
                 raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
             warnings.warn(message, stacklevel=3)
 
+    def _compute_dtype(self) -> str:
+        """Return the dtype that the trainer's matrix products come out in, as read back."""
+        reading = self._readings["trainer"]
+        return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
+
     def _plain_vocabulary(self) -> Tensor:
         """Return the token ids `[V]` that have text and no special meaning."""
         tokenizer = self._tokenizer
-        plain = sorted(set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder) - set(tokenizer.all_special_ids))
+        plain = sorted(
+            set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder) - set(tokenizer.all_special_ids)
+        )
         return torch.tensor(plain, device=self.accelerator.device)
 
     def _check_vocabulary(self, vocabulary: Tensor) -> None:
@@ -250,7 +271,7 @@ class MismatchTrainerMixin:
             )
         return logps
 
-    def _autocast(self) -> AbstractContextManager:
+    def _autocast(self) -> AbstractContextManager[Any]:
         return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
 
     def _score(self, token_ids: Tensor) -> Tensor:
@@ -264,7 +285,7 @@ class MismatchTrainerMixin:
             self._audit(SyncReading(sent_dtype=str(sent).removeprefix("torch."), received_dtype=received))
         if verdict.status in ("stale", "garbled"):
             self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
-            if self._block.monitor.weight_sync == "warn":
+            if self._config.monitor.weight_sync == "warn":
                 warnings.warn(verdict.message, stacklevel=2)
 
     # Metrics.
@@ -300,7 +321,7 @@ class MismatchTrainerMixin:
             self._recorder.event(step, "warning", "ratio_bias", bias)
 
     def _training_metrics(self) -> dict[str, float]:
-        metrics = {}
+        metrics: dict[str, float] = {}
         if isinstance(self.accelerator.scaler, LossScaler):
             metrics |= {PREFIX + name: value for name, value in self.accelerator.scaler.metrics().items()}
         if self._verdict is not None:
@@ -332,7 +353,9 @@ class MismatchTrainerMixin:
             return
         if not path.is_dir():
             self._save_checkpoint(self.model, trial=None)
-        error.add_note(f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}.")
+        error.add_note(
+            f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}."
+        )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -346,11 +369,13 @@ class MismatchTrainerMixin:
         super()._load_scaler(checkpoint)
         if self._block is None or checkpoint is None:
             return
-        self._recorder.resume_step = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).global_step
+        self._recorder.resume_step = TrainerState.load_from_json(
+            str(Path(checkpoint) / "trainer_state.json")
+        ).global_step
         state_file = Path(checkpoint) / STATE_FILE
         if state_file.is_file():
             self.vllm_generation.weight_version = json.loads(state_file.read_text(encoding="utf-8"))["weight_version"]
-        precision = self._block.precision
+        precision = self._config.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._recorder.event(
                 self._recorder.resume_step,
@@ -360,7 +385,7 @@ class MismatchTrainerMixin:
             )
 
 
-class _engine_refusals_named(AbstractContextManager):  # noqa: N801 - used as a context manager function
+class _EngineRefusalsNamed(AbstractContextManager[None]):
     """Turn vLLM's refusal of a dtype into a `PrecisionError`."""
 
     def __init__(self, block: MismatchConfig) -> None:

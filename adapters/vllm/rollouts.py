@@ -34,7 +34,5 @@ def to_records(
             provenance=provenance,
             request_id=str(row),
         )
-        for row, (prompt, response, logprobs) in enumerate(
-            zip(prompt_ids, response_ids, rollout_logprobs, strict=True)
-        )
+        for row, (prompt, response, logprobs) in enumerate(zip(prompt_ids, response_ids, rollout_logprobs, strict=True))
     ]

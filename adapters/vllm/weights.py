@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
 from mismatch_ext.adapters.vllm.engine import runner
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from torch import Tensor
+
 from mismatch_ext.patching import applied
 from mismatch_ext.weight_sync import TensorComparison
 
@@ -69,9 +69,7 @@ def compare_tensors(
                 name=name,
                 equal=equal,
                 max_abs_diff=0.0 if equal else float((engine.float() - trainer.float()).abs().max()),
-                matches_previous=bool(
-                    not equal and before is not None and before.shape == engine.shape and torch.equal(engine, before)
-                ),
+                matches_previous=None if before is None else torch.equal(engine, before),
             )
         )
     return comparisons, expected

@@ -118,8 +118,7 @@ def _check_overlap(entries: list[Entry]) -> None:
         other = writers.setdefault(entry.slot.key, entry)
         if other is not entry:
             raise PatchConflictError(
-                f"{other.patch.name} and {entry.patch.name} both patch {entry.slot.target}. One symbol takes "
-                "one patch."
+                f"{other.patch.name} and {entry.patch.name} both patch {entry.slot.target}. One symbol takes one patch."
             )
     for entry in entries:
         base = writers.get(entry.slot.definer_key, entry)

@@ -89,8 +89,7 @@ class Patch:
             raise PatchError(f"{self.name}: allow_aliases must be a tuple, not {self.allow_aliases!r}.")
         if self.binding_only and "." in self.target.partition(":")[2]:
             raise PatchError(
-                f"{self.name}: binding_only is for a module's by-value import; {self.target} is a class "
-                "attribute."
+                f"{self.name}: binding_only is for a module's by-value import; {self.target} is a class attribute."
             )
         _require_closed(self.name, self.supports)
 

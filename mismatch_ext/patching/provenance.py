@@ -48,6 +48,13 @@ def _digest(entry: Entry) -> str:
     return _sha256([patch.name, patch.peer, entry.version, patch.target, upstream, *_make_parts(patch)])
 
 
+def _is_plain(value: object) -> bool:
+    """Tell whether `repr` describes a value completely: a plain one, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, _PLAIN)
+
+
 def _make_parts(patch: Patch) -> list[str]:
     """Source of `make`, and the plain values that it closes over."""
     try:
@@ -58,7 +65,7 @@ def _make_parts(patch: Patch) -> list[str]:
         ) from error
     captured = inspect.getclosurevars(patch.make).nonlocals if isinstance(patch.make, FunctionType) else {}
     for name, value in sorted(captured.items()):
-        if not isinstance(value, _PLAIN):
+        if not _is_plain(value):
             raise PatchError(
                 f"{patch.name}: make closes over {name!r}, a {type(value).__name__}, which the digest cannot "
                 "describe. Close over plain values, or use module-level names."

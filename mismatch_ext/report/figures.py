@@ -32,9 +32,7 @@ def sections(runs: Mapping[str, RunData]) -> list[Section]:
     """Build every plot of the report in reading order."""
     return [
         Section(id="gap", title="Gap over steps", figures=_gap(runs), absent="No gap metrics were recorded."),
-        Section(
-            id="kl", title="KL and effective sample size", figures=_kl(runs), absent="No k3 was recorded."
-        ),
+        Section(id="kl", title="KL and effective sample size", figures=_kl(runs), absent="No k3 was recorded."),
         Section(
             id="training",
             title="Reward and length",
@@ -218,9 +216,7 @@ def _profile(runs: Mapping[str, RunData], kind: str) -> tuple[Figure, ...]:
             means.append(_profile_trace(name, index, names, pooled, pooled.mean, True, split, order))
             shares.append(_profile_trace(name, index, names, pooled, pooled.gap_share, False, split, order))
     what = "token index in the response" if kind == "position" else "probability given by the rollout engine"
-    filled = {
-        label for trace in means for label, n in zip(trace["x"], trace["customdata"], strict=True) if n[0]
-    }
+    filled = {label for trace in means for label, n in zip(trace["x"], trace["customdata"], strict=True) if n[0]}
     axis: dict[str, Any] = {
         "title": what,
         "type": "category",
@@ -263,9 +259,7 @@ def _profile_trace(
     split: str,
     order: int,
 ) -> dict[str, Any]:
-    trace = trace_of(
-        name, index, labels, [v if drawable(v, log) else None for v in values], split=split, order=order
-    )
+    trace = trace_of(name, index, labels, [v if drawable(v, log) else None for v in values], split=split, order=order)
     trace["customdata"] = [list(pair) for pair in zip(pooled.count, pooled.largest, strict=True)]
     number = "mean |Δlogp| %{y:.3~g}" if log else "%{y:.1%} of the gap"
     trace["hovertemplate"] = (
@@ -299,9 +293,7 @@ def _scatter(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             trace |= {"mode": "markers"}
             trace["marker"] |= {"size": 5, "opacity": 0.5, "color": style(index)["color"]}
             trace["hovertemplate"] = (
-                "rollout %{x:.4f}<br>"
-                + kind.replace("both", "trainer")
-                + " %{y:.4~g}<extra>%{fullData.name}</extra>"
+                "rollout %{x:.4f}<br>" + kind.replace("both", "trainer") + " %{y:.4~g}<extra>%{fullData.name}</extra>"
             )
             x = {"title": "rollout probability", "range": [-0.03, 1.03]}
             y = {"title": "trainer probability", "range": [-0.03, 1.03]}
@@ -313,9 +305,7 @@ def _scatter(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             if kind == "difference":
                 y = {"title": "trainer − rollout", "range": [-span, span], "exponentformat": "power"}
                 title = "difference of the probabilities"
-                caption = (
-                    "The same tokens with the diagonal laid flat; the vertical scale is shared by all runs."
-                )
+                caption = "The same tokens with the diagonal laid flat; the vertical scale is shared by all runs."
                 end = 0.0
             line = {
                 "type": "line",

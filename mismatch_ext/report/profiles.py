@@ -22,9 +22,7 @@ class Pooled:
         """Share of the summed |Δlogp| that falls into each bin."""
         sums = [n * (m or 0.0) for n, m in zip(self.count, self.mean, strict=True)]
         total = sum(sums)
-        return tuple(
-            s / total if total > 0 and n > 0 else None for s, n in zip(sums, self.count, strict=True)
-        )
+        return tuple(s / total if total > 0 and n > 0 else None for s, n in zip(sums, self.count, strict=True))
 
     def share_below(self, edge: float) -> tuple[float, float]:
         """Return the shares of tokens and of the summed |Δlogp| in the bins that end at or below `edge`."""
@@ -54,11 +52,7 @@ def pool_profile(run: RunData, name: str, split: str) -> Pooled | None:
         The pooled profile, or None when the split has none or all its bins are empty.
     """
     records = [r.profiles[name] for r in run.profiles if r.split == split and name in r.profiles]
-    records = [
-        r
-        for r in records
-        if r["edges"] == records[0]["edges"] and len(r["count"]) == len(records[0]["count"])
-    ]
+    records = [r for r in records if r["edges"] == records[0]["edges"] and len(r["count"]) == len(records[0]["count"])]
     if not records:
         return None
     bins = range(len(records[0]["count"]))

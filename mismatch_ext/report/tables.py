@@ -49,9 +49,7 @@ def flatten(block: Any, prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = (
-                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            )
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return flat
 
 
@@ -123,9 +121,7 @@ def event_rows(runs: Mapping[str, RunData]) -> tuple[list[EventRow], int]:
                 rows.append(_event_row(name, event, str(event.step), event.message))
             elif event is group[0]:
                 steps = f"{min(e.step for e in group)}–{max(e.step for e in group)}"
-                rows.append(
-                    _event_row(name, group[-1], steps, f"{len(group)} times; the last: {group[-1].message}")
-                )
+                rows.append(_event_row(name, group[-1], steps, f"{len(group)} times; the last: {group[-1].message}"))
     rows.sort(key=lambda row: row.level == "info")
     return rows[:MAX_EVENTS], max(0, len(rows) - MAX_EVENTS)
 
@@ -177,9 +173,7 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
             texts.append(f"no {kind} profile was recorded (`mismatch.monitor.{option}`).")
     if not run.scatters:
         texts.append("no token sample was recorded (`mismatch.monitor.scatter_samples`).")
-    texts += [
-        f"the header has no {key!r} block." for key in ("trainer", "engine", "versions") if not _has(run, key)
-    ]
+    texts += [f"the header has no {key!r} block." for key in ("trainer", "engine", "versions") if not _has(run, key)]
     return texts
 
 

@@ -317,9 +317,7 @@ def test_nothing_is_written_before_all_checks_and_makes_are_done(upstream: Any) 
         seen.append((upstream.core.greet("me"), upstream.core.Base().method()))
         return lambda *args: original(*args)
 
-    with applied(
-        upstream.patch("upst.core:greet", make=look), upstream.patch("upst.core:Base.method", make=look)
-    ):
+    with applied(upstream.patch("upst.core:greet", make=look), upstream.patch("upst.core:Base.method", make=look)):
         pass
     assert seen == [("stock me", "method")] * 2
 
@@ -328,9 +326,7 @@ def test_verify_sees_all_patches_applied_and_true_passes(upstream: Any) -> None:
     def both() -> bool:
         return upstream.core.greet("me") == "!stock me" and upstream.core.Base().method() == "!method"
 
-    with applied(
-        upstream.patch("upst.core:greet", verify=both), upstream.patch("upst.core:Base.method")
-    ) as patches:
+    with applied(upstream.patch("upst.core:greet", verify=both), upstream.patch("upst.core:Base.method")) as patches:
         patches.verify()
 
 
@@ -358,9 +354,7 @@ def test_import_error_inside_the_target_module_is_not_mistaken_for_drift(upstrea
         ("upst.core:Base.__new__", "Python cannot undo setting __new__"),
     ],
 )
-def test_symbols_that_cannot_be_restored_exactly_are_refused(
-    upstream: Any, target: str, message: str
-) -> None:
+def test_symbols_that_cannot_be_restored_exactly_are_refused(upstream: Any, target: str, message: str) -> None:
     before = upstream.snapshot()
     with pytest.raises(PatchError, match=message):
         PatchSet(upstream.patch(target, name="upst/refused")).check()
@@ -379,9 +373,7 @@ def test_foreign_repatch_is_left_alone_and_the_others_are_reverted(upstream: Any
     assert not patches.active
     with pytest.raises(PatchVerificationError, match="upst/greet .* does not resolve to the replacement"):
         patches.verify()
-    with pytest.raises(
-        PatchConflictError, match=r"upst/greet \(upst 1.2.0\+cpu\): upst.core:greet was changed"
-    ):
+    with pytest.raises(PatchConflictError, match=r"upst/greet \(upst 1.2.0\+cpu\): upst.core:greet was changed"):
         active_patches()
 
     with pytest.raises(PatchConflictError, match="upst.core:greet was changed by somebody else") as caught:
@@ -478,9 +470,7 @@ def test_nested_same_patch(upstream: Any) -> None:
         ("upst.core:Child.method", "upst.core:Base.method"),  # the first would go on calling the stock one
     ],
 )
-def test_one_symbol_takes_one_patch_across_sets_and_within_one(
-    upstream: Any, first: str, second: str
-) -> None:
+def test_one_symbol_takes_one_patch_across_sets_and_within_one(upstream: Any, first: str, second: str) -> None:
     before = upstream.snapshot()
     patches = upstream.patch(first, name="upst/first"), upstream.patch(second, name="upst/second")
     with applied(patches[0]):
@@ -501,9 +491,7 @@ def test_by_value_import_of_a_live_replacement_cannot_be_patched(upstream: Any) 
     with applied(upstream.patch("upst.engine:Engine", make=subclass, allow_aliases=("upst.user",))):
         upstream.load("user")
         with pytest.raises(PatchConflictError, match="patched already, by upst/engine"):
-            PatchSet(
-                upstream.patch("upst.user:Engine", name="upst/b", make=subclass, binding_only=True)
-            ).apply()
+            PatchSet(upstream.patch("upst.user:Engine", name="upst/b", make=subclass, binding_only=True)).apply()
 
 
 def test_siblings_that_inherit_the_same_method_do_not_conflict(upstream: Any) -> None:
@@ -579,9 +567,7 @@ def test_allowed_alias_keeps_the_stock_object(upstream: Any, allowed: str) -> No
 def test_alias_that_the_same_set_patches_is_no_conflict(upstream: Any) -> None:
     consumer = upstream.load("consumer")
     before = upstream.snapshot()
-    with applied(
-        upstream.patch("upst.core:greet"), upstream.patch("upst.consumer:greet", name="upst/consumer")
-    ):
+    with applied(upstream.patch("upst.core:greet"), upstream.patch("upst.consumer:greet", name="upst/consumer")):
         assert (upstream.core.greet("me"), consumer.greet("me")) == ("!stock me", "!stock me")
     upstream.assert_same(before)
 
@@ -606,9 +592,7 @@ def test_second_name_of_a_method_is_an_alias(upstream: Any) -> None:
     upstream.core.Base.__call__ = upstream.core.Base.method
     with pytest.raises(PatchConflictError, match=r"held by value in upst\.core:Base\.__call__"):
         PatchSet(upstream.patch("upst.core:Base.method")).check()
-    with applied(
-        upstream.patch("upst.core:Base.method"), upstream.patch("upst.core:Base.__call__", name="upst/b")
-    ):
+    with applied(upstream.patch("upst.core:Base.method"), upstream.patch("upst.core:Base.__call__", name="upst/b")):
         assert (upstream.core.Base()(), upstream.core.Base().method()) == ("!method", "!method")
 
 
@@ -621,9 +605,7 @@ def test_plain_values_have_no_aliases(upstream: Any) -> None:
 def test_import_by_value_while_patched_is_reported_at_revert(upstream: Any) -> None:
     patches = PatchSet(upstream.patch("upst.core:greet"), upstream.patch("upst.core:Base.method")).apply()
     consumer = upstream.load("consumer")
-    with pytest.raises(
-        PatchConflictError, match=r"was restored, but upst\.consumer:greet imported the replacement"
-    ):
+    with pytest.raises(PatchConflictError, match=r"was restored, but upst\.consumer:greet imported the replacement"):
         patches.revert()
     assert (upstream.core.greet("me"), upstream.core.Base().method()) == ("stock me", "method")
     assert consumer.greet("me") == "!stock me"
@@ -778,9 +760,7 @@ def test_make_that_cannot_be_digested(upstream: Any) -> None:
 # --- declarations ---
 
 
-@pytest.mark.parametrize(
-    "supports", [">=1.0,<=1.2.0", "==1.2", "==1.2.0", ">=1.0,<=1.3,!=1.1", ">=1.2.0,<=1.2.0"]
-)
+@pytest.mark.parametrize("supports", [">=1.0,<=1.2.0", "==1.2", "==1.2.0", ">=1.0,<=1.3,!=1.1", ">=1.2.0,<=1.2.0"])
 def test_closed_range(upstream: Any, supports: str) -> None:
     assert upstream.patch("upst.core:greet", supports=supports).check_version() == "1.2.0+cpu"
 

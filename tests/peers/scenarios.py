@@ -16,18 +16,17 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from datasets import Dataset
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
-from mismatch_ext.adapters import vllm as engine
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 
@@ -75,7 +74,8 @@ def digest_of(model: torch.nn.Module) -> str:
 
 def history(trainer: Any) -> list[dict[str, float]]:
     """Return what the trainer logged at each step."""
-    return [{k: h[k] for k in (*KEPT, *(n for n in h if "mismatch/" in n)) if k in h} for h in trainer.state.log_history if "loss" in h]  # fmt: skip
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{k: v for k, v in entry.items() if k in KEPT or "mismatch/" in k} for entry in logged]
 
 
 def outcome(trainer: Any, **extra: Any) -> dict[str, Any]:

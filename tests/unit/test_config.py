@@ -87,7 +87,13 @@ def test_yaml_off_is_the_word_off() -> None:
     assert block is not None and block.monitor.weight_sync == "off"
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=8), x), max_leaves=6))  # fmt: skip
+KEYS = st.sampled_from(["precision", "monitor", "dtype", "loss_scale", "init_scale", "weight_sync"]) | st.text(
+    max_size=8
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+
+
+@given(st.recursive(LEAVES, lambda x: st.lists(x) | st.dictionaries(KEYS, x), max_leaves=6))
 def test_anything_else_is_a_config_error_or_a_config(data: object) -> None:
     try:
         block = MismatchConfig.parse(data)  # type: ignore[arg-type]

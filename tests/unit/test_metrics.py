@@ -220,4 +220,6 @@ def test_generated_pages_are_current() -> None:
 
     pages = runpy.run_path(str(ROOT / "docs/generate.py"))["PAGES"]
     for name, page in pages.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page() + "\n", f"run python docs/generate.py ({name})"
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page() + "\n", (
+            f"run python docs/generate.py ({name})"
+        )

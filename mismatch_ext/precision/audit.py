@@ -1,0 +1,371 @@
+"""Compares the dtypes read back from trainer, weight update and engine with those that were asked for.
+
+Half-applied FP16 is common: a trainer that ignores `fp16=True`, an engine that turns "auto" into bfloat16, a
+weight update that passes through bfloat16. Each such half has a check here, with what to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mismatch_ext.errors import PrecisionAuditError
+from mismatch_ext.precision.dtypes import spelled
+from mismatch_ext.precision.policy import PrecisionPolicy
+
+NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerReading:
+    """What the live trainer computes with.
+
+    Args:
+        parameter_dtypes: Number of trainable parameters by dtype name.
+        autocast_dtype: Dtype that a float32 matrix product takes in the forward pass; None when autocast is
+            off.
+        scaler: The loss scaler's "class", "enabled" and "scale"; None when there is no scaler.
+        reduce_dtype: Dtype in which gradients are summed over ranks; None when they are not, or it follows
+            the masters.
+        device: Device type.
+    """
+
+    parameter_dtypes: Mapping[str, int]
+    autocast_dtype: str | None
+    scaler: Mapping[str, Any] | None
+    reduce_dtype: str | None
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReading:
+    """What the live engine computes with.
+
+    Args:
+        engine: Name, for example "vllm".
+        version: Its version.
+        model_dtype: Compute dtype after the engine resolved "auto".
+        parameter_dtypes: Number of parameters by dtype name; empty where another process holds them out of
+            reach.
+        kv_cache_dtype: Dtype of the KV cache, or "auto" for the compute dtype.
+        logprobs_mode: Which log-probabilities the engine returns.
+        quantization: Name of the quantisation method; None when there is none.
+    """
+
+    engine: str
+    version: str
+    model_dtype: str
+    parameter_dtypes: Mapping[str, int]
+    kv_cache_dtype: str
+    logprobs_mode: str
+    quantization: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReading:
+    """How weights travel from trainer to engine.
+
+    Args:
+        sent_dtype: Dtype in which the trainer hands them over.
+        received_dtype: Dtype in which the engine stores them.
+    """
+
+    sent_dtype: str
+    received_dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is not as asked for.
+
+    Args:
+        side: "trainer", "sync" or "engine".
+        what: The property.
+        expected: What the policy asks for.
+        found: What was read back.
+        fix: What to change.
+    """
+
+    side: str
+    what: str
+    expected: str
+    found: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.side} {self.what}: expected {self.expected}, found {self.found}. {self.fix}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One property that was compared; a failed one is also a `Finding`.
+
+    Args:
+        side: "trainer", "sync" or "engine".
+        what: The property.
+        expected: What the policy asks for.
+        found: What was read back.
+        ok: Whether the two agree.
+    """
+
+    side: str
+    what: str
+    expected: str
+    found: str
+    ok: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """Outcome of an audit.
+
+    Args:
+        dtype: Compute dtype asked for.
+        checks: Every property that was compared, in order.
+        findings: Those that are not as asked for.
+        unread: Sides that were not audited, because there are none or they cannot be read yet.
+    """
+
+    dtype: str
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was read is as asked for."""
+        return not self.findings
+
+    def raise_for_findings(self) -> None:
+        """Refuse a run that is not in the precision asked for.
+
+        Raises:
+            PrecisionAuditError: There is a finding; the message lists each on a line, with what to change.
+        """
+        if self.findings:
+            lines = "\n".join(f"  - {finding}" for finding in self.findings)
+            raise PrecisionAuditError(
+                f"{self.dtype} was asked for on both sides, but {len(self.findings)} of {len(self.checks)} "
+                f"readings differ:\n{lines}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON-able data, for the header of a run."""
+        return {
+            "dtype": self.dtype,
+            "ok": self.ok,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "unread": list(self.unread),
+        }
+
+    def __str__(self) -> str:
+        rows = [("side", "what", "expected", "found", "")]
+        rows += [(c.side, c.what, c.expected, c.found, "ok" if c.ok else "WRONG") for c in self.checks]
+        rows += [(side, "-", "-", "not read", "") for side in self.unread]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows
+        ]
+        lines += [f"fix: {finding.side} {finding.what}: {finding.fix}" for finding in self.findings]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Audit:
+    """Collects checks and findings."""
+
+    checks: list[Check] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def check(self, side: str, what: str, expected: str, found: str, ok: bool, fix: str) -> None:
+        self.checks.append(Check(side=side, what=what, expected=expected, found=found, ok=ok))
+        if not ok:
+            self.findings.append(Finding(side=side, what=what, expected=expected, found=found, fix=fix))
+
+
+def audit(
+    policy: PrecisionPolicy, trainer: TrainerReading, engine: EngineReading | None, sync: SyncReading | None
+) -> AuditReport:
+    """Compare what was read back with what the policy asks for.
+
+    Args:
+        policy: The precision asked for.
+        trainer: Reading of the trainer.
+        engine: Reading of the engine; None when the trainer generates with its own model.
+        sync: Reading of a weight update; None before the first one, or without an engine.
+
+    Returns:
+        All checks and findings; call `raise_for_findings` to refuse a half-applied precision.
+    """
+    collected = _Audit()
+    _audit_trainer(collected, policy, trainer)
+    if sync is not None:
+        _audit_sync(collected, policy, sync)
+    if engine is not None:
+        _audit_engine(collected, policy, engine)
+    return AuditReport(
+        dtype=policy.dtype,
+        checks=tuple(collected.checks),
+        findings=tuple(collected.findings),
+        unread=tuple(side for side, reading in (("sync", sync), ("engine", engine)) if reading is None),
+    )
+
+
+def _audit_trainer(collected: _Audit, policy: PrecisionPolicy, trainer: TrainerReading) -> None:
+    masters = _counted(trainer.parameter_dtypes)
+    collected.check(
+        "trainer",
+        "parameters",
+        policy.master_dtype,
+        _mix(masters),
+        set(masters) == {policy.master_dtype},
+        "Load the model in float32 (dtype='float32') and let autocast compute in the half dtype: in "
+        "float16 masters Adam's epsilon underflows and torch refuses to unscale, and in any half dtype "
+        "small updates are rounded away."
+        if masters
+        else "The model has no trainable parameter; check which parameters require gradients.",
+    )
+    found = NONE if trainer.autocast_dtype is None else spelled(trainer.autocast_dtype)
+    expected = policy.autocast_dtype or NONE
+    collected.check("trainer", "autocast", expected, found, found == expected, _autocast_fix(policy, trainer, found))
+    _audit_scaler(collected, policy, trainer)
+    if trainer.reduce_dtype is not None:
+        reduce = spelled(trainer.reduce_dtype)
+        collected.check(
+            "trainer",
+            "gradient reduction",
+            " or ".join(policy.reduce_dtypes),
+            reduce,
+            reduce in policy.reduce_dtypes,
+            "Set reduce_dtype of the sharding's mixed-precision policy to float32: a sum over ranks in a "
+            "half dtype overflows or loses bits that its terms still have.",
+        )
+
+
+def _autocast_fix(policy: PrecisionPolicy, trainer: TrainerReading, found: str) -> str:
+    if policy.autocast_dtype is None:
+        return "Turn mixed precision off (fp16=False, bf16=False): float32 was asked for."
+    if found == NONE and trainer.device == "cpu" and policy.dtype == "float16":
+        return (
+            "accelerate ignores fp16=True on a CPU without saying so; use mismatch-ext's trainer, which "
+            "turns autocast on, or set accelerator.native_amp=True and a LossScaler('cpu') yourself."
+        )
+    flag = {"float16": "fp16=True", "bfloat16": "bf16=True"}[policy.dtype]
+    return f"Set {flag} and no other half dtype in the trainer's arguments; see that no wrapper ends autocast."
+
+
+def _audit_scaler(collected: _Audit, policy: PrecisionPolicy, trainer: TrainerReading) -> None:
+    scaler = trainer.scaler
+    enabled = scaler is not None and scaler.get("enabled") is True
+    if scaler is None:
+        found = NONE
+    else:
+        scale = f" at {scaler['scale']:g}" if enabled and "scale" in scaler else ""
+        found = f"{scaler.get('class', 'a scaler')} {'enabled' if enabled else 'disabled'}{scale}"
+    collected.check(
+        "trainer",
+        "loss scaler",
+        "enabled" if policy.needs_scaler else NONE,
+        found,
+        enabled == policy.needs_scaler,
+        "Use mismatch_ext.precision.scaler.LossScaler: without scaling, float16 gradients below about 6e-8 "
+        "become zero. torch's scalers disable themselves where their device (by default cuda) is missing."
+        if policy.needs_scaler
+        else f"Remove the loss scaler: {policy.dtype} has float32's range; a scaler would only skip steps.",
+    )
+
+
+def _audit_sync(collected: _Audit, policy: PrecisionPolicy, sync: SyncReading) -> None:
+    sent, received = spelled(sync.sent_dtype), spelled(sync.received_dtype)
+    collected.check(
+        "sync",
+        "sent dtype",
+        " or ".join(policy.sent_dtypes),
+        sent,
+        sent in policy.sent_dtypes,
+        f"Send weights in {' or '.join(policy.sent_dtypes)}: each step through another dtype rounds them "
+        "again, and the engine then holds other weights than the trainer.",
+    )
+    collected.check(
+        "sync",
+        "received dtype",
+        policy.engine_dtype,
+        received,
+        received == policy.engine_dtype,
+        f"Start the engine with dtype={policy.engine_dtype!r}, so that it stores what the trainer computes with.",
+    )
+
+
+def _audit_engine(collected: _Audit, policy: PrecisionPolicy, engine: EngineReading) -> None:
+    name = f"{engine.engine} {engine.version}"
+    dtype = spelled(engine.model_dtype)
+    collected.check(
+        "engine",
+        "dtype",
+        policy.engine_dtype,
+        dtype,
+        dtype == policy.engine_dtype,
+        f"Start {name} with dtype={policy.engine_dtype!r}; its default 'auto' follows the checkpoint and "
+        "turns float32 into bfloat16.",
+    )
+    held = _counted(engine.parameter_dtypes)
+    # Routers, their biases and lm_head may be kept in float32 on purpose: wider than asked for is no
+    # mismatch.
+    foreign = sorted(set(held) - {policy.engine_dtype, "float32"})
+    if held:
+        collected.check(
+            "engine",
+            "parameters",
+            f"mostly {policy.engine_dtype}",
+            _mix(held),
+            not foreign and max(held, key=lambda key: held[key]) == policy.engine_dtype,
+            f"Start {name} with dtype={policy.engine_dtype!r} and without quantisation; read the engine's "
+            "weights again after its weight update.",
+        )
+    cache = spelled(engine.kv_cache_dtype)
+    collected.check(
+        "engine",
+        "KV cache",
+        policy.engine_dtype,
+        f"auto ({dtype})" if cache == "auto" else cache,
+        cache in policy.kv_cache_dtypes,
+        f"Start {name} with kv_cache_dtype='auto': another cache dtype rounds keys and values that the "
+        "trainer does not.",
+    )
+    collected.check(
+        "engine",
+        "log-probabilities",
+        policy.logprobs_mode,
+        engine.logprobs_mode,
+        engine.logprobs_mode == policy.logprobs_mode,
+        f"Start {name} with logprobs_mode={policy.logprobs_mode!r}: raw ones ignore the temperature that is "
+        "sampled with, so the ratio compares two different distributions.",
+    )
+    collected.check(
+        "engine",
+        "quantization",
+        NONE,
+        engine.quantization or NONE,
+        engine.quantization is None,
+        f"Start {name} without quantisation: quantised weights are not the trainer's.",
+    )
+
+
+def _counted(dtypes: Mapping[str, int]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for dtype, count in dtypes.items():
+        if count:
+            counts[spelled(dtype)] = counts.get(spelled(dtype), 0) + count
+    return counts
+
+
+def _mix(counts: Mapping[str, int]) -> str:
+    """Say which dtypes there are, with their shares when there are several."""
+    total = sum(counts.values())
+    if len(counts) <= 1:
+        return next(iter(counts), NONE)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{dtype} {count / total:.1%}" for dtype, count in ordered)

@@ -1,0 +1,64 @@
+"""What uniform precision in one dtype means for the trainer, the weight update and the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mismatch_ext.precision.dtypes import canonical
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The dtypes that each side must show when both compute in one dtype (arXiv 2510.26788, for float16).
+
+    Args:
+        dtype: Compute dtype of both sides, by any name that `canonical` knows.
+
+    Raises:
+        PrecisionError: The name is no compute dtype.
+    """
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", canonical(self.dtype))
+
+    @property
+    def master_dtype(self) -> str:
+        """Dtype of the trainable parameters: float32, for a half dtype would round small updates away."""
+        return "float32"
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """Dtype of matrix products in the trainer's forward pass; None means that autocast is off."""
+        return None if self.dtype == "float32" else self.dtype
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether gradients need loss scaling: only float16 has too few exponent bits for them."""
+        return self.dtype == "float16"
+
+    @property
+    def reduce_dtypes(self) -> tuple[str, ...]:
+        """Dtypes in which gradients may be summed over ranks; a float16 sum may overflow if no term does."""
+        return ("float32", "bfloat16") if self.dtype == "bfloat16" else ("float32",)
+
+    @property
+    def sent_dtypes(self) -> tuple[str, ...]:
+        """Dtypes in which weights may travel: the masters' or the engine's; both round once, and alike."""
+        return ("float32",) if self.dtype == "float32" else (self.dtype, "float32")
+
+    @property
+    def engine_dtype(self) -> str:
+        """Dtype of the engine's weights and matrix products, and the one that it receives weights in."""
+        return self.dtype
+
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]:
+        """Dtypes of the engine's KV cache: its compute dtype, by name or as "auto"."""
+        return ("auto", self.dtype)
+
+    @property
+    def logprobs_mode(self) -> str:
+        """Which log-probabilities the engine returns: those that it samples from, after the temperature."""
+        return "processed_logprobs"

@@ -1,0 +1,247 @@
+"""Dynamic loss scaling that is on wherever it was asked for, on every rank and with every optimizer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from mismatch_ext.errors import LossScaleError
+
+STATE_KEY = "mismatch_ext"
+STATE_VERSION = 1
+_COUNTERS = ("steps", "overflow_steps", "overflow_streak", "longest_overflow_streak")
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+class LossScaler(torch.amp.GradScaler):
+    """Drop-in `torch.amp.GradScaler` that fails where torch's goes silent.
+
+    It differs from torch's in five ways. It refuses to exist disabled. Ranks agree on an overflow before any
+    of them steps. `optimizer.step` is never called on an overflow, fused optimizers included. Overflows are
+    counted, and an endless streak of them is an error. Its state holds the counters, and loads into torch's
+    scaler and back.
+
+    torch's `ShardedGradScaler` also makes ranks agree, but it switches itself off on a CPU unless it is told
+    `device="cpu"`, which accelerate does not tell it, and it leaves a fused optimizer to skip on its own.
+
+    Args:
+        device: Device type that gradients live on, for example "cuda" or "cpu".
+        init_scale: First loss scale; a power of two keeps scaling exact.
+        growth_factor: Factor after `growth_interval` steps in a row without overflow.
+        backoff_factor: Factor after an overflow.
+        growth_interval: Steps in a row without overflow before the scale grows (400 in arXiv 2510.26788's
+            code).
+        min_scale: The scale must not fall below this.
+        max_overflow_streak: Longest run of overflowing steps that is tolerated.
+        process_group: Ranks that step together; None is all of them.
+
+    Raises:
+        LossScaleError: A setting is out of range, or torch would disable the scaler on this device.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 400,
+        min_scale: float = 1.0,
+        max_overflow_streak: int = 20,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        kind = torch.device(device).type
+        for name, value, good, allowed in (
+            ("growth_factor", growth_factor, growth_factor > 1, "a number > 1"),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "0 < x < 1"),
+            ("growth_interval", growth_interval, growth_interval >= 1, "an integer >= 1"),
+            ("min_scale", min_scale, 0 < min_scale <= init_scale, f"0 < x <= init_scale ({init_scale:g})"),
+            ("init_scale", init_scale, math.isfinite(init_scale), "a finite number"),
+            ("max_overflow_streak", max_overflow_streak, max_overflow_streak >= 1, "an integer >= 1"),
+        ):
+            if not good:
+                raise LossScaleError(f"{name}={value!r} is not allowed for the loss scaler; allowed: {allowed}.")
+        with warnings.catch_warnings():
+            # torch only warns when it disables itself; the error below says it instead.
+            warnings.simplefilter("ignore")
+            super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled=True)
+        if not self.is_enabled():
+            raise LossScaleError(
+                f"torch disables the loss scaler for device {kind!r}, which is not available to this "
+                "process; float16 training would run unscaled. Name the device that the gradients are on, "
+                "or train in bfloat16 or float32."
+            )
+        self.min_scale = min_scale
+        self.max_overflow_streak = max_overflow_streak
+        self.process_group = process_group
+        self.steps = 0
+        self.overflow_steps = 0
+        self.overflow_streak = 0
+        self.longest_overflow_streak = 0
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, once per step, and let all ranks know of an overflow on any.
+
+        Raises:
+            LossScaleError: The optimizer has no gradient, or a float16 one.
+        """
+        gradients = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradients += 1
+                if parameter.grad.dtype == torch.float16:
+                    raise LossScaleError(
+                        f"a gradient of shape {tuple(parameter.grad.shape)} is float16, so the master "
+                        "weights are; unscaling would flush its small values to zero. Load the model in "
+                        "float32 and compute under float16 autocast."
+                    )
+        if gradients == 0 and not self._shared():
+            raise LossScaleError(
+                f"no parameter of {type(optimizer).__name__} has a gradient; "
+                "call scaler.scale(loss).backward() before the step."
+            )
+        super().unscale_(optimizer)
+        self._agree(self._found_inf_per_device(optimizer))
+
+    def _shared(self) -> bool:
+        """Tell whether several ranks step together."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+
+    def _agree(self, found: dict[Any, Any]) -> None:
+        """Set the overflow flag on every rank if it is set on one."""
+        if not self._shared():
+            return
+        # One collective per step on every rank, also on one that holds no shard with a gradient. The flag
+        # goes to the accelerator even if gradients are offloaded to the CPU, where NCCL cannot reduce.
+        device = torch.device(self._device)
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        for value in found.values():
+            flag = torch.maximum(flag, value.to(device))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
+        for value in found.values():
+            value.copy_(flag)
+        if not found:
+            found[device] = flag
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale if that was not done yet, then call `optimizer.step` unless the gradients overflowed.
+
+        torch calls the step of a fused optimizer even then and leaves the skipping to its kernel. accelerate
+        takes the call for a step that was made, reports nothing skipped and moves the learning-rate schedule
+        on. The test here costs fused optimizers the one host synchronisation per step that all others have.
+
+        Raises:
+            LossScaleError: A closure was given, or as `unscale_`.
+        """
+        if "closure" in kwargs or any(callable(a) for a in args):
+            raise LossScaleError(
+                "the loss scaler cannot step with a closure: gradients that it recomputes would not be unscaled."
+            )
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        overflow = any(bool(value.item()) for value in state["found_inf_per_device"].values())
+        result: float | None = None if overflow else optimizer.step(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale after all optimizers have stepped, and count.
+
+        Raises:
+            LossScaleError: Overflows did not end, or the scale fell below `min_scale`.
+        """
+        overflow = any(
+            bool(value.item())
+            for state in self._per_optimizer_states.values()
+            for value in state["found_inf_per_device"].values()
+        )
+        super().update(new_scale)
+        self.steps += 1
+        self.overflow_steps += overflow
+        self.overflow_streak = self.overflow_streak + 1 if overflow else 0
+        self.longest_overflow_streak = max(self.longest_overflow_streak, self.overflow_streak)
+        if overflow:
+            self._refuse_endless_overflow()
+
+    def _refuse_endless_overflow(self) -> None:
+        scale = self.get_scale()
+        if self.overflow_streak > self.max_overflow_streak:
+            reason = f"more than max_overflow_streak={self.max_overflow_streak}"
+        elif scale < self.min_scale:
+            reason = f"and the scale is below min_scale={self.min_scale:g}"
+        else:
+            return
+        raise LossScaleError(
+            f"gradients overflowed in {self.overflow_streak} steps in a row, {reason}: loss scale {scale:g} "
+            f"after {self.steps} steps, {self.overflow_steps} of them skipped. A smaller scale does not "
+            "help, so the forward pass or the loss itself is not finite. Check the loss for NaN, run the "
+            "readiness scan on prompts of this step for activations above 65504, lower the learning rate, "
+            "or use bfloat16 or float32."
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the scale and the overflow counts under the names that the metrics stream uses."""
+        return {
+            "loss_scale": self.get_scale(),
+            "overflow_steps": float(self.overflow_steps),
+            "overflow_streak": float(self.overflow_streak),
+            "overflow_frac": self.overflow_steps / self.steps if self.steps else 0.0,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's own entries, and the counters under one more key that torch's scaler ignores."""
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return {**super().state_dict(), STATE_KEY: {"version": STATE_VERSION, **counters}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore scale, growth tracker and counters from this scaler's state or from a plain torch one.
+
+        The constructor's growth and backoff settings stay: a changed configuration must not be undone by an
+        old checkpoint. A warning names each that differs. A plain torch state has no counters; they start at
+        zero.
+
+        Raises:
+            LossScaleError: The state is empty, incomplete, of an unknown version, or holds a scale out of
+                range.
+        """
+        missing = [key for key in ("scale", "_growth_tracker") if key not in state_dict]
+        if missing:
+            raise LossScaleError(
+                f"the loss-scaler state lacks {', '.join(missing)} (it has: "
+                f"{', '.join(state_dict) or 'nothing'}); an empty one was saved by a disabled scaler, so "
+                "that run trained without loss scaling. Delete it to start from init_scale."
+            )
+        scale = float(state_dict["scale"])
+        if not math.isfinite(scale) or scale < self.min_scale:
+            raise LossScaleError(
+                f"the loss-scaler state holds scale={scale!r}; allowed: a finite number >= min_scale "
+                f"({self.min_scale:g}). Resume from an earlier checkpoint, or lower min_scale."
+            )
+        ours = state_dict.get(STATE_KEY, {"version": STATE_VERSION, **dict.fromkeys(_COUNTERS, 0)})
+        if ours.get("version") != STATE_VERSION or any(name not in ours for name in _COUNTERS):
+            raise LossScaleError(
+                f"the loss-scaler state has {STATE_KEY}={ours!r}; allowed: version {STATE_VERSION} with "
+                f"{', '.join(_COUNTERS)}. Load it with the release of mismatch-ext that saved it."
+            )
+        settings = {name: getattr(self, f"get_{name}")() for name in _SETTINGS}
+        for name, value in settings.items():
+            if state_dict.get(name, value) != value:
+                warnings.warn(
+                    f"the checkpoint's loss scaler had {name}={state_dict[name]!r}; the configured {value!r} is used.",
+                    stacklevel=2,
+                )
+        super().load_state_dict({"scale": scale, "_growth_tracker": state_dict["_growth_tracker"], **settings})
+        for name in _COUNTERS:
+            setattr(self, name, int(ours[name]))

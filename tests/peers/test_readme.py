@@ -1,0 +1,157 @@
+"""Every command and code block of the README does what it says; the demo's own output shows the claim."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
+COMMANDS = [line for language, block in BLOCKS if language == "bash" for line in block.splitlines() if line]
+COMMANDS += re.findall(r"`(make [^`]+)`", re.sub(r"```.*?```", "", README, flags=re.S))
+# Each command is run by the test named here; a command that appears in the README and not here fails.
+RUN_BY = {
+    "make demo": "test_make_demo_shows_the_claim",
+    "make demo MODEL=moe STEPS=2 RUN_DIR=runs/moe": "test_make_demo_with_experts",
+    "make test": "test_make_test_is_what_runs_this",
+    "make check": "test_make_check",
+    "make bench": "test_make_bench_prints_json_lines",
+    'pip install "mismatch-ext[trl,report]"': "test_pip_install",
+    "python -m examples.trl_grpo": "test_script_then_report",
+    "mismatch-ext report runs/mine/mismatch": "test_script_then_report",
+    'mismatch-ext readiness MODEL_DIR --prompt "386+47="': "test_readiness",
+}
+pytestmark = pytest.mark.engine
+
+
+def shell(command: str, timeout: float = 900, **env: str) -> str:
+    """Run a README command in the checkout with its environment first on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done.stdout
+
+
+def in_readme(beginning: str) -> str:
+    """Return the README's command that begins so."""
+    return next(command for command in COMMANDS if command.startswith(beginning))
+
+
+def test_every_command_has_a_test() -> None:
+    unknown = [c for c in COMMANDS if not any(c == known or c.startswith(f"{known} --") for known in RUN_BY)]
+    assert not unknown
+    assert all(name in globals() for name in RUN_BY.values())
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run the demo once and return what it printed and its summary."""
+    printed = shell(in_readme("make demo"))
+    yield printed, json.loads((ROOT / "runs/demo/summary.json").read_text())
+
+
+def rows_of(summary: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["run"], row["split"]): row for row in summary["rows"]}
+
+
+def test_make_demo_shows_the_claim(demo: tuple[str, dict[str, Any]]) -> None:
+    printed, summary = demo
+    rows = rows_of(summary)
+    splits = ("eval/familiar", "eval/unfamiliar", "train")
+    assert set(rows) == {(run, split) for run in ("bf16", "fp16", "fp32") for split in splits}
+    for split in splits:
+        bf16, fp16 = rows["bf16", split]["values"], rows["fp16", split]["values"]
+        assert bf16["logp_abs_diff_mean"] / fp16["logp_abs_diff_mean"] >= 5, split
+        assert bf16["k3_kl"] / fp16["k3_kl"] >= 25, split
+        assert rows["fp32", split]["values"]["logp_abs_diff_mean"] <= 1e-4, split
+        assert rows["fp32", split]["values"]["logp_abs_diff_max"] <= 1e-3, split
+    for run in ("bf16", "fp32"):
+        assert rows[run, "train"]["reward_last"] > rows[run, "train"]["reward_first"] + 0.05, run
+    assert "bf16 over FP16, trained distribution" in printed and "report: runs/demo/report.html" in printed
+    familiar, unfamiliar = (rows["bf16", split]["values"]["logp_abs_diff_mean"] for split in splits[:2])
+    assert unfamiliar > 2 * familiar
+
+
+def test_demo_report_is_one_file_with_the_tables_figures(demo: tuple[str, dict[str, Any]]) -> None:
+    html = (ROOT / "runs/demo/report.html").read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href)\s*=\s*["']https?:""", html)
+    for run in ("bf16", "fp16", "fp32"):
+        assert run in html
+
+
+def test_make_demo_with_experts() -> None:
+    shell(in_readme("make demo MODEL=moe"))
+    rows = rows_of(json.loads((ROOT / "runs/moe/summary.json").read_text()))
+    for split in ("eval/familiar", "train"):
+        gaps = [rows[run, split]["values"]["logp_abs_diff_mean"] for run in ("bf16", "fp16", "fp32")]
+        assert gaps == sorted(gaps, reverse=True) and gaps[2] <= 1e-4
+
+
+def test_make_test_is_what_runs_this() -> None:
+    # Running it from within itself would not end; under CI this very process must have been started by it.
+    if "CI" in os.environ:
+        assert os.environ.get("MISMATCH_MAKE_TEST") == "1"
+    assert "-m pytest tests" in shell("make -n test")
+
+
+def test_make_check() -> None:
+    assert "passed" in shell("make check")
+
+
+def test_make_bench_prints_json_lines() -> None:
+    rows = [json.loads(line) for line in shell("make bench").splitlines() if not line.startswith("make")]
+    assert rows and all(set(row) == {"name", "ours", "theirs", "ratio", "equal"} for row in rows)
+
+
+def test_script_then_report() -> None:
+    shell(in_readme("python -m examples.trl_grpo"))
+    printed = shell(in_readme("mismatch-ext report"))
+    assert "runs/mine/mismatch/report.html" in printed and (ROOT / "runs/mine/mismatch/report.html").is_file()
+
+
+def test_readiness(dense: Path) -> None:
+    printed = shell(in_readme("mismatch-ext readiness").replace("MODEL_DIR", str(dense)))
+    assert "ready" in printed and "float16" in printed
+
+
+def test_pip_install(tmp_path: Path) -> None:
+    shell(f"python -m build --wheel --no-isolation --outdir {tmp_path}/dist . && python -m venv {tmp_path}/venv")
+    command = in_readme("pip install").replace("pip install", f"{tmp_path}/venv/bin/pip install --no-index --no-deps")
+    shell(f"{command} --find-links {tmp_path}/dist")
+    listed = shell(f"cd {tmp_path} && {tmp_path}/venv/bin/pip list --format freeze")
+    assert "mismatch-ext==" in listed and "torch==" not in listed
+
+
+def test_the_python_block_runs(dense: Path, tmp_path: Path) -> None:
+    (block,) = [block for language, block in BLOCKS if language == "python"]
+    # The README's model, output folder and a real run's length and device are what a reader replaces too.
+    code = block.replace("Qwen/Qwen3-0.6B", str(dense)).replace('"run"', repr(str(tmp_path / "run")))
+    code = code.replace("use_vllm=True,", "use_vllm=True, **short,")
+    setup = """
+import os
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+from datasets import Dataset
+from examples.arithmetic.task import make_dataset, reward
+dataset = Dataset.from_list(make_dataset(8))
+short = dict(max_steps=1, per_device_train_batch_size=8, max_completion_length=16, use_cpu=True, report_to="none",
+             vllm_max_model_length=64, vllm_gpu_memory_utilization=0.05, gradient_checkpointing=False)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(f"{setup}{code}\nprint('trained', trainer.state.global_step)\nos._exit(0)\n")
+    assert "trained 1" in shell(f"python {script}", PYTHONPATH=str(ROOT))
