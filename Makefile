@@ -39,7 +39,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit tests/patching
+	$(BIN)/python -m pytest -q -n 2 tests/unit tests/patching
 
 demo: setup
 	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR) $(if $(STEPS),--steps $(STEPS))

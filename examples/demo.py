@@ -47,7 +47,7 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(name="bf16", title="stock TRL: bf16 autocast, engine dtype auto", block={}, steps=30),
+    Setting(name="bf16", title="stock TRL: bf16 autocast, engine dtype auto", block={}, steps=24),
     Setting(
         name="fp16",
         title="uniform FP16",
@@ -55,7 +55,7 @@ SETTINGS = (
         block={"precision": {"dtype": "float16", "loss_scale": {"init_scale": 4096.0}}},
         steps=12,
     ),
-    Setting(name="fp32", title="float32, the oracle", block={"precision": {"dtype": "float32"}}, steps=30),
+    Setting(name="fp32", title="float32, the oracle", block={"precision": {"dtype": "float32"}}, steps=24),
 )
 COLUMNS = (
     ("mean|Δlogp|", ("logp_abs_diff_mean", "1e")),

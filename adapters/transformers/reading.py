@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.transformers.scoring import Autocast
 from torch import nn
 
 from mismatch_ext.precision.audit import TrainerReading
 
 
-def read_trainer(
-    model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], scaler: Any, device: torch.device
-) -> TrainerReading:
+def read_trainer(model: nn.Module, autocast: Autocast, scaler: Any, device: torch.device) -> TrainerReading:
     """Read parameter dtypes, the dtype that a matrix product takes under autocast, and the loss scaler's state.
 
     Args:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
@@ -22,29 +24,32 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def probe_logits(model: nn.Module, token_ids: Tensor, autocast: AbstractContextManager[Any] | None = None) -> Tensor:
+def probe_logits(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:
     """Return the logits `[N, T, V]` of a forward pass without gradients, dropout or cache.
 
     Args:
         model: A causal language model.
         token_ids: Tokens `[N, T]`, int64, on the model's device.
-        autocast: The trainer's autocast context; None computes in the parameters' own dtype.
+        autocast: Returns the trainer's autocast context; the default computes in the parameters' own dtype.
     """
-    with torch.no_grad(), evaluating(model), autocast or nullcontext():
+    with torch.no_grad(), evaluating(model), autocast():
         return model(input_ids=token_ids, use_cache=False).logits
 
 
-def score_tokens(model: nn.Module, token_ids: Tensor, autocast: AbstractContextManager[Any] | None = None) -> Tensor:
+def score_tokens(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:
     """Score fixed token sequences with the trainer's present weights, at temperature 1.
 
     Args:
         model: A causal language model.
         token_ids: Tokens `[N, T]`, int64, on the model's device.
-        autocast: The trainer's autocast context; None computes in the parameters' own dtype.
+        autocast: Returns the trainer's autocast context; the default computes in the parameters' own dtype.
 
     Returns:
         Log-probabilities `[N, T-1]`, float64, on the CPU.
     """
-    logits = probe_logits(model, token_ids, autocast)[:, :-1]
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    return logprobs.gather(-1, token_ids[:, 1:, None])[..., 0].double().cpu()
+    rows = []
+    for row in token_ids:
+        # A sequence at a time: logits of all probes over a large vocabulary would be hundreds of megabytes.
+        logits = probe_logits(model, row[None], autocast)[0, :-1]
+        rows.append(torch.log_softmax(logits.float(), dim=-1).gather(-1, row[1:, None])[:, 0])
+    return torch.stack(rows).double().cpu()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.scoring import probe_logits
+from mismatch_ext.adapters.transformers.scoring import Autocast, probe_logits
 from torch import Tensor, nn
 
 
@@ -39,7 +38,7 @@ class VocabularySurplus:
 
 
 def vocabulary_surplus(
-    model: nn.Module, tokenizer_size: int, token_ids: Tensor, autocast: AbstractContextManager[Any] | None = None
+    model: nn.Module, tokenizer_size: int, token_ids: Tensor, autocast: Autocast = nullcontext
 ) -> VocabularySurplus | None:
     """Measure the probability of ids beyond the tokenizer's vocabulary, or return None when there are none.
 
@@ -47,7 +46,7 @@ def vocabulary_surplus(
         model: A causal language model.
         tokenizer_size: `len(tokenizer)`.
         token_ids: Probe tokens `[N, T]`, int64, on the model's device.
-        autocast: The trainer's autocast context.
+        autocast: Returns the trainer's autocast context.
     """
     logits = probe_logits(model, token_ids, autocast)
     if logits.shape[-1] <= tokenizer_size:

@@ -66,7 +66,7 @@ class CheckedGeneration:
         self.sampling = sampling
         self.patch_digest = patch_digest
         self.weight_version = 0
-        self.sync_seconds = 0.0
+        self.sent_dtype = ""
         self.reading = engine.read_engine(inner.llm)
         self.records: list[RolloutRecord] = []
         self._plain_sync = inner.sync_weights
@@ -120,9 +120,7 @@ class CheckedGeneration:
         """
         with self._engine_failures_named("scoring probe tokens"):
             engine_logprobs = engine.score_tokens(self.inner.llm, self.probes.tolist())
-            comparisons, self._previous = engine.compare_tensors(
-                self.inner.llm, self.inner._iter_named_params(), self._previous
-            )
+            comparisons, self._previous = engine.compare_tensors(self.inner.llm, self._sent(), self._previous)
         now = fingerprint(self.trainer.named_parameters())
         verdict = self.checker.observe(
             SyncObservation(
@@ -137,6 +135,12 @@ class CheckedGeneration:
         if self.monitor.weight_sync == "error":
             self.checker.raise_for(verdict)
         return verdict
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what TRL sends to the engine, noting its dtype; always to the end, where TRL unmerges adapters."""
+        for name, parameter in self.inner._iter_named_params():
+            self.sent_dtype = str(parameter.dtype).removeprefix("torch.")
+            yield name, parameter
 
     def provenance(self) -> Provenance:
         """Describe where a rollout made now comes from."""

@@ -74,13 +74,27 @@ class RunRecorder:
         self.run_dir = run_dir
         self.monitor = monitor
         self.sampling = sampling
-        self.resume_step: int | None = None
         self._header = header
         self._is_main_process = is_main_process
         self._world_size = world_size
         self._stream: RunStream | None = None
+        self._early_events: list[tuple[Any, ...]] = []
         self._accumulators: dict[str, MismatchAccumulator] = {}
         self._flushes: dict[str, int] = {}
+
+    def start(self, resume_step: int | None = None) -> None:
+        """Open the metrics file: until now it was not known whether this run resumes another.
+
+        Args:
+            resume_step: Last step of the checkpoint that is resumed; None starts a file, and sets an earlier one aside.
+        """
+        if self._stream is not None or not self._is_main_process:
+            return
+        if resume_step is None:
+            _set_aside(self.run_dir / METRICS_FILE)
+        self._stream = RunStream.open(self.run_dir, header=self._header(), resume_step=resume_step)
+        for event in self._early_events:
+            self.event(*event)
 
     def observe(self, split: str, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> None:
         """Add a batch of `[B, T]` log-probabilities to a split.
@@ -105,8 +119,8 @@ class RunRecorder:
         if self._world_size > 1:
             states = gather_object([None if accumulator is None else accumulator.state_dict()])
             accumulator = self._merged([state for state in states if state is not None])
-        if accumulator is None:
-            return {}
+        if accumulator is None or accumulator.is_empty:
+            return {}  # nothing was generated, or every completion was masked
         summary = accumulator.compute()
         count = self._flushes.get(split, 0)
         self._flushes[split] = count + 1
@@ -121,8 +135,10 @@ class RunRecorder:
             self.stream.step(step, numbers, split)
 
     def event(self, step: int, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
-        """Write an event."""
-        if self._is_main_process:
+        """Write an event; one from before the start is kept until then."""
+        if self._is_main_process and self._stream is None:
+            self._early_events.append((step, level, name, message, data))
+        elif self._is_main_process:
             self.stream.event(step, level, name, message, data)
 
     def end(self, step: int, status: str, message: str = "") -> None:
@@ -132,11 +148,9 @@ class RunRecorder:
 
     @property
     def stream(self) -> RunStream:
-        """The stream, opened at its first line: only then is it known whether this run resumes another."""
-        if self._stream is None:
-            if self.resume_step is None:
-                _set_aside(self.run_dir / METRICS_FILE)
-            self._stream = RunStream.open(self.run_dir, header=self._header(), resume_step=self.resume_step)
+        """The open metrics file."""
+        self.start()
+        assert self._stream is not None
         return self._stream
 
     def _new(self) -> MismatchAccumulator:

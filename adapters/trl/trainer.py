@@ -19,21 +19,21 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocab
 from mismatch_ext.adapters.trl.banner import banner, run_header
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
+from mismatch_ext.adapters.trl.host import EngineRefusals, plain_vocabulary, sampling_settings, step_of_checkpoint
 from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from torch import Tensor
-from transformers import TrainerState
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, PrecisionError, ReadinessError, RecordError
+from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, ReadinessError, RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.records import SamplingSettings, collate
+from mismatch_ext.records import collate
 from mismatch_ext.versions import require
 from mismatch_ext.weight_sync import SyncVerdict
 
@@ -77,7 +77,8 @@ class MismatchTrainerMixin(_Host):
         self._eval_split = "eval/default"
         self._audit_report: AuditReport | None = None
         self._verdict: SyncVerdict | None = None
-        with applied(*self._construction_patches(config)) as patches, _EngineRefusalsNamed(self._config):
+        self._sync_audited = False
+        with applied(*self._construction_patches(config)) as patches, EngineRefusals(self._config):
             super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
         self._begin(patch_digest)
@@ -133,7 +134,7 @@ class MismatchTrainerMixin(_Host):
 
     def _begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
-        self._sampling = self._sampling_settings()
+        self._sampling = sampling_settings(self)
         self._recorder = RunRecorder(
             self._run_dir,
             monitor=self._config.monitor,
@@ -144,7 +145,13 @@ class MismatchTrainerMixin(_Host):
         )
         self._audit()
         self._scan_readiness()
-        vocabulary = self._plain_vocabulary()
+        if self._config.monitor.weight_sync != "off" and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ConfigError(
+                f"mismatch.monitor.weight_sync={self._config.monitor.weight_sync!r} with sharded parameters (FSDP or "
+                "DeepSpeed): this release verifies weights of unsharded models only; set mismatch.monitor.weight_sync='off' "
+                "to go on unverified."
+            )
+        vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
         self.vllm_generation = CheckedGeneration(
             self.vllm_generation,
             trainer=TrainerSide(
@@ -162,17 +169,6 @@ class MismatchTrainerMixin(_Host):
         self._check_vocabulary(vocabulary)
         if self.accelerator.is_main_process:
             print(banner(self._config, self._header()), flush=True)
-
-    def _sampling_settings(self) -> SamplingSettings:
-        settings = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p or 0.0,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        settings.update({k: v for k, v in (self.args.generation_kwargs or {}).items() if k in settings})
-        return SamplingSettings(**settings)
 
     def _audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back; refuse what is not as asked."""
@@ -203,18 +199,10 @@ class MismatchTrainerMixin(_Host):
         reading = self._readings["trainer"]
         return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
 
-    def _plain_vocabulary(self) -> Tensor:
-        """Return the token ids `[V]` that have text and no special meaning."""
-        tokenizer = self._tokenizer
-        plain = sorted(
-            set(range(len(tokenizer))) - set(tokenizer.added_tokens_decoder) - set(tokenizer.all_special_ids)
-        )
-        return torch.tensor(plain, device=self.accelerator.device)
-
     def _check_vocabulary(self, vocabulary: Tensor) -> None:
-        probes = vocabulary[: 64 * (len(vocabulary) // 64) or None][:64][None]
+        probes = vocabulary[None, :64]
         model = self.accelerator.unwrap_model(self.model)
-        surplus = vocabulary_surplus(model, len(self._tokenizer), probes, self._autocast())
+        surplus = vocabulary_surplus(model, len(self._tokenizer), probes, self._autocast)
         if surplus is not None:
             warnings.warn(str(surplus), stacklevel=3)
             self._recorder.event(0, "warning", "vocabulary", str(surplus), vars(surplus))
@@ -275,14 +263,14 @@ class MismatchTrainerMixin(_Host):
         return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
 
     def _score(self, token_ids: Tensor) -> Tensor:
-        return score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast())
+        return score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
 
     def _on_verdict(self, verdict: SyncVerdict) -> None:
         self._verdict = verdict
-        if self.vllm_generation.weight_version == 1:
-            sent = next(self.vllm_generation.inner._iter_named_params())[1].dtype
+        if not self._sync_audited:
+            self._sync_audited = True
             received = self.vllm_generation.reading.model_dtype
-            self._audit(SyncReading(sent_dtype=str(sent).removeprefix("torch."), received_dtype=received))
+            self._audit(SyncReading(sent_dtype=self.vllm_generation.sent_dtype, received_dtype=received))
         if verdict.status in ("stale", "garbled"):
             self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
             if self._config.monitor.weight_sync == "warn":
@@ -292,6 +280,8 @@ class MismatchTrainerMixin(_Host):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
+        if self._block is not None:
+            self._recorder.start()
         outer = getattr(self, "_eval_split", "")
         self._eval_split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
         try:
@@ -313,7 +303,8 @@ class MismatchTrainerMixin(_Host):
         logs.update({prefix + name: value for name, value in extra.items()})
         super().log(logs, start_time)
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
-        self._recorder.step(split, step, names)
+        if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
+            self._recorder.step(split, step, names)
         bias = self._sampling.ratio_bias()
         if extra and bias is not None and not getattr(self, "_bias_told", False):
             self._bias_told = True
@@ -334,6 +325,7 @@ class MismatchTrainerMixin(_Host):
         """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._recorder.start(step_of_checkpoint(resume_from_checkpoint, self.args.output_dir))
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
@@ -352,7 +344,11 @@ class MismatchTrainerMixin(_Host):
             # With several ranks a save is collective, and the others may not have failed.
             return
         if not path.is_dir():
-            self._save_checkpoint(self.model, trial=None)
+            try:
+                self._save_checkpoint(self.model, trial=None)
+            except OSError as failure:
+                error.add_note(f"The training state of step {step} could not be saved in {path}: {failure}")
+                return
         error.add_note(
             f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}."
         )
@@ -369,35 +365,17 @@ class MismatchTrainerMixin(_Host):
         super()._load_scaler(checkpoint)
         if self._block is None or checkpoint is None:
             return
-        self._recorder.resume_step = TrainerState.load_from_json(
-            str(Path(checkpoint) / "trainer_state.json")
-        ).global_step
         state_file = Path(checkpoint) / STATE_FILE
         if state_file.is_file():
             self.vllm_generation.weight_version = json.loads(state_file.read_text(encoding="utf-8"))["weight_version"]
         precision = self._config.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._recorder.event(
-                self._recorder.resume_step,
+                self.state.global_step,
                 "warning",
                 "loss_scale",
                 f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
             )
-
-
-class _EngineRefusalsNamed(AbstractContextManager[None]):
-    """Turn vLLM's refusal of a dtype into a `PrecisionError`."""
-
-    def __init__(self, block: MismatchConfig) -> None:
-        self.block = block
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        dtype = self.block.precision.dtype if self.block.precision is not None else None
-        if isinstance(error, ValueError) and dtype is not None and dtype in str(error):
-            raise PrecisionError(
-                f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
-                "Choose a dtype that both sides support."
-            ) from error
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

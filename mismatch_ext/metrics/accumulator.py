@@ -159,6 +159,11 @@ class MismatchAccumulator:
         rows = torch.cat([self._sample, rows])
         self._sample = rows[rows[:, 0].argsort()[: self.scatter_samples]]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no unmasked token was added yet."""
+        return not self._sums["tokens"]
+
     def merge(self, other: MismatchAccumulator) -> None:
         """Add what another accumulator measured, as if its batches had come here.
 
@@ -213,7 +218,7 @@ class MismatchAccumulator:
         Raises:
             RecordError: No unmasked token was added.
         """
-        if not self._sums["tokens"]:
+        if self.is_empty:
             raise RecordError("no unmasked tokens were measured; there is nothing to report.")
         scatter = None
         if self.scatter_samples:

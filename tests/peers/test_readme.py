@@ -90,9 +90,10 @@ def test_make_demo_shows_the_claim(demo: tuple[str, dict[str, Any]]) -> None:
 
 def test_demo_report_is_one_file_with_the_tables_figures(demo: tuple[str, dict[str, Any]]) -> None:
     html = (ROOT / "runs/demo/report.html").read_text(encoding="utf-8")
-    assert not re.search(r"""(src|href)\s*=\s*["']https?:""", html)
-    for run in ("bf16", "fp16", "fp32"):
-        assert run in html
+    markup = re.sub(r"(<script\b[^>]*>).*?(</script>)", r"\1\2", html, flags=re.S)
+    assert not re.search(r"""<[^>]+\b(src|href)\s*=""", markup)
+    mean = rows_of(demo[1])["bf16", "eval/familiar"]["values"]["logp_abs_diff_mean"]
+    assert f"{mean:.2e}".replace("e-0", "e-") in markup or f"{mean:.3g}" in markup
 
 
 def test_make_demo_with_experts() -> None:

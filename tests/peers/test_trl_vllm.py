@@ -56,6 +56,8 @@ def test_measuring_changes_no_number(run_scenario: Run, dense: Path, tmp_path: P
     )
     assert measured["parameters"] == unchecked["parameters"]
     assert measured["verdict"] == "in_sync" and unchecked["verdict"] is None
+    # The trap that uniform precision closes: "auto" makes the engine bfloat16 whatever the checkpoint is.
+    assert measured["engine_dtype"] == "bfloat16"
 
 
 def test_uniform_fp16_is_active_on_both_sides(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
@@ -181,6 +183,19 @@ def test_fp16_on_a_model_that_the_engine_runs_in_bf16_only(run_scenario: Run, tm
     ran = run_scenario("train", model=tmp_path / "model", out=tmp_path / "run", block=FP16)
     assert ran.code != 0
     assert "PrecisionError" in ran.stderr and "mismatch.precision.dtype='float16'" in ran.stderr
+
+
+def test_a_checkpoint_that_does_not_fit_fp16_is_refused_before_the_first_step(
+    run_scenario: Run, dense: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5  # float16 ends at 65504
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(dense).save_pretrained(tmp_path / "model")
+    ran = run_scenario("train", model=tmp_path / "model", out=tmp_path / "run", block=FP16)
+    assert ran.code != 0 and "ReadinessError" in ran.stderr
+    assert "up_proj" in ran.stderr and "mismatch.precision.readiness='warn'" in ran.stderr
 
 
 def test_top_p_is_said_to_bias_the_ratio(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
