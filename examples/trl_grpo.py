@@ -13,6 +13,7 @@ import os
 # Before vLLM is imported: a small KV cache, and silence where the trainer already reports.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -217,7 +217,9 @@ def dominates(run: RunData, v: RunVerdict) -> str | None:
     if probability is not None and (text := _by_probability(probability)):
         return text
     if v.mean and v.k3 is not None and v.k3 > FEW_TOKENS * v.mean * v.mean:
-        return "few tokens carry the gap, as when experts flip"
+        run_block = run.header.get("run")
+        model_type = run_block.get("model_type", "") if isinstance(run_block, dict) else ""
+        return "few tokens carry the gap" + (", as when experts flip" if "moe" in str(model_type) else "")
     if position is not None and (growth := position.growth()) is not None and growth >= POSITION_GROWTH:
         return f"the gap grows along the response ({quantity(growth, 2)} times from early to late tokens)"
     return "the gap is spread over all tokens, as rounding is" if probability is not None else None

@@ -132,6 +132,22 @@ def mixin(model: str, out: str, block: Any) -> dict[str, Any]:
     return outcome(trainer, own_called=Own.called)
 
 
+def lora(model: str, out: str) -> dict[str, Any]:
+    """Train LoRA adapters, which TRL merges for each weight update and unmerges after it."""
+    from peft import LoraConfig
+
+    trainer = MismatchGRPOTrainer(
+        model=model, reward_funcs=graded, train_dataset=rows(), peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        args=MismatchGRPOConfig(**arguments(out, mismatch={"precision": {"dtype": "float32"}}, learning_rate=1e-2)),
+    )  # fmt: skip
+    probes = trainer.vllm_generation.probes
+    before = trainer._score(probes)
+    trainer.train()
+    moved = float((trainer._score(probes) - before).abs().mean())
+    merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
+    return outcome(trainer, merged=merged, verdict=trainer._verdict.status, moved=moved)
+
+
 def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[str, Any]:
     """Train a mixture of experts with or without the repair of vLLM's CPU weight update."""
     from mismatch_ext.adapters.vllm import weights

@@ -94,6 +94,12 @@ def test_mixin_over_a_users_own_trainer(run_scenario: Run, dense: Path, tmp_path
     assert "mismatch/k3_kl" in result["history"][0]
 
 
+def test_lora_adapters_reach_the_engine_and_are_left_unmerged(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    result = run_scenario("lora", model=dense, out=tmp_path).expect()
+    assert result["verdict"] == "in_sync" and result["moved"] > 1e-2 and result["merged"] == []
+    assert all(h["mismatch/logp_abs_diff_max"] < 1e-4 for h in result["history"])
+
+
 def test_metrics_reach_the_stream_and_the_trainers_loggers(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -463,3 +463,16 @@ def test_whatever_can_be_read_can_be_rendered(
     (run / "metrics.jsonl").write_text("\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content))
     page = rendered(run)
     assert page.tags["h1"] == 1 and page.tags["html"] == 1
+
+
+def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:
+    said = []
+    for model_type in ("qwen3", "qwen3_moe"):
+        run_dir = flat_run(tmp_path / model_type, 0.004, k3=4e-3, name="fp16")
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        header = json.loads(lines[0])
+        header["run"]["model_type"] = model_type
+        (run_dir / "metrics.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+        said.append(say(run_dir))
+    assert "few tokens carry the gap" in said[0] and "experts" not in said[0]
+    assert "few tokens carry the gap, as when experts flip" in said[1]
