@@ -15,8 +15,9 @@ from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError
+from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
-from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker, fingerprint
+from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from mismatch_ext.errors import (
     RecordError,
     WeightSyncError,
 )
+from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.weight_sync import (
     CEILING,
     FLOOR,
@@ -24,7 +25,6 @@ from mismatch_ext.weight_sync import (
     SyncVerdict,
     TensorComparison,
     WeightSyncChecker,
-    fingerprint,
 )
 
 DTYPES = ("float32", "float16", "bfloat16")
