@@ -12,12 +12,22 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import PrecisionError
+from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.records import SamplingSettings
+
+# Keys of `generation_kwargs` that change the engine's distribution and leave the trainer's as it is.
+ENGINE_ONLY = (
+    "allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "logits_processors", "min_tokens",
+    "presence_penalty", "structured_outputs",
+)  # fmt: skip
 
 
 def sampling_settings(trainer: Any) -> SamplingSettings:
-    """Return what a trainer's engine samples with; `generation_kwargs` come last, as in TRL."""
+    """Return what a trainer's engine samples with; `generation_kwargs` come last, as in TRL.
+
+    Raises:
+        ConfigError: `generation_kwargs` gives the engine another temperature than the trainer scores with.
+    """
     settings = {
         "temperature": trainer.temperature,
         "top_p": trainer.top_p,
@@ -26,7 +36,26 @@ def sampling_settings(trainer: Any) -> SamplingSettings:
         "repetition_penalty": trainer.repetition_penalty,
     }
     settings.update({k: v for k, v in (trainer.args.generation_kwargs or {}).items() if k in settings})
+    if settings["temperature"] != trainer.temperature:
+        raise ConfigError(
+            f"generation_kwargs['temperature']={settings['temperature']} but temperature={trainer.temperature}: the engine "
+            "would sample at one temperature and the trainer score at the other; set temperature and remove it from "
+            "generation_kwargs."
+        )
     return SamplingSettings(**settings)
+
+
+def ratio_bias(trainer: Any, sampling: SamplingSettings) -> str | None:
+    """Say why the gap is not numerics alone, or return None: truncated support, penalties, constrained decoding."""
+    sentences = [sampling.ratio_bias()]
+    keys = [key for key in ENGINE_ONLY if (trainer.args.generation_kwargs or {}).get(key)]
+    keys += ["vllm_structured_outputs_regex"] if trainer.args.vllm_structured_outputs_regex else []
+    if keys:
+        sentences.append(
+            f"{' and '.join(keys)} change the engine's distribution and not the trainer's: every ratio contains that "
+            "change, and the gap is not numerics alone."
+        )
+    return " ".join(filter(None, sentences)) or None
 
 
 def plain_vocabulary(tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Tensor:

@@ -19,7 +19,13 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocab
 from mismatch_ext.adapters.trl.banner import banner, run_header
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
-from mismatch_ext.adapters.trl.host import EngineRefusals, plain_vocabulary, sampling_settings, step_of_checkpoint
+from mismatch_ext.adapters.trl.host import (
+    EngineRefusals,
+    plain_vocabulary,
+    ratio_bias,
+    sampling_settings,
+    step_of_checkpoint,
+)
 from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
@@ -305,7 +311,7 @@ class MismatchTrainerMixin(_Host):
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
         if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
             self._recorder.step(split, step, names)
-        bias = self._sampling.ratio_bias()
+        bias = ratio_bias(self, self._sampling)
         if extra and bias is not None and not getattr(self, "_bias_told", False):
             self._bias_told = True
             warnings.warn(bias, stacklevel=2)

@@ -212,6 +212,20 @@ def test_top_p_is_said_to_bias_the_ratio(run_scenario: Run, dense: Path, tmp_pat
     assert [e.name for e in read_run(tmp_path / "mismatch").events] == ["ratio_bias"]
 
 
+def test_another_temperature_for_the_engine_is_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run_scenario("train", model=dense, out=tmp_path, block={}, generation_kwargs={"temperature": 0.5})
+    assert ran.code != 0
+    assert "ConfigError: generation_kwargs['temperature']=0.5 but temperature=1.0" in ran.stderr
+
+
+def test_penalties_of_the_engine_alone_are_said(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    run_scenario(
+        "train", model=dense, out=tmp_path, block={}, max_steps=1, generation_kwargs={"presence_penalty": 0.5}
+    ).expect()
+    (event,) = read_run(tmp_path / "mismatch").events
+    assert event.name == "ratio_bias" and "presence_penalty" in event.message
+
+
 def test_run_directory_that_cannot_be_written(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("taken")
     ran = run_scenario(
