@@ -80,7 +80,8 @@ def test_make_demo_shows_the_claim(demo: tuple[str, dict[str, Any]]) -> None:
         assert bf16["logp_abs_diff_mean"] / fp16["logp_abs_diff_mean"] >= 5, split
         assert bf16["k3_kl"] / fp16["k3_kl"] >= 25, split
         assert rows["fp32", split]["values"]["logp_abs_diff_mean"] <= 1e-4, split
-        assert rows["fp32", split]["values"]["logp_abs_diff_max"] <= 1e-3, split
+        # The worst of tens of thousands of tokens: float32 alone is off from float64 by as much on the unfamiliar ones.
+        assert rows["fp32", split]["values"]["logp_abs_diff_max"] <= 1e-4, split
     for run in ("bf16", "fp32"):
         assert rows[run, "train"]["reward_last"] > rows[run, "train"]["reward_first"] + 0.05, run
     assert "bf16 over FP16, trained distribution" in printed and "report: runs/demo/report.html" in printed
