@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -142,11 +143,23 @@ class RolloutRecord:
     request_id: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rollout_logprobs, tuple):
+            raise RecordError(
+                f"rollout {self.request_id}: rollout_logprobs is a {type(self.rollout_logprobs).__name__}; it must be a "
+                "tuple of floats, such as tuple(tensor.tolist())."
+            )
         lengths = (len(self.response_ids), len(self.rollout_logprobs), len(self.response_mask))
         if len(set(lengths)) != 1:
             raise RecordError(
                 f"rollout {self.request_id}: {lengths[0]} response tokens, {lengths[1]} log-probabilities and "
                 f"{lengths[2]} mask values; the three must be equal."
+            )
+        ids, flags = (*self.prompt_ids, *self.response_ids), set(self.response_mask)
+        if not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
+            raise RecordError(f"rollout {self.request_id}: token ids must be integers, found another type.")
+        if not flags <= {0, 1}:
+            raise RecordError(
+                f"rollout {self.request_id}: response_mask holds {sorted(flags - {0, 1})}; it must be True or False."
             )
         if min((*self.prompt_ids, *self.response_ids), default=0) < 0:
             raise RecordError(f"rollout {self.request_id}: token ids must be >= 0, found a negative one.")

@@ -52,6 +52,24 @@ class MismatchGRPOConfig(GRPOConfig):
         """Return the parsed block, or None when there is none."""
         return MismatchConfig.parse(self.mismatch)
 
+    def claim(self) -> None:
+        """Tell the configuration that a trainer which knows the block has taken it."""
+        self._claimed = True
+
+    @property
+    def train_batch_size(self) -> int:
+        """The batch size per process, as in the parent.
+
+        Every `Trainer` asks for it while it is built: the one moment at which a trainer that would ignore the block
+        can be told from ours.
+        """
+        if self.mismatch is not None and not getattr(self, "_claimed", False):
+            raise ConfigError(
+                f"mismatch={self.mismatch!r} was given, but the trainer that is being built does not know the block and would "
+                "run without it; use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
+            )
+        return super().train_batch_size
+
     def _check_host(self, block: MismatchConfig) -> None:
         if not self.use_vllm:
             raise ConfigError(

@@ -57,7 +57,7 @@ class RunRecorder:
         monitor: The `monitor` section.
         sampling: Settings that the engine samples with.
         header: Builds the header of a stream segment, called when the first line is written.
-        is_main_process: Whether this rank writes.
+        rank: This process; rank 0 writes.
         world_size: Number of ranks whose accumulators are merged.
     """
 
@@ -68,16 +68,18 @@ class RunRecorder:
         monitor: MonitorConfig,
         sampling: SamplingSettings,
         header: Callable[[], dict[str, Any]],
-        is_main_process: bool,
+        rank: int,
         world_size: int,
     ) -> None:
         self.run_dir = run_dir
         self.monitor = monitor
         self.sampling = sampling
         self._header = header
-        self._is_main_process = is_main_process
+        self._rank = rank
+        self._is_main_process = rank == 0
         self._world_size = world_size
         self._stream: RunStream | None = None
+        self._created = 0
         self._early_events: list[tuple[Any, ...]] = []
         self._accumulators: dict[str, MismatchAccumulator] = {}
         self._flushes: dict[str, int] = {}
@@ -102,8 +104,9 @@ class RunRecorder:
         Raises:
             NonFiniteLogprobError: A log-probability in an unmasked position is not finite.
         """
-        accumulator = self._accumulators.setdefault(split, self._new())
-        accumulator.update(old_logprobs, rollout_logprobs, response_mask)
+        if split not in self._accumulators:
+            self._accumulators[split] = self._new()
+        self._accumulators[split].update(old_logprobs, rollout_logprobs, response_mask)
 
     def flush(self, split: str, step: int) -> dict[str, float]:
         """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
@@ -154,7 +157,13 @@ class RunRecorder:
         return self._stream
 
     def _new(self) -> MismatchAccumulator:
-        return MismatchAccumulator(sampling=self.sampling, scatter_samples=self.monitor.scatter_samples)
+        # A seed of its own for each rank and flush, or all of them would sample the same places.
+        self._created += 1
+        return MismatchAccumulator(
+            sampling=self.sampling,
+            scatter_samples=self.monitor.scatter_samples,
+            seed=self._created * self._world_size + self._rank,
+        )
 
     def _merged(self, states: list[dict[str, Any]]) -> MismatchAccumulator | None:
         if not states:

@@ -6,6 +6,7 @@ loggers and run directory), `train` (what happens when something fails).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import warnings
@@ -84,6 +85,7 @@ class MismatchTrainerMixin(_Host):
         self._audit_report: AuditReport | None = None
         self._verdict: SyncVerdict | None = None
         self._sync_audited = False
+        config.claim()
         with applied(*self._construction_patches(config)) as patches, EngineRefusals(self._config):
             super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
@@ -126,17 +128,8 @@ class MismatchTrainerMixin(_Host):
                 "cannot be audited here; use DDP or FSDP2, or set fp16 in the DeepSpeed config without "
                 "mismatch.precision."
             )
-        settings = precision.loss_scale
         self.accelerator.native_amp = True
-        self.accelerator.scaler = LossScaler(
-            self.accelerator.device.type,
-            init_scale=settings.init_scale,
-            growth_factor=settings.growth_factor,
-            backoff_factor=settings.backoff_factor,
-            growth_interval=settings.growth_interval,
-            min_scale=settings.min_scale,
-            max_overflow_streak=settings.max_overflow_streak,
-        )
+        self.accelerator.scaler = LossScaler(self.accelerator.device.type, **dataclasses.asdict(precision.loss_scale))
 
     def _begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
@@ -146,7 +139,7 @@ class MismatchTrainerMixin(_Host):
             monitor=self._config.monitor,
             sampling=self._sampling,
             header=self._header,
-            is_main_process=self.accelerator.is_main_process,
+            rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
         )
         self._audit()

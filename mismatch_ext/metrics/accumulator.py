@@ -19,15 +19,17 @@ from mismatch_ext.metrics.numerics import SATURATION, k3
 from mismatch_ext.metrics.profiles import POSITION_EDGES, PROBABILITY_EDGES, Histogram, Profile
 from mismatch_ext.records import SamplingSettings
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 # verl cuts log-ratios here before squaring them, so chi-square means the same in both.
 CHI2_CUT = 20.0
 SUMS = (
-    "tokens", "abs", "d", "k3", "saturated", "r_squared", "p_abs", "p", "q", "pp", "qq", "pq",
-    "sequences", "seq_abs", "seq", "seq_k3", "seq_r_squared", "old_ppl", "rollout_ppl", "old_log_ppl",
+    "tokens", "abs", "d", "k3", "saturated", "r_squared", "p_abs",
+    "sequences", "seq_abs", "seq", "seq_k3", "seq_saturated", "seq_r_squared", "old_ppl", "rollout_ppl", "old_log_ppl",
     "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio",
 )  # fmt: skip
 MAXIMA = ("abs_max", "p_abs_max", "seq_abs_max", "log_ppl_diff_max", "log_ppl_diff_min_negated")
+# Of the probabilities p = e^old and q = e^rollout: count, means, and centred sums of products.
+MOMENTS = ("n", "mean_p", "mean_q", "pp", "qq", "pq")
 LOG_SUMS = ("lse", "lse_squared", "seq_lse", "seq_lse_squared")
 
 
@@ -64,8 +66,12 @@ class MismatchAccumulator:
         scatter_samples: int = 0,
         seed: int = 0,
     ) -> None:
-        if any(not tau > 1 for tau in thresholds):
-            raise RecordError(f"thresholds {tuple(thresholds)} of F(tau) must all be > 1.")
+        if any(not 1 < tau < math.inf for tau in thresholds):
+            raise RecordError(f"thresholds {tuple(thresholds)} of F(tau) must all be > 1 and finite.")
+        if len(set(map(tail_name, thresholds))) != len(thresholds):
+            raise RecordError(f"thresholds {tuple(thresholds)} of F(tau) share a name; they must differ in 6 digits.")
+        if scatter_samples < 0:
+            raise RecordError(f"scatter_samples={scatter_samples} must be >= 0; 0 keeps no sample.")
         self.sampling = sampling
         self.thresholds = tuple(thresholds)
         self.scatter_samples = scatter_samples
@@ -73,6 +79,7 @@ class MismatchAccumulator:
         self._sums = dict.fromkeys((*SUMS, *map(tail_name, self.thresholds)), 0.0)
         self._maxima = dict.fromkeys(MAXIMA, -math.inf)
         self._log_sums = dict.fromkeys(LOG_SUMS, -math.inf)
+        self._moments = dict.fromkeys(MOMENTS, 0.0)
         self._histograms = {"position": Histogram(POSITION_EDGES), "probability": Histogram(PROBABILITY_EDGES)}
         # Rows: sort key, rollout log-prob, old log-prob. The smallest keys are a uniform sample, also after merging.
         self._sample = torch.empty(0, 3, dtype=torch.float64)
@@ -113,10 +120,11 @@ class MismatchAccumulator:
         self._add(
             tokens=torch.tensor(len(d)), abs=size.sum(), d=d.sum(), k3=token_k3.sum(),
             saturated=(d > SATURATION).sum(), r_squared=(2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp_().sum(),
-            p_abs=p_abs.sum(), p=p.sum(), q=q.sum(), pp=p @ p, qq=q @ q, pq=p @ q,
+            p_abs=p_abs.sum(),
             **{tail_name(tau): (size > math.log(tau)).sum() for tau in self.thresholds},
         )  # fmt: skip
         self._raise_maxima(abs_max=size, p_abs_max=p_abs)
+        self._merge_moments(_moments(p, q))
         self._log_add(lse=d, lse_squared=2 * d)
 
     def _add_sequences(self, d: Tensor, old: Tensor, rollout: Tensor, rows: Tensor, batch: int) -> None:
@@ -132,7 +140,7 @@ class MismatchAccumulator:
         diff = -total / length
         self._add(
             sequences=torch.tensor(len(total)), seq_abs=total.abs().sum(), seq=total.sum(), seq_k3=k3(total).sum(),
-            saturated=(total > SATURATION).sum(), seq_r_squared=(2 * total.clamp(-CHI2_CUT, CHI2_CUT)).exp().sum(),
+            seq_saturated=(total > SATURATION).sum(), seq_r_squared=(2 * total.clamp(-CHI2_CUT, CHI2_CUT)).exp().sum(),
             old_ppl=(-mean_old).clamp(max=SATURATION).exp().sum(),
             rollout_ppl=(-mean_rollout).clamp(max=SATURATION).exp().sum(),
             old_log_ppl=-mean_old.sum(), rollout_log_ppl=-mean_rollout.sum(),
@@ -143,7 +151,7 @@ class MismatchAccumulator:
 
     def _add(self, **sums: Tensor) -> None:
         # One transfer for all sums: on an accelerator each read-out of its own would wait for the device.
-        device = sums["saturated"].device
+        device = next(reversed(sums.values())).device
         for name, total in zip(sums, torch.stack([v.double().to(device) for v in sums.values()]).tolist(), strict=True):
             self._sums[name] += total
 
@@ -154,6 +162,22 @@ class MismatchAccumulator:
     def _log_add(self, **values: Tensor) -> None:
         for name, value in values.items():
             self._log_sums[name] = _log_add_exp(self._log_sums[name], float(torch.logsumexp(value, 0)))
+
+    def _merge_moments(self, other: dict[str, float]) -> None:
+        """Add centred moments (Chan, Golub and LeVeque 1983)."""
+        a, total = self._moments, self._moments["n"] + other["n"]
+        if not total:
+            return
+        delta_p, delta_q = other["mean_p"] - a["mean_p"], other["mean_q"] - a["mean_q"]
+        weight = a["n"] * other["n"] / total
+        self._moments = {
+            "n": total,
+            "mean_p": a["mean_p"] + delta_p * other["n"] / total,
+            "mean_q": a["mean_q"] + delta_q * other["n"] / total,
+            "pp": a["pp"] + other["pp"] + delta_p * delta_p * weight,
+            "qq": a["qq"] + other["qq"] + delta_q * delta_q * weight,
+            "pq": a["pq"] + other["pq"] + delta_p * delta_q * weight,
+        }
 
     def _keep_sample(self, rows: Tensor) -> None:
         rows = torch.cat([self._sample, rows])
@@ -178,6 +202,7 @@ class MismatchAccumulator:
             self._maxima[name] = max(self._maxima[name], value)
         for name, value in other._log_sums.items():
             self._log_sums[name] = _log_add_exp(self._log_sums[name], value)
+        self._merge_moments(other._moments)
         for name, histogram in other._histograms.items():
             self._histograms[name].merge(histogram)
         self._keep_sample(other._sample)
@@ -190,6 +215,7 @@ class MismatchAccumulator:
             "sums": dict(self._sums),
             "maxima": {k: None if math.isinf(v) else v for k, v in self._maxima.items()},
             "log_sums": {k: None if math.isinf(v) else v for k, v in self._log_sums.items()},
+            "moments": dict(self._moments),
             "histograms": {name: histogram.state_dict() for name, histogram in self._histograms.items()},
             "sample": self._sample.tolist(),
         }
@@ -208,6 +234,7 @@ class MismatchAccumulator:
         self._sums = dict(state["sums"])
         self._maxima = {k: -math.inf if v is None else v for k, v in state["maxima"].items()}
         self._log_sums = {k: -math.inf if v is None else v for k, v in state["log_sums"].items()}
+        self._moments = dict(state["moments"])
         for name, histogram in state["histograms"].items():
             self._histograms[name].load_state_dict(histogram)
         self._sample = torch.tensor(state["sample"], dtype=torch.float64).reshape(-1, 3)
@@ -238,6 +265,7 @@ class MismatchAccumulator:
             "kl": -s["d"] / n,
             "k3_kl": s["k3"] / n,
             "k3_saturated_frac": s["saturated"] / n,
+            "seq_k3_saturated_frac": s["seq_saturated"] / m,
             "seq_kl": -s["seq"] / m,
             "seq_k3_kl": s["seq_k3"] / m,
             "seq_logp_abs_diff_mean": s["seq_abs"] / m,
@@ -258,7 +286,7 @@ class MismatchAccumulator:
             "ppl_ratio": s["ppl_ratio"] / m,
             "rollout_probs_diff_mean": s["p_abs"] / n,
             "rollout_probs_diff_max": top["p_abs_max"],
-            "rollout_probs_pearson": _pearson(s, n),
+            "rollout_probs_pearson": _pearson(self._moments),
             "support_truncated": float(self.sampling is not None and self.sampling.truncates_support),
         }
 
@@ -281,12 +309,20 @@ def _log_add_exp(a: float, b: float) -> float:
     return high if math.isinf(low) else high + math.log1p(math.exp(low - high))
 
 
-def _pearson(s: dict[str, float], n: float) -> float:
-    """Return the correlation from raw sums; probabilities lie in [0, 1], so float64 sums lose nothing that shows."""
-    variance_p, variance_q = s["pp"] - s["p"] ** 2 / n, s["qq"] - s["q"] ** 2 / n
-    if variance_p <= 1e-12 * n or variance_q <= 1e-12 * n:
+def _moments(p: Tensor, q: Tensor) -> dict[str, float]:
+    """Return the moments of one batch; centred, since raw sums cancel where all probabilities are near 1."""
+    mean_p, mean_q = p.mean(), q.mean()
+    p, q = p - mean_p, q - mean_q
+    values = torch.stack([mean_p, mean_q, p @ p, q @ q, p @ q]).tolist()
+    return dict(zip(MOMENTS, (float(len(p)), *values), strict=True))
+
+
+def _pearson(moments: dict[str, float]) -> float:
+    """Return the correlation; 1 where either side is constant up to the rounding of its mean."""
+    constant = 1e-28 * moments["n"]
+    if moments["pp"] <= constant or moments["qq"] <= constant:
         return 1.0
-    return max(-1.0, min(1.0, (s["pq"] - s["p"] * s["q"] / n) / math.sqrt(variance_p * variance_q)))
+    return max(-1.0, min(1.0, moments["pq"] / math.sqrt(moments["pp"]) / math.sqrt(moments["qq"])))
 
 
 def _checked_mask(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:

@@ -100,6 +100,11 @@ def test_lora_adapters_reach_the_engine_and_are_left_unmerged(run_scenario: Run,
     assert all(h["mismatch/logp_abs_diff_max"] < 1e-4 for h in result["history"])
 
 
+def test_a_block_given_to_a_trainer_that_ignores_it_is_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run_scenario("unclaimed", model=dense, out=tmp_path)
+    assert ran.code != 0 and "ConfigError" in ran.stderr and "use MismatchGRPOTrainer" in ran.stderr
+
+
 def test_metrics_reach_the_stream_and_the_trainers_loggers(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -51,6 +51,42 @@ def test_k3_is_finite_at_huge_differences_and_saturation_is_counted() -> None:
     assert scalars["logp_abs_diff_max"] == 1e4
 
 
+def test_saturation_is_a_share_of_tokens_and_of_sequences_apart() -> None:
+    # Row 0: one token, d = 1e4, so both it and its sequence saturate. Row 1: 500 + 500, only the sum does. Row 2: 0.
+    old, rollout = torch.zeros(3, 2), torch.tensor([[-1e4, 0.0], [-500.0, -500.0], [0.0, 0.0]])
+    scalars = mismatch_metrics(old, rollout, torch.tensor([[1, 0], [1, 1], [1, 0]]))
+    assert scalars["k3_saturated_frac"] == pytest.approx(1 / 4)
+    assert scalars["seq_k3_saturated_frac"] == pytest.approx(2 / 3)
+
+
+def test_a_batch_that_saturates_everywhere_still_has_finite_sums() -> None:
+    # exp(700) * 18,000 is beyond float64; a batch of 20,000 broken tokens must still be reported, and sent as JSON.
+    accumulator = MismatchAccumulator()
+    accumulator.update(torch.zeros(4, 5000), torch.full((4, 5000), -1e4), torch.ones(4, 5000))
+    assert all(math.isfinite(value) for value in accumulator.compute().scalars.values())
+    json.dumps(accumulator.state_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-5, 3e-6, 1e-8])
+def test_correlation_survives_probabilities_near_one(spread: float) -> None:
+    # A sharp policy: raw sums of squares are about 1 a token, the variance 1e-13 or less. math.fsum is the oracle.
+    generator = torch.Generator().manual_seed(1)
+    q = 0.999 - spread * torch.rand(4, 2000, generator=generator, dtype=torch.float64)
+    p = q + 0.3 * spread * torch.randn(4, 2000, generator=generator, dtype=torch.float64)
+    old, rollout = p.log(), q.log()
+    parts = [MismatchAccumulator() for _ in range(2)]
+    for part, rows in zip(parts, (slice(0, 1), slice(1, 4)), strict=True):
+        part.update(old[rows], rollout[rows], torch.ones(old[rows].shape))
+    parts[0].merge(parts[1])
+    x, y = old.exp().flatten().tolist(), rollout.exp().flatten().tolist()
+    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    x, y = [a - mean_x for a in x], [b - mean_y for b in y]
+    dot = math.fsum(a * b for a, b in zip(x, y, strict=True))
+    exact = dot / math.sqrt(math.fsum(a * a for a in x) * math.fsum(b * b for b in y))
+    assert 0.6 < exact < 0.8
+    assert parts[0].compute().scalars["rollout_probs_pearson"] == pytest.approx(exact, rel=1e-6)
+
+
 def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
     # Row 0 has d = (ln 2, -2 ln 2), exact in binary; row 1 has d = (ln 3), and its second place is masked.
     ln2, ln3 = math.log(2), math.log(3)
@@ -67,7 +103,7 @@ def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
         "kl": (ln2 - ln3) / 3,
         # exp(d)-1-d: 2-1-ln 2, 1/4-1+2 ln 2, 3-1-ln 3
         "k3_kl": ((1 - ln2) + (-0.75 + 2 * ln2) + (2 - ln3)) / 3,
-        "k3_saturated_frac": 0,
+        "k3_saturated_frac": 0, "seq_k3_saturated_frac": 0,
         # S = -ln 2 and ln 3
         "seq_kl": (ln2 - ln3) / 2, "seq_k3_kl": ((-0.5 + ln2) + (2 - ln3)) / 2,
         "seq_logp_abs_diff_mean": (ln2 + ln3) / 2, "seq_logp_abs_diff_max": ln3,
@@ -203,8 +239,13 @@ def test_malformed_input_is_named() -> None:
         mismatch_metrics(good, good, torch.full((2, 3), 0.5))
     with pytest.raises(RecordError, match="no unmasked tokens"):
         mismatch_metrics(good, good, torch.zeros(2, 3))
-    with pytest.raises(RecordError, match="must all be > 1"):
-        MismatchAccumulator(thresholds=(1.0,))
+    for broken in (1.0, math.inf, math.nan):
+        with pytest.raises(RecordError, match="must all be > 1"):
+            MismatchAccumulator(thresholds=(broken,))
+    with pytest.raises(RecordError, match="share a name"):
+        MismatchAccumulator(thresholds=(1.7, 1.7000001))  # both f_1.7: one would overwrite the other
+    with pytest.raises(RecordError, match="scatter_samples=-3"):
+        MismatchAccumulator(scatter_samples=-3)
 
 
 def test_rows_without_tokens_count_in_nothing() -> None:
