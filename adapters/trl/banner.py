@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.config import MismatchConfig
@@ -51,12 +52,13 @@ def run_header(
     return header
 
 
-def banner(block: MismatchConfig, header: Mapping[str, Any]) -> str:
+def banner(block: MismatchConfig, header: Mapping[str, Any], run_dir: Path) -> str:
     """Return the lines that say what is active, in which peer, and by which seam.
 
     Args:
         block: The parsed `mismatch:` block.
         header: The header of the run.
+        run_dir: Folder of the metrics.
     """
     trainer, engine, versions = header["trainer"], header["engine"], header["versions"]
     weights = ", ".join(trainer["parameter_dtypes"])
@@ -75,7 +77,7 @@ def banner(block: MismatchConfig, header: Mapping[str, Any]) -> str:
         lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides")
     lines.append(
         f"  monitor    gap measured at every generation; weight sync check: {block.monitor.weight_sync}; "
-        f"metrics in {header['run_dir'] if 'run_dir' in header else 'the run directory'}"
+        f"metrics in {run_dir}"
     )
     lines += [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]]
     return "\n".join(lines)

@@ -105,7 +105,7 @@ class MismatchTrainerMixin(_Host):
         patches = []
         if self._config.precision is not None:
             arguments["dtype"] = self._config.precision.dtype
-        if config.use_cpu:
+        if config.device.type == "cpu":
             # Compiling takes a CPU engine ten times as long to start as it saves in a short run.
             arguments["enforce_eager"] = True
             # Active at each weight update; applied here too, so that it is checked before the engine is built.
@@ -167,7 +167,7 @@ class MismatchTrainerMixin(_Host):
         )
         self._check_vocabulary(vocabulary)
         if self.accelerator.is_main_process:
-            print(banner(self._config, self._header()), flush=True)
+            print(banner(self._config, self._header(), self._run_dir), flush=True)
 
     def _audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back; refuse what is not as asked."""
