@@ -47,7 +47,7 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(name="bf16", title="stock TRL: bf16 autocast, engine dtype auto", block={}, steps=24),
+    Setting(name="bf16", title="TRL's own dtypes: bf16 autocast, engine dtype auto", block={}, steps=24),
     Setting(
         name="fp16",
         title="uniform FP16",

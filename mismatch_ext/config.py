@@ -79,7 +79,11 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    """What is measured and checked while training; changes no number of the host."""
+    """What is measured and checked while training; the host's own numbers stay as they are.
+
+    On a CPU any block makes TRL's engine run uncompiled and update its weights by vLLM's layer-wise reload: compiled it
+    starts ten times slower, and TRL's own update fails there, or garbles the experts.
+    """
 
     run_dir: str | None = None
     """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`."""
@@ -90,7 +94,7 @@ class MonitorConfig:
     weight_sync_probe_length: int = 32
     """Tokens per probe sequence."""
     profile_every: int = 5
-    """Generation steps between two records of the per-position and per-probability profiles."""
+    """Logs of the trainer between two records of the per-position and per-probability profiles."""
     scatter_samples: int = 500
     """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
 

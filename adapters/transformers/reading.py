@@ -23,7 +23,8 @@ def read_trainer(model: nn.Module, autocast: Autocast, scaler: Any, device: torc
     """
     counts: Counter[str] = Counter()
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
+        # Frozen ones too: a half-precision base under LoRA is merged in its own dtype, and not as the trainer adds it.
+        if parameter.is_floating_point():
             counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     # A product of two float32 matrices comes out in autocast's dtype only if autocast is really on: flags lie.
     with autocast():

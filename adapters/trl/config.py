@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import Trainer
 from trl import GRPOConfig
 
 from mismatch_ext.config import MismatchConfig
@@ -52,18 +57,23 @@ class MismatchGRPOConfig(GRPOConfig):
         """Return the parsed block, or None when there is none."""
         return MismatchConfig.parse(self.mismatch)
 
-    def claim(self) -> None:
-        """Tell the configuration that a trainer which knows the block has taken it."""
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Tell the configuration that the trainer which is being built knows the block."""
         self._claimed = True
+        try:
+            yield
+        finally:
+            self._claimed = False
 
     @property
     def train_batch_size(self) -> int:
         """The batch size per process, as in the parent.
 
-        Every `Trainer` asks for it while it is built: the one moment at which a trainer that would ignore the block
-        can be told from ours.
+        `Trainer.__init__` asks for it: the one moment at which a trainer that would ignore the block can be told from ours.
         """
-        if self.mismatch is not None and not getattr(self, "_claimed", False):
+        builder = inspect.unwrap(Trainer.__init__).__code__
+        if self.mismatch is not None and not getattr(self, "_claimed", False) and sys._getframe(1).f_code is builder:
             raise ConfigError(
                 f"mismatch={self.mismatch!r} was given, but the trainer that is being built does not know the block and would "
                 "run without it; use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
@@ -97,12 +107,9 @@ class MismatchGRPOConfig(GRPOConfig):
         if self.bf16 is False and dtype == "bfloat16":
             raise ConfigError("bf16=False contradicts mismatch.precision.dtype='bfloat16'; remove bf16.")
         self.fp16, self.bf16 = dtype == "float16", dtype == "bfloat16"
-        if isinstance(self.model_init_kwargs, str):
-            return  # parsed by the parent; the audit reads the loaded weights back
-        kwargs = dict(self.model_init_kwargs or {})
-        if canonical(kwargs.setdefault("dtype", "float32")) != "float32":
+        kwargs = self.model_init_kwargs
+        if isinstance(kwargs, dict) and canonical(kwargs.get("dtype") or "float32") != "float32":
             raise ConfigError(
                 f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's master "
                 f"weights stay float32 and autocast computes in {dtype}; remove the dtype from model_init_kwargs."
             )
-        self.model_init_kwargs = kwargs

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.vllm.engine import is_cpu
+from mismatch_ext.adapters.vllm.weights import SentTensor
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
@@ -28,6 +29,7 @@ class TrainerSide:
         named_parameters: Yields checkpoint names and tensors of the model being trained.
         score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]`.
         step: Returns the number of finished optimizer steps.
+        on_sent: Receives the dtypes of the tensors of each weight update.
         on_verdict: Receives each weight-sync verdict.
         compute_dtype: Dtype that its matrix products come out in.
     """
@@ -35,6 +37,7 @@ class TrainerSide:
     named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
     score: Callable[[Tensor], Tensor]
     step: Callable[[], int]
+    on_sent: Callable[[frozenset[str]], None]
     on_verdict: Callable[[SyncVerdict], None]
     compute_dtype: str
 
@@ -67,22 +70,45 @@ class CheckedGeneration:
         self.sampling = sampling
         self.patch_digest = patch_digest
         self.weight_version = 0
-        self.sent_dtype = ""
         self.reading = engine.read_engine(inner.llm)
         self.records: list[RolloutRecord] = []
-        self._plain_sync = inner.sync_weights
+        self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
-        inner.sync_weights = self.sync_weights
-        self._previous: dict[str, Tensor] = {}
+        inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
+        self._sent_dtypes: set[str] = set()
+        self._expected: dict[str, SentTensor] = {}
+        self._previous: dict[str, SentTensor] = {}
         self._fingerprint: str | None = None
         self.checker = WeightSyncChecker(self.reading.model_dtype, trainer_dtype=trainer.compute_dtype)
-        if monitor.weight_sync != "off":
+        if self.verifies:
             self.probes = _probe_tokens(monitor, vocabulary, inner.llm.llm_engine.model_config.max_model_len)
             self.checker.baseline(engine.score_tokens(inner.llm, self.probes.tolist()), trainer.score(self.probes))
             self._fingerprint = fingerprint(trainer.named_parameters())
 
+    @property
+    def verifies(self) -> bool:
+        """Whether weight updates are verified."""
+        return self.monitor.weight_sync != "off"
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return getattr(self.__dict__["inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What TRL's wrapper has is set there, as a callback that changes its temperature expects.
+        inner = self.__dict__.get("inner")
+        if inner is not None and name in vars(inner) and name not in ("sync_weights", "_iter_named_params"):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run continues with, as JSON-able data."""
+        return {"weight_version": self.weight_version, "weight_sync": self.checker.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.weight_version = state["weight_version"]
+        self.checker.load_state_dict(state["weight_sync"])
 
     @contextmanager
     def _engine_failures_named(self, doing: str) -> Iterator[None]:
@@ -105,13 +131,27 @@ class CheckedGeneration:
         """
         with self._engine_failures_named("updating weights"):
             if is_cpu(self.inner.llm):
-                engine.update_weights(self.inner.llm, self.inner._iter_named_params())
+                engine.update_weights(self.inner.llm, self._sent_parameters())
                 self.inner.llm.reset_prefix_cache()
             else:
                 self._plain_sync()
         self.weight_version += 1
-        if self.monitor.weight_sync != "off":
+        self.trainer.on_sent(frozenset(self._sent_dtypes))
+        if self.verifies:
             self.verify_weights()
+
+    def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold.
+
+        One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out
+        the same twice.
+        """
+        self._sent_dtypes, self._expected = set(), {}
+        for name, parameter in self._plain_parameters():
+            self._sent_dtypes.add(str(parameter.dtype).removeprefix("torch."))
+            if self.verifies and engine.is_comparable(name):
+                self._expected[name] = engine.sample_rows(parameter)
+            yield name, parameter
 
     def verify_weights(self) -> SyncVerdict:
         """Check that the engine holds the trainer's present weights.
@@ -121,7 +161,8 @@ class CheckedGeneration:
         """
         with self._engine_failures_named("scoring probe tokens"):
             engine_logprobs = engine.score_tokens(self.inner.llm, self.probes.tolist())
-            comparisons, self._previous = engine.compare_tensors(self.inner.llm, self._sent(), self._previous)
+            comparisons = engine.compare_tensors(self.inner.llm, self._expected, self._previous)
+        self._previous, self._expected = self._expected, {}
         now = fingerprint(self.trainer.named_parameters())
         verdict = self.checker.observe(
             SyncObservation(
@@ -136,12 +177,6 @@ class CheckedGeneration:
         if self.monitor.weight_sync == "error":
             self.checker.raise_for(verdict)
         return verdict
-
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what TRL sends to the engine, noting its dtype; always to the end, where TRL unmerges adapters."""
-        for name, parameter in self.inner._iter_named_params():
-            self.sent_dtype = str(parameter.dtype).removeprefix("torch.")
-            yield name, parameter
 
     def provenance(self) -> Provenance:
         """Describe where a rollout made now comes from."""
@@ -163,6 +198,9 @@ class CheckedGeneration:
             EngineError: The engine failed.
             RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
         """
+        if self.verifies and fingerprint(self.trainer.named_parameters()) != self._fingerprint:
+            # The weights changed without a step, as when the best checkpoint is loaded at the end; TRL goes by steps.
+            self.sync_weights()
         with self._engine_failures_named("generating"):
             prompt_ids, completion_ids, logprobs, logprob_token_ids = self.inner.generate(prompts, *args, **kwargs)
         self.records.extend(

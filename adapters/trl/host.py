@@ -26,7 +26,8 @@ def sampling_settings(trainer: Any) -> SamplingSettings:
     """Return what a trainer's engine samples with; `generation_kwargs` come last, as in TRL.
 
     Raises:
-        ConfigError: `generation_kwargs` gives the engine another temperature than the trainer scores with.
+        ConfigError: `generation_kwargs` gives the engine another temperature than the trainer scores with, or asks for
+            more than the sampled tokens' log-probabilities.
     """
     settings = {
         "temperature": trainer.temperature,
@@ -36,6 +37,13 @@ def sampling_settings(trainer: Any) -> SamplingSettings:
         "repetition_penalty": trainer.repetition_penalty,
     }
     settings.update({k: v for k, v in (trainer.args.generation_kwargs or {}).items() if k in settings})
+    for key, value in (("logprobs", 0), ("n", 1)):
+        given = (trainer.args.generation_kwargs or {}).get(key, value)
+        if given != value:
+            raise ConfigError(
+                f"generation_kwargs[{key!r}]={given!r}: with more than one candidate per token or prompt, TRL takes the most "
+                f"likely one's log-probability for the sampled one's; allowed: {value}. Remove it from generation_kwargs."
+            )
     if settings["temperature"] != trainer.temperature:
         raise ConfigError(
             f"generation_kwargs['temperature']={settings['temperature']} but temperature={trainer.temperature}: the engine "

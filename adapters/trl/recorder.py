@@ -15,6 +15,7 @@ from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rundata import read_run
 from mismatch_ext.stream import METRICS_FILE, RunStream
 
 logger = logging.getLogger(__name__)
@@ -39,14 +40,16 @@ def ensure_writable(run_dir: Path) -> None:
         ) from error
 
 
-def _set_aside(metrics: Path) -> None:
-    """Keep the metrics of an earlier run that a new one would take the place of."""
-    if metrics.exists() and metrics.stat().st_size:
-        number = 1
-        while (aside := metrics.with_name(f"metrics-{number}.jsonl")).exists():
-            number += 1
-        metrics.rename(aside)
-        logger.warning("%s holds an earlier run; it is kept as %s.", metrics, aside.name)
+def _set_aside(metrics: Path) -> Path | None:
+    """Keep the metrics of an earlier run that a new one would take the place of, and return where."""
+    if not metrics.exists() or not metrics.stat().st_size:
+        return None
+    number = 1
+    while (aside := metrics.with_name(f"metrics-{number}.jsonl")).exists():
+        number += 1
+    metrics.rename(aside)
+    logger.warning("%s holds an earlier run; it is kept as %s.", metrics, aside.name)
+    return aside
 
 
 class RunRecorder:
@@ -79,6 +82,7 @@ class RunRecorder:
         self._is_main_process = rank == 0
         self._world_size = world_size
         self._stream: RunStream | None = None
+        self._aside: Path | None = None
         self._created = 0
         self._early_events: list[tuple[Any, ...]] = []
         self._accumulators: dict[str, MismatchAccumulator] = {}
@@ -90,13 +94,32 @@ class RunRecorder:
         Args:
             resume_step: Last step of the checkpoint that is resumed; None starts a file, and sets an earlier one aside.
         """
-        if self._stream is not None or not self._is_main_process:
+        if not self._is_main_process:
             return
-        if resume_step is None:
-            _set_aside(self.run_dir / METRICS_FILE)
+        if self._stream is None:
+            self._aside = _set_aside(self.run_dir / METRICS_FILE) if resume_step is None else None
+            self._stream = RunStream.open(self.run_dir, header=self._header(), resume_step=resume_step)
+            for event in self._early_events:
+                self.event(*event)
+        elif resume_step is not None and self._aside is not None:
+            self._continue_aside(self._aside, resume_step)
+
+    def _continue_aside(self, aside: Path, resume_step: int) -> None:
+        """Continue the run that was set aside for an evaluation, and add that evaluation to it."""
+        assert self._stream is not None
+        self._stream.close()
+        evaluated = read_run(self.run_dir)
+        aside.replace(self.run_dir / METRICS_FILE)
+        self._aside = None
         self._stream = RunStream.open(self.run_dir, header=self._header(), resume_step=resume_step)
-        for event in self._early_events:
-            self.event(*event)
+        for step in evaluated.steps:
+            self._stream.step(resume_step, step.metrics, step.split)
+        for profile in evaluated.profiles:
+            self._stream.profile(resume_step, profile.profiles, profile.split)
+        for scatter in evaluated.scatters:
+            self._stream.scatter(resume_step, scatter.rollout_logprobs, scatter.old_logprobs, scatter.split)
+        for event in evaluated.events:
+            self._stream.event(resume_step, event.level, event.name, event.message, event.data)
 
     def observe(self, split: str, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> None:
         """Add a batch of `[B, T]` log-probabilities to a split.

@@ -6,6 +6,7 @@ loggers and run directory), `train` (what happens when something fails).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -34,7 +35,14 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, ReadinessError, RecordError
+from mismatch_ext.errors import (
+    ConfigError,
+    MismatchError,
+    PrecisionError,
+    ReadinessError,
+    RecordError,
+    RunDirectoryError,
+)
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
@@ -85,8 +93,9 @@ class MismatchTrainerMixin(_Host):
         self._audit_report: AuditReport | None = None
         self._verdict: SyncVerdict | None = None
         self._sync_audited = False
-        config.claim()
-        with applied(*self._construction_patches(config)) as patches, EngineRefusals(self._config):
+        self._saved_step = 0
+        patched = applied(*self._construction_patches(config))
+        with config.claimed(), patched as patches, EngineRefusals(self._config):
             super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
         self._begin(patch_digest)
@@ -157,6 +166,7 @@ class MismatchTrainerMixin(_Host):
                 named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
                 score=self._score,
                 step=lambda: self.state.global_step,
+                on_sent=self._on_sent,
                 on_verdict=self._on_verdict,
                 compute_dtype=self._compute_dtype(),
             ),
@@ -191,7 +201,14 @@ class MismatchTrainerMixin(_Host):
             message = f"the checkpoint is not ready for {precision.dtype}: {'; '.join(report.reasons)}"
             if precision.readiness == "error":
                 raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
-            warnings.warn(message, stacklevel=3)
+            self._warn("readiness", message)
+        elif report.verdict == "risky":
+            self._warn("readiness", f"the checkpoint is risky in {precision.dtype}: {'; '.join(report.reasons)}")
+
+    def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Warn, and keep the warning in the run's metrics file."""
+        warnings.warn(message, stacklevel=3)
+        self._recorder.event(self.state.global_step, "warning", name, message, data)
 
     def _compute_dtype(self) -> str:
         """Return the dtype that the trainer's matrix products come out in, as read back."""
@@ -203,8 +220,7 @@ class MismatchTrainerMixin(_Host):
         model = self.accelerator.unwrap_model(self.model)
         surplus = vocabulary_surplus(model, len(self._tokenizer), probes, self._autocast)
         if surplus is not None:
-            warnings.warn(str(surplus), stacklevel=3)
-            self._recorder.event(0, "warning", "vocabulary", str(surplus), vars(surplus))
+            self._warn("vocabulary", str(surplus), vars(surplus))
 
     def _header(self) -> dict[str, Any]:
         return run_header(self, self._readings, self._patches, self._audit_report)
@@ -228,7 +244,12 @@ class MismatchTrainerMixin(_Host):
         """Refuse rollouts that are not of the present weights, or are not the tokens being trained on."""
         records = self.vllm_generation.take_records()
         if len(records) != len(output["completion_ids"]):
-            return  # tools or a rollout_func stitch several generations into one completion
+            # Tools or a rollout_func stitch several generations into one completion.
+            if not getattr(self, "_stitched_told", False):
+                self._stitched_told = True
+                message = "completions are stitched from several generations; their tokens are not compared with the engine's."
+                self._recorder.event(self.state.global_step, "info", "records", message)
+            return
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
         if batch.provenance.weight_version != self.vllm_generation.weight_version:
             raise RecordError(
@@ -264,12 +285,16 @@ class MismatchTrainerMixin(_Host):
     def _score(self, token_ids: Tensor) -> Tensor:
         return score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
 
-    def _on_verdict(self, verdict: SyncVerdict) -> None:
-        self._verdict = verdict
+    def _on_sent(self, dtypes: frozenset[str]) -> None:
+        """Audit both sides once more at the first weight update, with the dtypes that went over."""
         if not self._sync_audited:
             self._sync_audited = True
             received = self.vllm_generation.reading.model_dtype
-            self._audit(SyncReading(sent_dtype=self.vllm_generation.sent_dtype, received_dtype=received))
+            for sent in sorted(dtypes):
+                self._audit(SyncReading(sent_dtype=sent, received_dtype=received))
+
+    def _on_verdict(self, verdict: SyncVerdict) -> None:
+        self._verdict = verdict
         if verdict.status in ("stale", "garbled"):
             self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
             if self._config.monitor.weight_sync == "warn":
@@ -297,7 +322,7 @@ class MismatchTrainerMixin(_Host):
         split, prefix = ("train", "") if training else (self._eval_split, "eval_")
         step = self.state.global_step
         extra = self._recorder.flush(split, step)
-        if extra and training:
+        if training and "loss" in logs:
             extra |= self._training_metrics()
         logs.update({prefix + name: value for name, value in extra.items()})
         super().log(logs, start_time)
@@ -307,8 +332,7 @@ class MismatchTrainerMixin(_Host):
         bias = ratio_bias(self, self._sampling)
         if extra and bias is not None and not getattr(self, "_bias_told", False):
             self._bias_told = True
-            warnings.warn(bias, stacklevel=2)
-            self._recorder.event(step, "warning", "ratio_bias", bias)
+            self._warn("ratio_bias", bias)
 
     def _training_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -330,22 +354,31 @@ class MismatchTrainerMixin(_Host):
         except BaseException as error:
             if isinstance(error, MismatchError):
                 self._rescue(error)
-            self._recorder.end(self.state.global_step, "failed", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
+                self._end("failed", f"{type(error).__name__}: {error}")
             raise
-        self._recorder.end(self.state.global_step, "completed")
+        self._end("completed")
         return result
 
+    def _end(self, status: str, message: str = "") -> None:
+        """Write what was measured since the last log, and how training ended."""
+        step = self.state.global_step
+        # With several ranks merging is collective, and after a failure the others may not be here.
+        if self.accelerator.num_processes == 1 and (left := self._recorder.flush("train", step)):
+            self._recorder.step("train", step, left)
+        self._recorder.end(step, status, message)
+
     def _rescue(self, error: MismatchError) -> None:
-        """Save a checkpoint of the last finished step, unless that step has one."""
+        """Save a checkpoint of the last finished step, unless this run has saved that step."""
         step = self.state.global_step
         path = Path(self.args.output_dir) / f"checkpoint-{step}"
         if step == 0 or self.accelerator.num_processes > 1:
             # With several ranks a save is collective, and the others may not have failed.
             return
-        if not path.is_dir():
+        if self._saved_step != step:
             try:
                 self._save_checkpoint(self.model, trial=None)
-            except OSError as failure:
+            except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
                 error.add_note(f"The training state of step {step} could not be saved in {path}: {failure}")
                 return
         error.add_note(
@@ -357,8 +390,8 @@ class MismatchTrainerMixin(_Host):
         if self._block is None or not self.args.should_save:
             return
         path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
-        state = {"schema": 1, "weight_version": self.vllm_generation.weight_version}
-        path.write_text(json.dumps(state), encoding="utf-8")
+        path.write_text(json.dumps({"schema": 1, **self.vllm_generation.state_dict()}), encoding="utf-8")
+        self._saved_step = self.state.global_step
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         super()._load_scaler(checkpoint)
@@ -366,7 +399,9 @@ class MismatchTrainerMixin(_Host):
             return
         state_file = Path(checkpoint) / STATE_FILE
         if state_file.is_file():
-            self.vllm_generation.weight_version = json.loads(state_file.read_text(encoding="utf-8"))["weight_version"]
+            self.vllm_generation.load_state_dict(json.loads(state_file.read_text(encoding="utf-8")))
+        # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
+        self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
         precision = self._config.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._recorder.event(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 # fused, padded or packed and are covered by the probe log-probabilities instead.
 COMPARABLE = ("embed_tokens.weight", "norm.weight", "layernorm.weight")
 
+# Rows of an embedding that are compared; copying a whole one would cost a large model a gigabyte.
+SAMPLED_ROWS = 1024
+
 
 def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Load new weights through vLLM's layer-wise reload, which undoes and redoes its weight packing.
@@ -35,41 +39,64 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
         runner(llm).reload_weights(weights_iterator=iter(named_parameters), is_checkpoint_format=True)
 
 
+def is_comparable(name: str) -> bool:
+    """Tell whether vLLM keeps a parameter under its name and in its layout."""
+    return name.endswith(COMPARABLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentTensor:
+    """What was sent of a tensor, for comparison with what the engine then holds.
+
+    Args:
+        values: Every `stride`-th row, as sent.
+        rows: Rows of the whole tensor; vLLM pads the vocabulary beyond them.
+        stride: Step between the rows.
+    """
+
+    values: Tensor
+    rows: int
+    stride: int
+
+
+def sample_rows(parameter: Tensor) -> SentTensor:
+    """Copy a norm's weights, or about a thousand rows of an embedding."""
+    stride = max(1, parameter.shape[0] // SAMPLED_ROWS) if parameter.dim() > 1 else 1
+    return SentTensor(values=parameter.detach()[::stride].clone(), rows=parameter.shape[0], stride=stride)
+
+
 def compare_tensors(
-    llm: LLM, named_parameters: Iterable[tuple[str, Tensor]], previous: dict[str, Tensor]
-) -> tuple[list[TensorComparison], dict[str, Tensor]]:
-    """Compare embeddings and norms of the engine with the trainer's, bit by bit after rounding to the engine's dtype.
+    llm: LLM, sent: Mapping[str, SentTensor], previous: Mapping[str, SentTensor]
+) -> list[TensorComparison]:
+    """Compare embeddings and norms of the engine with what was sent, bit by bit after rounding to the engine's dtype.
 
     Args:
         llm: An engine in this process.
-        named_parameters: Checkpoint names and tensors of the trainer's model.
-        previous: Norm weights returned by the call before, to recognise an engine that kept them.
+        sent: By checkpoint name, what the last weight update sent.
+        previous: The same of the update before, to recognise an engine that kept its weights.
 
     Returns:
-        One comparison per tensor found on both sides, and the norm weights as the engine should now hold them.
+        One comparison per tensor found on both sides.
     """
     held = dict(runner(llm).model.named_parameters())
     comparisons: list[TensorComparison] = []
-    expected: dict[str, Tensor] = {}
-    for name, parameter in named_parameters:
-        if not name.endswith(COMPARABLE) or name not in held:
+    for name, now in sent.items():
+        if name not in held:
             continue
-        engine = held[name].detach()
-        trainer = parameter.detach().to(device=engine.device, dtype=engine.dtype)
-        # vLLM pads the vocabulary of an embedding; rows beyond the checkpoint's are its own.
-        engine = engine[: trainer.shape[0]]
-        if engine.shape != trainer.shape:
+        engine = held[name].detach()[: now.rows : now.stride]
+        expected = now.values.to(device=engine.device, dtype=engine.dtype)
+        if engine.shape != expected.shape:
             continue
-        if trainer.dim() == 1:
-            expected[name] = trainer.clone()
-        equal = torch.equal(engine, trainer)
+        equal = torch.equal(engine, expected)
         before = previous.get(name)
         comparisons.append(
             TensorComparison(
                 name=name,
                 equal=equal,
-                max_abs_diff=0.0 if equal else float((engine.float() - trainer.float()).abs().max()),
-                matches_previous=None if before is None else torch.equal(engine, before),
+                max_abs_diff=0.0 if equal else float((engine.float() - expected.float()).abs().max()),
+                matches_previous=None
+                if before is None
+                else torch.equal(engine, before.values.to(device=engine.device, dtype=engine.dtype)),
             )
         )
-    return comparisons, expected
+    return comparisons

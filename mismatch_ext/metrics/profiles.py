@@ -45,14 +45,16 @@ class Histogram:
 
     def update(self, x: Tensor, abs_diff: Tensor, k3: Tensor) -> None:
         """Add tokens at x `[n]`."""
-        inner = torch.tensor(self.edges[1:-1], dtype=torch.float64, device=x.device)
+        # On the CPU: weighted bincount is refused on an accelerator under deterministic algorithms.
+        x, abs_diff, k3 = x.cpu(), abs_diff.cpu(), k3.cpu()
+        inner = torch.tensor(self.edges[1:-1], dtype=torch.float64)
         bins = torch.bucketize(x, inner, right=True)
         size = len(self.edges) - 1
-        self.count += torch.bincount(bins, minlength=size).double().cpu()
-        self.abs_sum += torch.bincount(bins, weights=abs_diff, minlength=size).cpu()
-        self.k3_sum += torch.bincount(bins, weights=k3, minlength=size).cpu()
-        largest = torch.zeros(size, dtype=torch.float64, device=x.device).scatter_reduce_(0, bins, abs_diff, "amax")
-        self.abs_max = torch.maximum(self.abs_max, largest.cpu())
+        self.count += torch.bincount(bins, minlength=size).double()
+        self.abs_sum += torch.bincount(bins, weights=abs_diff, minlength=size)
+        self.k3_sum += torch.bincount(bins, weights=k3, minlength=size)
+        largest = torch.zeros(size, dtype=torch.float64).scatter_reduce_(0, bins, abs_diff, "amax")
+        self.abs_max = torch.maximum(self.abs_max, largest)
 
     def merge(self, other: Histogram) -> None:
         """Add another histogram's sums."""

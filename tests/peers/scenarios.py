@@ -141,20 +141,51 @@ def unclaimed(model: str, out: str) -> dict[str, Any]:
     return {}
 
 
-def lora(model: str, out: str) -> dict[str, Any]:
-    """Train LoRA adapters, which TRL merges for each weight update and unmerges after it."""
+def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
+    """Train LoRA adapters, on the embeddings too, which TRL merges for each weight update and unmerges after it."""
     from peft import LoraConfig
 
+    block = {"precision": {"dtype": "float32"}} if dtype == "float32" else {}
     trainer = MismatchGRPOTrainer(
-        model=model, reward_funcs=graded, train_dataset=rows(), peft_config=LoraConfig(r=4, target_modules="all-linear"),
-        args=MismatchGRPOConfig(**arguments(out, mismatch={"precision": {"dtype": "float32"}}, learning_rate=1e-2)),
-    )  # fmt: skip
+        model=model,
+        reward_funcs=graded,
+        train_dataset=rows(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj", "embed_tokens"]),
+        args=MismatchGRPOConfig(
+            **arguments(out, mismatch=block, learning_rate=1e-2, model_init_kwargs={"dtype": dtype})
+        ),
+    )
     probes = trainer.vllm_generation.probes
     before = trainer._score(probes)
     trainer.train()
     moved = float((trainer._score(probes) - before).abs().mean())
     merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
     return outcome(trainer, merged=merged, verdict=trainer._verdict.status, moved=moved)
+
+
+def seams(model: str, out: str) -> dict[str, Any]:
+    """Change the engine wrapper's temperature and the trainer's weights behind TRL's back."""
+    trainer = build(model, out, {"precision": {"dtype": "float32"}}, max_steps=1)
+    trainer.train()
+    trainer.vllm_generation.max_completion_length = 3
+    version = trainer.vllm_generation.weight_version
+    with torch.no_grad():
+        trainer.model.model.norm.weight.mul_(1.5)
+    _, completions, _, _ = trainer.vllm_generation.generate([[5, 6, 7]] * 4, None, 1)
+    return {
+        "inner": trainer.vllm_generation.inner.max_completion_length,
+        "longest": max(map(len, completions)),
+        "updates": trainer.vllm_generation.weight_version - version,
+        "verdict": trainer._verdict.status,
+    }
+
+
+def evaluated_then_resumed(model: str, out: str, resume: str) -> dict[str, Any]:
+    """Evaluate before resuming, as a script that measures first does."""
+    trainer = build(model, out, {}, max_steps=4, save_strategy="steps", save_steps=1, per_device_eval_batch_size=8)
+    trainer.evaluate(rows(2))
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
 
 
 def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[str, Any]:
@@ -194,9 +225,9 @@ class AtStep(TrainerCallback):
             self.action()
 
 
-def engine_dies(model: str, out: str) -> dict[str, Any]:
+def engine_dies(model: str, out: str, **overrides: Any) -> dict[str, Any]:
     """End the engine after the second step, behind the trainer's back."""
-    trainer = build(model, out, {}, max_steps=5)
+    trainer = build(model, out, {}, max_steps=5, **overrides)
     trainer.add_callback(AtStep(2, lambda: trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()))
     trainer.train()
     return outcome(trainer)

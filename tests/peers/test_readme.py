@@ -129,15 +129,15 @@ def test_script_then_report() -> None:
 
 def test_readiness(dense: Path) -> None:
     printed = shell(in_readme("mismatch-ext readiness").replace("MODEL_DIR", str(dense)))
-    assert "ready" in printed and "float16" in printed
+    assert re.search(r"^float16: (ready|risky)", printed, flags=re.M), printed
 
 
 def test_pip_install(tmp_path: Path) -> None:
     shell(f"python -m build --wheel --no-isolation --outdir {tmp_path}/dist . && python -m venv {tmp_path}/venv")
     command = in_readme("pip install").replace("pip install", f"{tmp_path}/venv/bin/pip install --no-index --no-deps")
     shell(f"{command} --find-links {tmp_path}/dist")
-    listed = shell(f"cd {tmp_path} && {tmp_path}/venv/bin/pip list --format freeze")
-    assert "mismatch-ext==" in listed and "torch==" not in listed
+    # That no requirement pins torch or vLLM is read off the wheel in tests/unit/test_packaging.py.
+    assert "mismatch-ext==" in shell(f"cd {tmp_path} && {tmp_path}/venv/bin/pip list --format freeze")
 
 
 def test_the_python_block_runs(dense: Path, tmp_path: Path) -> None:
