@@ -35,8 +35,11 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
         llm: An engine in this process.
         named_parameters: Checkpoint names and tensors of the whole model.
     """
+    # Copies: vLLM keeps a tensor until its layer is complete, for a padded vocabulary until the very end, and TRL has then
+    # unmerged the LoRA adapters from it again.
+    copies = ((name, parameter.detach().clone()) for name, parameter in named_parameters)
     with applied(CPU_MOE_REPACK):
-        runner(llm).reload_weights(weights_iterator=iter(named_parameters), is_checkpoint_format=True)
+        runner(llm).reload_weights(weights_iterator=copies, is_checkpoint_format=True)
 
 
 def is_comparable(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,11 +38,23 @@ class Ran:
 def run_scenario() -> Callable[..., Ran]:
     """Return a function that runs a scenario in a process of its own, one heavy engine at a time."""
 
+    def free_port() -> str:
+        # The engine's own default is one port for all, which a process that is still ending may hold.
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return str(listener.getsockname()[1])
+
     def run(name: str, timeout: float = 240, env: dict[str, str] | None = None, **payload: Any) -> Ran:
         done = subprocess.run(
             [sys.executable, "-m", "tests.peers.scenarios", name, json.dumps(payload, default=str)],
             cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": free_port(),
+                **(env or {}),
+            },
             capture_output=True,
             text=True,
             timeout=timeout,
