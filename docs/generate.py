@@ -44,7 +44,7 @@ def config_page() -> str:
         '`"error"`, `"warn"` or `"off"`.',
     ]
     for name, path in SECTIONS.items():
-        lines += ["", f"## `{path}`", "", str(ast.get_docstring(classes[name])).splitlines()[0], ""]
+        lines += ["", f"## `{path}`", "", str(ast.get_docstring(classes[name])), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key, kind, default, meaning in fields(classes[name].body):
             lines.append(

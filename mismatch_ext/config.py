@@ -82,7 +82,7 @@ class MonitorConfig:
     """What is measured and checked while training; the host's own numbers stay as they are.
 
     On a CPU any block makes TRL's engine run uncompiled and update its weights by vLLM's layer-wise reload: compiled it
-    starts ten times slower, and TRL's own update fails there, or garbles the experts.
+    starts far slower, and TRL's own update fails there, or garbles the experts.
     """
 
     run_dir: str | None = None

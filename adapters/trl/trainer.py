@@ -115,7 +115,7 @@ class MismatchTrainerMixin(_Host):
         if self._config.precision is not None:
             arguments["dtype"] = self._config.precision.dtype
         if config.device.type == "cpu":
-            # Compiling takes a CPU engine ten times as long to start as it saves in a short run.
+            # Compiling costs a CPU engine far more at its start than it saves in a short run.
             arguments["enforce_eager"] = True
             # Active at each weight update; applied here too, so that it is checked before the engine is built.
             patches.append(CPU_MOE_REPACK)
