@@ -78,6 +78,110 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KlControllerConfig:
+    """Adapts the KL coefficient towards a target: a PI controller with anti-windup, in the logarithm of the coefficient."""
+
+    target_kl: float
+    """Wanted KL divergence from the reference policy, nats per token."""
+    proportional: float = 0.1
+    """Gain of the relative error (KL / target - 1, clipped to +-`max_error`)."""
+    integral: float = 0.01
+    """Gain of the accumulated relative error."""
+    max_error: float = 0.2
+    """Relative errors are clipped to this, as in Ziegler et al. 2019."""
+    min_coef: float = 1e-6
+    """Least coefficient; the integral stops growing while the coefficient stands at a bound."""
+    max_coef: float = 10.0
+    """Largest coefficient."""
+
+    def __post_init__(self) -> None:
+        section = "mismatch.kl.controller"
+        for name in ("target_kl", "max_error", "min_coef"):
+            _require(getattr(self, name) > 0, f"{section}.{name}", getattr(self, name), "a number > 0")
+        for name in ("proportional", "integral"):
+            _require(getattr(self, name) >= 0, f"{section}.{name}", getattr(self, name), "a number >= 0")
+        _require(self.max_coef >= self.min_coef, f"{section}.max_coef", self.max_coef, f"x >= min_coef ({self.min_coef:g})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlConfig:
+    """KL regularisation towards the reference policy, with the gradient that it claims (arXiv 2512.21852)."""
+
+    preset: Literal["trl"] | None = None
+    """`trl` leaves the KL term to TRL, unchanged (k3 in the loss, no sequence credit); the other keys then stay unset."""
+    estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
+    """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits."""
+    placement: Literal["loss", "reward", "both"] = "both"
+    """Path-wise part (`loss`), score-function part (`reward`), or `both`; `both` is the gradient of the estimator's mean."""
+    target: Literal["token", "sequence"] = "sequence"
+    """`sequence` credits later KL to earlier tokens; `token` regularises each token given its prefix."""
+    ratio: Literal["none", "token", "sequence"] = "none"
+    """Importance ratio pi/mu on the KL term, for samples of a rollout policy mu that differs from pi."""
+    coef: float | None = None
+    """Coefficient beta, the same on both parts; None takes the host's own (`beta` in TRL)."""
+    reward_path: Literal["surrogate", "rewards"] = "surrogate"
+    """Score-function part as a `surrogate` loss term, which group normalisation cannot rescale, or inside the `rewards`."""
+    baseline: Literal["none", "leave_one_out"] = "none"
+    """Baseline of the surrogate's score-function part: the mean of the other rows of the batch keeps its expectation."""
+    controller: KlControllerConfig | None = None
+    """Adaptive coefficient, starting at `coef`; absent keeps it constant."""
+
+    def __post_init__(self) -> None:
+        if self.coef is not None:
+            _require(self.coef > 0, "mismatch.kl.coef", self.coef, "a number > 0, or leave it out to take the host's own")
+        if self.preset is not None:
+            for f in dataclasses.fields(self):
+                if f.name not in ("preset", "coef") and getattr(self, f.name) != f.default:
+                    raise ConfigError(
+                        f"mismatch.kl.{f.name}: {getattr(self, f.name)!r} together with preset={self.preset!r}, which "
+                        "leaves the KL term to the host; leave out one of the two."
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """Importance weights and rejection for the gap between rollout and trainer policy."""
+
+    preset: str | None = None
+    """A named preset of `mismatch_ext.correction.presets` (verl's and TRL's names); the other keys override it."""
+    mode: Literal["decoupled", "bypass"] | None = None
+    """`decoupled` weighs by pi_old/mu beside the host's own ratio; `bypass` takes mu as the old policy."""
+    level: Literal["none", "token", "sequence", "geometric"] | None = None
+    """Level of the importance weight: per token, product over the sequence, or its geometric mean."""
+    bound: Literal["truncate", "mask", "clip", "icepop"] | None = None
+    """What happens beyond the bounds: `truncate` min(w, upper), `clip` to [lower, upper], `mask`/`icepop` weight 0."""
+    upper: float | None = None
+    """Upper bound of the weight."""
+    lower: float | None = None
+    """Lower bound of the weight."""
+    normalize: bool | None = None
+    """Divide the weights by their mean over the batch."""
+    reject: str | None = None
+    """Rejection rules, comma-separated, all must hold: `{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`."""
+    reject_threshold: str | float | None = None
+    """One threshold per rule: `lo_hi` or a number for k1 (ratio bounds), an upper bound for k2 and k3."""
+    veto: float | None = None
+    """Drop a sequence that has any token with ratio below this."""
+    off_policy_threshold: float | None = None
+    """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """Replay of the experts that were chosen at rollout time (R3, arXiv 2510.11370; R2, arXiv 2512.01374)."""
+
+    mode: Literal["R2", "R3"]
+    """`R3` replays the rollout engine's choice, `R2` the trainer's own of its old-logprob pass."""
+    reference: bool = False
+    """Replay in the reference model too."""
+    agreement_rate: float = 0.05
+    """Share of replayed forward passes in which the trainer's own choice is measured as well; 0 never, 1 always."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.agreement_rate <= 1, "mismatch.routing.agreement_rate", self.agreement_rate, "0 <= x <= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
     """What is measured and checked while training; the host's own numbers stay as they are.
 
@@ -115,6 +219,12 @@ class MismatchConfig:
 
     precision: PrecisionConfig | None = None
     """Uniform precision on both sides; absent leaves the host's dtypes alone."""
+    routing: RoutingConfig | None = None
+    """Expert-routing replay; absent lets the trainer route by itself."""
+    correction: CorrectionConfig | None = None
+    """Importance weights; absent leaves the host's own correction alone."""
+    kl: KlConfig | None = None
+    """KL regularisation; absent leaves the host's own KL term alone."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Measurement; on with its defaults whenever a block is given, even an empty one."""
 

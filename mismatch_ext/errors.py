@@ -5,6 +5,8 @@
     ├── RecordError (ValueError)              a rollout, batch or metric input is malformed
     │   ├── ProvenanceError                   provenance missing, mixed or inconsistent
     │   └── NonFiniteLogprobError             NaN or infinity in an unmasked position
+    ├── RoutingError (ValueError)             a routing trace is malformed, or does not fit model or tokens
+    │   └── ReplayError (RuntimeError)        routing cannot be recorded or replayed in this model
     ├── PeerVersionError (ImportError)        a peer is missing or outside the supported range
     ├── PatchError (RuntimeError)             a monkey-patch cannot be applied or reverted
     │   ├── PatchVersionError                 the peer's version is outside the patch's range
@@ -44,6 +46,14 @@ class ProvenanceError(RecordError):
 
 class NonFiniteLogprobError(RecordError):
     """A log-probability in an unmasked position is NaN or infinite."""
+
+
+class RoutingError(MismatchError, ValueError):
+    """A routing trace is malformed, or does not fit the model or the tokens that it is to be replayed on."""
+
+
+class ReplayError(RoutingError, RuntimeError):
+    """Routing cannot be recorded or replayed in this model, or a forward pass did not go through its routers."""
 
 
 class PeerVersionError(MismatchError, ImportError):
