@@ -124,6 +124,11 @@ class KlConfig:
             _require(
                 self.coef > 0, "mismatch.kl.coef", self.coef, "a number > 0, or leave it out to take the host's own"
             )
+        if self.target == "token" and self.reward_path == "rewards" and self.placement != "loss":
+            raise ConfigError(
+                "mismatch.kl.reward_path='rewards' with target='token': a reward is credited to all earlier tokens as well; use "
+                "reward_path='surrogate', or target='sequence'."
+            )
         if self.preset is not None:
             for f in dataclasses.fields(self):
                 if f.name not in ("preset", "coef") and getattr(self, f.name) != f.default:

@@ -41,7 +41,7 @@ def run_header(
             "seed": trainer.args.seed,
         },
         "trainer": dataclasses.asdict(readings["trainer"]),
-        "engine": dataclasses.asdict(readings["engine"]),
+        "engine": dataclasses.asdict(readings["engine"]) if "engine" in readings else None,
         "sampling": dataclasses.asdict(trainer._sampling),
         "patches": patches,
         "config": trainer._block.to_dict(),
@@ -69,15 +69,31 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], run_dir: Path) -> s
         f"  trainer    {weights} weights, autocast {trainer['autocast_dtype'] or 'off'}, "
         f"loss scaler {scaler_text}   [subclass]",
         f"  engine     vllm {engine['version']}, {engine['model_dtype']}, KV cache {engine['kv_cache_dtype']}, "
-        f"{engine['logprobs_mode']}   [native]",
+        f"{engine['logprobs_mode']}   [native]"
+        if engine is not None
+        else "  engine     none: the trainer's own model generates",
     ]
     if block.precision is None:
         lines.append("  precision  not asked for: the dtypes of both sides are the host's own choice")
     else:
         lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides")
-    lines.append(
-        f"  monitor    gap measured at every generation; weight sync check: {block.monitor.weight_sync}; "
-        f"metrics in {run_dir}"
-    )
+    lines += _mitigations(block, trainer_seam="subclass")
+    measured = f"gap measured at every generation; weight sync check: {block.monitor.weight_sync}; " if engine else ""
+    lines.append(f"  monitor    {measured}metrics in {run_dir}")
     lines += [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]]
     return "\n".join(lines)
+
+
+def _mitigations(block: MismatchConfig, trainer_seam: str) -> list[str]:
+    """Return a line for each mitigation that is on."""
+    lines = []
+    if block.routing is not None:
+        source = "the engine's" if block.routing.mode == "R3" else "the trainer's own"
+        lines.append(f"  routing    {block.routing.mode}: {source} routes replayed   [{trainer_seam}]")
+    if block.correction is not None:
+        lines.append(f"  correction {block.correction.preset or 'custom'}   [{trainer_seam}]")
+    if block.kl is not None:
+        kl = block.kl
+        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{trainer_seam}]"
+        lines.append(f"  kl         {'TRL, unchanged   [native]' if kl.preset else form}")
+    return lines

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import Trainer
 from trl import GRPOConfig
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
@@ -51,6 +51,8 @@ class MismatchGRPOConfig(GRPOConfig):
             self._check_host(block)
             if block.precision is not None:
                 self._follow_precision(block.precision.dtype)
+            if block.kl is not None:
+                self._follow_kl(block.kl)
         super().__post_init__()
 
     def mismatch_block(self) -> MismatchConfig | None:
@@ -82,10 +84,14 @@ class MismatchGRPOConfig(GRPOConfig):
 
     def _check_host(self, block: MismatchConfig) -> None:
         if not self.use_vllm:
-            raise ConfigError(
-                "use_vllm=False with a mismatch block: generation by transformers reports no rollout log-probabilities, "
-                "so no gap can be measured; set use_vllm=True or remove the mismatch block."
-            )
+            needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
+            if needing or (block.routing is None and block.kl is None):
+                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl or routing"
+                raise ConfigError(
+                    f"use_vllm=False with {what}: generation by transformers reports no rollout log-probabilities, "
+                    "so there is no gap to measure or correct; set use_vllm=True or remove it."
+                )
+            return
         if self.vllm_mode != "colocate":
             raise ConfigError(
                 f"vllm_mode={self.vllm_mode!r} with a mismatch block: only 'colocate' is supported, because a server's "
@@ -96,6 +102,26 @@ class MismatchGRPOConfig(GRPOConfig):
                 "vllm_enable_sleep_mode=True with mismatch.monitor.weight_sync="
                 f"{block.monitor.weight_sync!r}: the weights of a sleeping engine cannot be verified; set "
                 "vllm_enable_sleep_mode=False, or mismatch.monitor.weight_sync='off' to go on unverified."
+            )
+
+    def _follow_kl(self, kl: KlConfig) -> None:
+        """Make TRL's `beta` the coefficient, so that TRL builds the reference model."""
+        if kl.coef is None and self.beta == 0.0:
+            raise ConfigError("mismatch.kl without a coefficient: set mismatch.kl.coef, or beta > 0.")
+        if kl.coef is not None and self.beta not in (0.0, kl.coef):
+            raise ConfigError(f"beta={self.beta} contradicts mismatch.kl.coef={kl.coef}; remove one of the two.")
+        self.beta = self.beta if kl.coef is None else kl.coef
+        if kl.preset is not None or kl.reward_path == "surrogate":
+            return
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ConfigError(
+                f"mismatch.kl.reward_path='rewards' with multi_objective_aggregation={self.multi_objective_aggregation!r}: the "
+                "KL would be normalised by itself; use reward_path='surrogate'."
+            )
+        if kl.estimator == "full":
+            raise ConfigError(
+                "mismatch.kl.reward_path='rewards' with estimator='full': the vocabulary's log-probabilities are not kept from "
+                "sampling time; use reward_path='surrogate', or another estimator."
             )
 
     def _follow_precision(self, dtype: str) -> None:

@@ -7,52 +7,28 @@ loggers and run directory), `train` (what happens when something fails).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import logging
-import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters import vllm as engine
-from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
-from mismatch_ext.adapters.trl.banner import banner, run_header
+from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
-from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
-from mismatch_ext.adapters.trl.host import (
-    EngineRefusals,
-    plain_vocabulary,
-    ratio_bias,
-    sampling_settings,
-    step_of_checkpoint,
-)
-from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
-from mismatch_ext.patches.trl.engine_arguments import engine_arguments
-from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from mismatch_ext.adapters.trl.host import EngineRefusals, ratio_bias, step_of_checkpoint
+from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.objective import ObjectiveMixin
+from mismatch_ext.adapters.trl.preflight import PreflightMixin
+from mismatch_ext.adapters.trl.recorder import PREFIX, ensure_writable
 from torch import Tensor
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import (
-    ConfigError,
-    MismatchError,
-    PrecisionError,
-    ReadinessError,
-    RecordError,
-    RunDirectoryError,
-)
+from mismatch_ext.errors import ConfigError, MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.patching import applied
-from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
-from mismatch_ext.precision.policy import PrecisionPolicy
-from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.records import collate
 from mismatch_ext.versions import require
-from mismatch_ext.weight_sync import SyncVerdict
-
-logger = logging.getLogger(__name__)
 
 STATE_FILE = "mismatch.json"
 FORWARD_KEYS = (
@@ -62,17 +38,12 @@ FORWARD_KEYS = (
 
 
 if TYPE_CHECKING:
-
-    class _Host(GRPOTrainer):
-        """What the mixin is mixed into, for type checkers only."""
-
-        vllm_generation: Any
-
+    _Host = GRPOTrainer
 else:
     _Host = object
 
 
-class MismatchTrainerMixin(_Host):
+class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     Put it first among the bases: `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer): ...`. Without a block every
@@ -85,160 +56,79 @@ class MismatchTrainerMixin(_Host):
         if self._block is None:
             super().__init__(model, *args, **kwargs)
             return
-        for peer in ("torch", "transformers", "accelerate", "trl", "vllm"):
+        for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
             require(peer)
         self._run_dir = Path(self._config.monitor.run_dir or Path(config.output_dir) / "mismatch")
         ensure_writable(self._run_dir)
         self._eval_split = "eval/default"
-        self._audit_report: AuditReport | None = None
-        self._verdict: SyncVerdict | None = None
+        self._audit_report = None
+        self._verdict = None
         self._sync_audited = False
         self._saved_step = 0
+        self._scored = []
+        if self._config.kl is not None and self._config.kl.preset is None:
+            self._kl = KlTerm(self._config.kl, config.beta)
         patched = applied(*self._construction_patches(config))
         with config.claimed(), patched as patches, EngineRefusals(self._config):
-            super().__init__(model, *args, **kwargs)
+            with self._kl_reward(config, args, kwargs) as (args, kwargs):
+                super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
         self._begin(patch_digest)
 
-    @property
-    def _config(self) -> MismatchConfig:
-        """The block, for methods that run only with one."""
-        assert self._block is not None
-        return self._block
-
-    # Construction: what must hold before the first step.
-
-    def _construction_patches(self, config: MismatchGRPOConfig) -> list[Any]:
-        """Return the patches that are active while TRL builds its engine."""
-        arguments: dict[str, Any] = {}
-        patches = []
-        if self._config.precision is not None:
-            arguments["dtype"] = self._config.precision.dtype
-        if config.device.type == "cpu":
-            # Compiling costs a CPU engine far more at its start than it saves in a short run.
-            arguments["enforce_eager"] = True
-            # Active at each weight update; applied here too, so that it is checked before the engine is built.
-            patches.append(CPU_MOE_REPACK)
-        return [engine_arguments(arguments), *patches] if arguments else patches
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for.
-
-        accelerate leaves autocast and scaler off for float16 on a CPU, and elsewhere builds a scaler with torch's
-        defaults.
-        """
-        super().create_accelerator_and_postprocess()
-        precision = self._block.precision if self._block is not None else None
-        if precision is None or precision.dtype != "float16":
+    @contextlib.contextmanager
+    def _kl_reward(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """Yield the constructor's arguments, with the KL penalty among the reward functions when it is to be there."""
+        if self._kl is None or not self._kl.in_rewards:
+            yield args, kwargs
             return
-        if self.is_deepspeed_enabled:
-            raise PrecisionError(
-                "mismatch.precision.dtype='float16' with DeepSpeed: DeepSpeed keeps a loss scaler of its own that "
-                "cannot be audited here; use DDP or FSDP2, or set fp16 in the DeepSpeed config without "
-                "mismatch.precision."
-            )
-        self.accelerator.native_amp = True
-        self.accelerator.scaler = LossScaler(self.accelerator.device.type, **dataclasses.asdict(precision.loss_scale))
-
-    def _begin(self, patch_digest: str) -> None:
-        """Audit both sides, wrap the engine, and say what is active."""
-        self._sampling = sampling_settings(self)
-        self._recorder = RunRecorder(
-            self._run_dir,
-            monitor=self._config.monitor,
-            sampling=self._sampling,
-            header=self._header,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-        self._audit()
-        self._scan_readiness()
-        if self._config.monitor.weight_sync != "off" and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        functions = kwargs["reward_funcs"] if "reward_funcs" in kwargs else args[0] if args else None
+        if functions is None or any(kwargs.get(key) for key in ("tools", "rollout_func", "environment_factory")):
             raise ConfigError(
-                f"mismatch.monitor.weight_sync={self._config.monitor.weight_sync!r} with sharded parameters (FSDP or "
-                "DeepSpeed): this release verifies weights of unsharded models only; set mismatch.monitor.weight_sync='off' "
-                "to go on unverified."
+                "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the "
+                "policy's is not known when rewards are computed; use reward_path='surrogate'."
             )
-        vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
-        self.vllm_generation = CheckedGeneration(
-            self.vllm_generation,
-            trainer=TrainerSide(
-                named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
-                score=self._score,
-                step=lambda: self.state.global_step,
-                on_sent=self._on_sent,
-                on_verdict=self._on_verdict,
-                compute_dtype=self._compute_dtype(),
-            ),
-            monitor=self._config.monitor,
-            sampling=self._sampling,
-            vocabulary=vocabulary,
-            patch_digest=patch_digest,
-        )
-        self._check_vocabulary(vocabulary)
-        if self.accelerator.is_main_process:
-            print(banner(self._config, self._header(), self._run_dir), flush=True)
-
-    def _audit(self, sync: SyncReading | None = None) -> None:
-        """Read both sides' dtypes back; refuse what is not as asked."""
-        trainer = read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
-        reading = engine.read_engine(self.vllm_generation.llm)
-        self._readings = {"trainer": trainer, "engine": reading}
-        if self._config.precision is None:
-            return
-        policy = PrecisionPolicy(self._config.precision.dtype)
-        self._audit_report = audit(policy, trainer, reading, sync)
-        self._audit_report.raise_for_findings()
-
-    def _scan_readiness(self) -> None:
-        """Check that the weights fit the dtype that both sides will compute in."""
-        precision = self._config.precision
-        if precision is None or precision.readiness == "off":
-            return
-        weights = scan_weights(self.accelerator.unwrap_model(self.model).named_parameters(), precision.dtype)
-        report = ReadinessReport.of(weights=weights, activations=[], dtype=precision.dtype)
-        if report.verdict == "not ready":
-            message = f"the checkpoint is not ready for {precision.dtype}: {'; '.join(report.reasons)}"
-            if precision.readiness == "error":
-                raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
-            self._warn("readiness", message)
-        elif report.verdict == "risky":
-            self._warn("readiness", f"the checkpoint is risky in {precision.dtype}: {'; '.join(report.reasons)}")
-
-    def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
-        """Warn, and keep the warning in the run's metrics file."""
-        warnings.warn(message, stacklevel=3)
-        self._recorder.event(self.state.global_step, "warning", name, message, data)
-
-    def _compute_dtype(self) -> str:
-        """Return the dtype that the trainer's matrix products come out in, as read back."""
-        reading = self._readings["trainer"]
-        return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
-
-    def _check_vocabulary(self, vocabulary: Tensor) -> None:
-        probes = vocabulary[None, :64]
-        model = self.accelerator.unwrap_model(self.model)
-        surplus = vocabulary_surplus(model, len(self._tokenizer), probes, self._autocast)
-        if surplus is not None:
-            self._warn("vocabulary", str(surplus), vars(surplus))
-
-    def _header(self) -> dict[str, Any]:
-        return run_header(self, self._readings, self._patches, self._audit_report)
+        with_kl = [*(functions if isinstance(functions, list) else [functions]), self._kl]
+        args = args if "reward_funcs" in kwargs else (with_kl, *args[1:])
+        kwargs = dict(kwargs)
+        if "reward_funcs" in kwargs:
+            kwargs["reward_funcs"] = with_kl
+        if isinstance(kwargs.get("reward_processing_classes"), list):
+            kwargs["reward_processing_classes"] = [*kwargs["reward_processing_classes"], None]
+        weights = config.reward_weights
+        with overridden(config, reward_weights=None if weights is None else [*weights, 1.0]):
+            yield args, kwargs
 
     # One rollout batch.
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Generate, then measure the gap between the engine's log-probabilities and the trainer's."""
-        output = super()._generate_and_score_completions(inputs)
         if self._block is None:
-            return output
-        self._check_records(output)
+            return super()._generate_and_score_completions(inputs)
+        self._scored = []
+        output = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
-        split = "train" if self.model.training else self._eval_split
-        self._recorder.observe(split, self._old_logprobs(output), output["sampling_per_token_logps"], mask.bool())
+        training = self.model.training
+        if self.use_vllm:
+            self._check_records(output)
+            old_logprobs = self._old_logprobs(output)
+            split = "train" if training else self._eval_split
+            self._recorder.observe(split, old_logprobs, output["sampling_per_token_logps"], mask.bool())
+        if self._kl is not None and self._kl.adaptive and training:
+            self._kl.adapt(self._old_logprobs(output), output["ref_per_token_logps"], mask, self.accelerator.reduce)
         return output
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        """Compute rewards as TRL does; a completion that nothing else scores is not scored by its KL alone."""
+        if self._kl is None or not self._kl.in_rewards:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._set_kl_rewards(completion_ids_list)
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        column = self.reward_func_names.index(self._kl.__name__)
+        others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
+        rewards[others.isnan().all(dim=1), column] = torch.nan
+        return rewards
 
     def _check_records(self, output: dict[str, Any]) -> None:
         """Refuse rollouts that are not of the present weights, or are not the tokens being trained on."""
@@ -278,27 +168,6 @@ class MismatchTrainerMixin(_Host):
                 **{key: output[key] for key in FORWARD_KEYS if key in output},
             )
         return logps
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
-
-    def _score(self, token_ids: Tensor) -> Tensor:
-        return score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
-
-    def _on_sent(self, dtypes: frozenset[str]) -> None:
-        """Audit both sides once more at the first weight update, with the dtypes that went over."""
-        if not self._sync_audited:
-            self._sync_audited = True
-            received = self.vllm_generation.reading.model_dtype
-            for sent in sorted(dtypes):
-                self._audit(SyncReading(sent_dtype=sent, received_dtype=received))
-
-    def _on_verdict(self, verdict: SyncVerdict) -> None:
-        self._verdict = verdict
-        if verdict.status in ("stale", "garbled"):
-            self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
-            if self._config.monitor.weight_sync == "warn":
-                warnings.warn(verdict.message, stacklevel=2)
 
     # Metrics.
 
@@ -390,7 +259,12 @@ class MismatchTrainerMixin(_Host):
         if self._block is None or not self.args.should_save:
             return
         path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
-        path.write_text(json.dumps({"schema": 1, **self.vllm_generation.state_dict()}), encoding="utf-8")
+        state: dict[str, Any] = {"schema": 1}
+        if self.use_vllm:
+            state |= self.vllm_generation.state_dict()
+        if self._kl is not None:
+            state["kl"] = self._kl.controller.state_dict()
+        path.write_text(json.dumps(state), encoding="utf-8")
         self._saved_step = self.state.global_step
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -399,7 +273,11 @@ class MismatchTrainerMixin(_Host):
             return
         state_file = Path(checkpoint) / STATE_FILE
         if state_file.is_file():
-            self.vllm_generation.load_state_dict(json.loads(state_file.read_text(encoding="utf-8")))
+            state = json.loads(state_file.read_text(encoding="utf-8"))
+            if self.use_vllm and "weight_version" in state:
+                self.vllm_generation.load_state_dict(state)
+            if self._kl is not None and "kl" in state:
+                self._kl.controller.load_state_dict(state["kl"])
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
         precision = self._config.precision

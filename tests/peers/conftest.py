@@ -44,9 +44,11 @@ def run_scenario() -> Callable[..., Ran]:
             listener.bind(("127.0.0.1", 0))
             return str(listener.getsockname()[1])
 
-    def run(name: str, timeout: float = 240, env: dict[str, str] | None = None, **payload: Any) -> Ran:
+    def run(
+        name: str, timeout: float = 240, env: dict[str, str] | None = None, module: str = "scenarios", **payload: Any
+    ) -> Ran:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.peers.scenarios", name, json.dumps(payload, default=str)],
+            [sys.executable, "-m", f"tests.peers.{module}", name, json.dumps(payload, default=str)],
             cwd=ROOT,
             env={
                 **os.environ,

@@ -271,7 +271,7 @@ def parsed(argv: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Run the scenario named on the command line."""
     name, payload = sys.argv[1], json.loads(sys.argv[2])
-    result = globals()[name](**payload)
+    result = sys.modules["__main__"].__dict__[name](**payload)
     print("RESULT " + json.dumps(result, default=str), flush=True)
     # vLLM's and torch's own threads may outlive main; nothing is left to save.
     sys.stdout.flush()

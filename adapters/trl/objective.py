@@ -1,0 +1,118 @@
+"""What the block changes in TRL's objective: the KL term, and the policy term of `correction.mode: bypass`.
+
+TRL's `_compute_loss` runs as it is, with its own KL term switched off; what is added is weighted token by token as TRL weights
+its own per-token loss (`aggregation.token_weights`), so that denominators are TRL's for every `loss_type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mismatch_ext.adapters.transformers.logits import completion_logits
+from mismatch_ext.adapters.trl.aggregation import overridden, token_weights
+from mismatch_ext.adapters.trl.kl import KlTerm
+from torch import Tensor
+from trl.trainer.utils import use_adapter
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Host
+else:
+    _Host = object
+
+Scores = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A scoring pass of TRL: what it was called with, and what came out."""
+
+    model: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    scores: Scores
+
+
+class ObjectiveMixin(_Host):
+    """Overrides the methods of GRPOTrainer that make its loss; `MismatchTrainerMixin` sets what is active."""
+
+    _kl: KlTerm | None = None
+    _reinforce: bool = False
+    _given_scores: Scores | None = None
+    _scored: list[Scored]
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Scores:
+        """Score tokens as TRL does, and keep the result for the terms that are added to loss or rewards."""
+        if self._given_scores is not None:
+            return self._given_scores
+        scores = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if self._kl is not None or self._reinforce:
+            self._scored.append(Scored(model, args, kwargs, scores))
+        return scores
+
+    def _set_kl_rewards(self, completion_ids: Sequence[Sequence[int]]) -> None:
+        """Compute the KL penalty of each fresh completion: TRL has just scored them under the reference, its last pass."""
+        assert self._kl is not None
+        reference = self._scored[-1]
+        if len(self._scored) > 1:
+            old = self._scored[-2].scores[0]
+        else:
+            with torch.no_grad(), torch.random.fork_rng():
+                old = super()._get_per_token_logps_and_entropies(self.model, *reference.arguments, **reference.options)[
+                    0
+                ]
+        lengths = torch.tensor([len(ids) for ids in completion_ids], device=old.device)
+        mask = torch.arange(old.size(1), device=old.device) < lengths[:, None]
+        self._kl.set_rewards(old, reference.scores[0], mask)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        """Compute TRL's loss, with the block's terms in the place of TRL's own."""
+        if self._kl is None and not self._reinforce:
+            return super()._compute_loss(model, inputs)
+        self._scored = []
+        advantages = inputs["advantages"]
+        given = {**inputs, "advantages": torch.zeros_like(advantages)} if self._reinforce else inputs
+        with overridden(self, beta=0.0 if self._kl is not None else self.beta):
+            loss = super()._compute_loss(model, given)
+        logps, entropies, _ = self._scored[-1].scores
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        term = torch.zeros_like(logps)
+        if self._kl is not None:
+            term = term + self._kl.loss(logps, inputs, mask, lambda: self._both_logits(model, inputs))
+            self._log_kl(logps.detach(), inputs["ref_per_token_logps"], mask)
+        if self._reinforce:
+            advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+            term = term - self._reinforce_weights(logps.detach(), inputs, mask) * advantages * logps
+
+        def aggregate(probe: Mapping[str, Any], given_logps: Tensor) -> Tensor:
+            with overridden(self, _given_scores=(given_logps, entropies, None)):
+                return super(ObjectiveMixin, self)._compute_loss(model, probe)
+
+        self._scored = []
+        # Masked tokens have weight 0, and their term may be anything but NaN.
+        return loss + (token_weights(self, aggregate, inputs) * term).sum()
+
+    def _both_logits(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the policy's and the reference's logits `[B, T, V]` at the sampling temperature."""
+        tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        length = inputs["completion_ids"].size(1)
+        with self.accelerator.autocast():
+            policy = completion_logits(model, tokens, attention_mask, length)
+            with torch.no_grad():
+                if self.ref_model is not None:
+                    reference = completion_logits(self.ref_model, tokens, attention_mask, length)
+                else:
+                    peft_model = self.accelerator.unwrap_model(self.model)
+                    with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
+                        reference = completion_logits(self.model, tokens, attention_mask, length)
+        return policy / self.temperature, reference / self.temperature
+
+    def _log_kl(self, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
+        """Log `kl` under TRL's own name and with its meaning, the mean k3 per token over all ranks."""
+        assert self._kl is not None
+        mode = "train" if self.model.training else "eval"
+        for name, value in self._kl.measure(logps, reference_logps, mask, self.accelerator.reduce).items():
+            self._metrics[mode][name].append(value)

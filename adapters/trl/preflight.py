@@ -1,0 +1,200 @@
+"""What must hold before the first step: dtypes read back on both sides, weights that fit, an engine that can be checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.trl.banner import banner, run_header
+from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
+from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
+from mismatch_ext.adapters.trl.recorder import RunRecorder
+from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from torch import Tensor
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, PrecisionError, ReadinessError
+from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
+from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.weight_sync import SyncVerdict
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Host
+else:
+    _Host = object
+
+
+class PreflightMixin(_Host):
+    """Builds and checks both sides; `MismatchTrainerMixin` holds what happens from then on."""
+
+    _block: MismatchConfig | None
+    _run_dir: Path
+    _recorder: RunRecorder
+    _readings: dict[str, Any]
+    _patches: list[dict[str, Any]]
+    _audit_report: AuditReport | None
+    _verdict: SyncVerdict | None
+    _sync_audited: bool
+    vllm_generation: Any
+
+    @property
+    def _config(self) -> MismatchConfig:
+        """The block, for methods that run only with one."""
+        assert self._block is not None
+        return self._block
+
+    def _construction_patches(self, config: MismatchGRPOConfig) -> list[Any]:
+        """Return the patches that are active while TRL builds its engine."""
+        if not config.use_vllm:
+            return []
+        arguments: dict[str, Any] = {}
+        patches = []
+        if self._config.precision is not None:
+            arguments["dtype"] = self._config.precision.dtype
+        if config.device.type == "cpu":
+            # Compiling costs a CPU engine far more at its start than it saves in a short run.
+            arguments["enforce_eager"] = True
+            # Active at each weight update; applied here too, so that it is checked before the engine is built.
+            patches.append(CPU_MOE_REPACK)
+        return [engine_arguments(arguments), *patches] if arguments else patches
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for.
+
+        accelerate leaves autocast and scaler off for float16 on a CPU, and elsewhere builds a scaler with torch's
+        defaults.
+        """
+        super().create_accelerator_and_postprocess()
+        precision = self._block.precision if self._block is not None else None
+        if precision is None or precision.dtype != "float16":
+            return
+        if self.is_deepspeed_enabled:
+            raise PrecisionError(
+                "mismatch.precision.dtype='float16' with DeepSpeed: DeepSpeed keeps a loss scaler of its own that "
+                "cannot be audited here; use DDP or FSDP2, or set fp16 in the DeepSpeed config without "
+                "mismatch.precision."
+            )
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = LossScaler(self.accelerator.device.type, **dataclasses.asdict(precision.loss_scale))
+
+    def _begin(self, patch_digest: str) -> None:
+        """Audit both sides, wrap the engine, and say what is active."""
+        self._sampling = sampling_settings(self)
+        self._recorder = RunRecorder(
+            self._run_dir,
+            monitor=self._config.monitor,
+            sampling=self._sampling,
+            header=self._header,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
+        self._audit()
+        self._scan_readiness()
+        if self.use_vllm:
+            self._wrap_engine(patch_digest)
+        if self.accelerator.is_main_process:
+            print(banner(self._config, self._header(), self._run_dir), flush=True)
+
+    def _wrap_engine(self, patch_digest: str) -> None:
+        """Put the engine behind checks of its weights and rollouts."""
+        if self._config.monitor.weight_sync != "off" and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ConfigError(
+                f"mismatch.monitor.weight_sync={self._config.monitor.weight_sync!r} with sharded parameters (FSDP or "
+                "DeepSpeed): this release verifies weights of unsharded models only; set mismatch.monitor.weight_sync='off' "
+                "to go on unverified."
+            )
+        vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
+        self.vllm_generation = CheckedGeneration(
+            self.vllm_generation,
+            trainer=TrainerSide(
+                named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
+                score=self._score,
+                step=lambda: self.state.global_step,
+                on_sent=self._on_sent,
+                on_verdict=self._on_verdict,
+                compute_dtype=self._compute_dtype(),
+            ),
+            monitor=self._config.monitor,
+            sampling=self._sampling,
+            vocabulary=vocabulary,
+            patch_digest=patch_digest,
+        )
+        self._check_vocabulary(vocabulary)
+
+    def _audit(self, sync: SyncReading | None = None) -> None:
+        """Read both sides' dtypes back; refuse what is not as asked."""
+        trainer = read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
+        self._readings = {"trainer": trainer}
+        if not self.use_vllm:
+            return  # one model samples and trains
+        self._readings["engine"] = reading = engine.read_engine(self.vllm_generation.llm)
+        if self._config.precision is None:
+            return
+        policy = PrecisionPolicy(self._config.precision.dtype)
+        self._audit_report = audit(policy, trainer, reading, sync)
+        self._audit_report.raise_for_findings()
+
+    def _scan_readiness(self) -> None:
+        """Check that the weights fit the dtype that both sides will compute in."""
+        precision = self._config.precision
+        if precision is None or precision.readiness == "off":
+            return
+        weights = scan_weights(self.accelerator.unwrap_model(self.model).named_parameters(), precision.dtype)
+        report = ReadinessReport.of(weights=weights, activations=[], dtype=precision.dtype)
+        if report.verdict == "not ready":
+            message = f"the checkpoint is not ready for {precision.dtype}: {'; '.join(report.reasons)}"
+            if precision.readiness == "error":
+                raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
+            self._warn("readiness", message)
+        elif report.verdict == "risky":
+            self._warn("readiness", f"the checkpoint is risky in {precision.dtype}: {'; '.join(report.reasons)}")
+
+    def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Warn, and keep the warning in the run's metrics file."""
+        warnings.warn(message, stacklevel=3)
+        self._recorder.event(self.state.global_step, "warning", name, message, data)
+
+    def _compute_dtype(self) -> str:
+        """Return the dtype that the trainer's matrix products come out in, as read back."""
+        reading = self._readings["trainer"]
+        return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
+
+    def _check_vocabulary(self, vocabulary: Tensor) -> None:
+        probes = vocabulary[None, :64]
+        model = self.accelerator.unwrap_model(self.model)
+        surplus = vocabulary_surplus(model, len(self._tokenizer), probes, self._autocast)
+        if surplus is not None:
+            self._warn("vocabulary", str(surplus), vars(surplus))
+
+    def _header(self) -> dict[str, Any]:
+        return run_header(self, self._readings, self._patches, self._audit_report)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
+
+    def _score(self, token_ids: Tensor) -> Tensor:
+        return score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
+
+    def _on_sent(self, dtypes: frozenset[str]) -> None:
+        """Audit both sides once more at the first weight update, with the dtypes that went over."""
+        if not self._sync_audited:
+            self._sync_audited = True
+            received = self.vllm_generation.reading.model_dtype
+            for sent in sorted(dtypes):
+                self._audit(SyncReading(sent_dtype=sent, received_dtype=received))
+
+    def _on_verdict(self, verdict: SyncVerdict) -> None:
+        self._verdict = verdict
+        if verdict.status in ("stale", "garbled"):
+            self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
+            if self._config.monitor.weight_sync == "warn":
+                warnings.warn(verdict.message, stacklevel=2)
