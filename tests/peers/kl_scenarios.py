@@ -169,10 +169,10 @@ def preset(model: str, out: str, cls: str) -> dict[str, Any]:
             "parameters": digest_of(trainer.model)}  # fmt: skip
 
 
-def adaptive(model: str, out: str, resume: str | None = None, steps: int = 4) -> dict[str, Any]:
+def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
     """Train with an adaptive coefficient, saving each step; possibly resume."""
     block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-4, "proportional": 0.5, "integral": 0.1}}}
-    trainer = build(model, out, block, max_steps=steps, save_strategy="steps", save_steps=1)
+    trainer = build(model, out, block, max_steps=4, save_strategy="steps", save_steps=1)
     trainer.train(resume_from_checkpoint=resume)
     logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
     return {"coef": logged, "state": trainer._kl.controller.state_dict(), "parameters": digest_of(trainer.model)}
