@@ -1,0 +1,16 @@
+"""KL regularisation towards a reference policy, with the gradient that it claims."""
+
+from mismatch_ext.kl.controller import KlController, KlControllerState
+from mismatch_ext.kl.estimators import kl_estimate
+from mismatch_ext.kl.penalty import KlPenalty, kl_metrics, kl_penalty
+from mismatch_ext.kl.surrogate import kl_surrogate
+
+__all__ = [
+    "KlController",
+    "KlControllerState",
+    "KlPenalty",
+    "kl_estimate",
+    "kl_metrics",
+    "kl_penalty",
+    "kl_surrogate",
+]

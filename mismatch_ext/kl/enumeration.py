@@ -1,0 +1,266 @@
+"""Exact expectations over every response of a small autoregressive policy, to hold KL terms against.
+
+Shapes: N = V^T sequences, T tokens, V vocabulary, P = (V^T - 1) / (V - 1) prefixes. All float64.
+
+A policy is a table of logits `[P, V]`, one row per prefix: nothing is shared between prefixes, so no error can hide in a
+parametrisation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Term = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logprobs, ref_logprobs, behavior_logprobs), each [rows, T] -> per-token loss terms [rows, T]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Every response of `horizon` tokens over a vocabulary, and the prefixes that they pass.
+
+    Args:
+        vocab: V >= 2.
+        horizon: T >= 1.
+    """
+
+    vocab: int
+    horizon: int
+
+    @property
+    def prefixes(self) -> int:
+        """Number of prefixes P that a token can follow."""
+        return sum(self.vocab**t for t in range(self.horizon))
+
+    @property
+    def sequences(self) -> Tensor:
+        """All responses `[N, T]`."""
+        number = torch.arange(self.vocab**self.horizon)
+        return torch.stack([number // self.vocab**t % self.vocab for t in reversed(range(self.horizon))], dim=1)
+
+    @property
+    def states(self) -> Tensor:
+        """Prefix that each token follows `[N, T]`."""
+        tokens, columns, first = self.sequences, [], 0
+        number = torch.zeros(len(tokens), dtype=torch.long)
+        for t in range(self.horizon):
+            columns.append(first + number)
+            first += self.vocab**t
+            number = number * self.vocab + tokens[:, t]
+        return torch.stack(columns, dim=1)
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Return the log-probability of each token given its prefix `[N, T]`."""
+        return logits.log_softmax(-1)[self.states, self.sequences]
+
+    def random_logits(self, seed: int, scale: float, around: Tensor | None = None) -> Tensor:
+        """Return seeded normal logits `[P, V]`, the same on every machine, added to `around`."""
+        draw = random.Random(f"{self.vocab}/{self.horizon}/{seed}")
+        noise = [[draw.gauss(0, scale) for _ in range(self.vocab)] for _ in range(self.prefixes)]
+        return torch.tensor(noise, dtype=torch.float64) + (0 if around is None else around)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Policy, reference and sampling policy on one tree.
+
+    Args:
+        tree: Responses.
+        policy: Logits of pi `[P, V]`.
+        reference: Logits of pi_ref.
+        behavior: Logits of mu, the policy that samples; the same as `policy` on-policy.
+    """
+
+    tree: Tree
+    policy: Tensor
+    reference: Tensor
+    behavior: Tensor
+
+    @classmethod
+    def random(cls, vocab: int, horizon: int, seed: int, *, distance: float = 0.7, lag: float = 0.0) -> Problem:
+        """Return a random policy, with normal noise on the logits of reference (`distance`) and behavior (`lag`).
+
+        A lag of 0 is on-policy.
+        """
+        tree = Tree(vocab, horizon)
+        policy = tree.random_logits(3 * seed, 1.0)
+        return cls(
+            tree,
+            policy,
+            tree.random_logits(3 * seed + 1, distance, around=policy),
+            tree.random_logits(3 * seed + 2, lag, around=policy) if lag else policy,
+        )
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Probability of each response under the sampling policy `[N]`."""
+        return self.tree.logprobs(self.behavior).sum(1).exp()
+
+
+# The divergence between two next-token distributions, from their log-probabilities [P, V]; differentiable in the first.
+PREFIX_DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "KL(pi||ref)": lambda p, r: (p.exp() * (p - r)).sum(-1),
+    "KL(ref||pi)": lambda p, r: (r.exp() * (r - p)).sum(-1),
+    "E[k2]": lambda p, r: (p.exp() * (p - r) ** 2 / 2).sum(-1),
+    "E[abs]": lambda p, r: (p.exp() * (p - r).abs()).sum(-1),
+    "2 TV": lambda p, r: (p.exp() - r.exp()).abs().sum(-1),
+}
+SEQUENCE_DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "KL(pi||ref)": lambda p, r: p.sum(1).exp() @ (p.sum(1) - r.sum(1)),
+    "E[k2]": lambda p, r: p.sum(1).exp() @ ((p - r) ** 2 / 2).sum(1),
+    "E[abs]": lambda p, r: p.sum(1).exp() @ (p - r).abs().sum(1),
+}
+
+
+def exact(
+    problem: Problem, divergence: str, target: Literal["token", "sequence"], prefixes: Literal["pi", "mu"] = "pi"
+) -> tuple[float, Tensor]:
+    """Return value and gradient `[P, V]` of a divergence, by summation, without any sampling identity.
+
+    Args:
+        problem: Policies.
+        divergence: A key of `PREFIX_DIVERGENCES`, for target "sequence" of `SEQUENCE_DIVERGENCES`.
+        target: "sequence": the divergence summed over whole responses of pi. "token": the sum over prefixes of the
+            divergence of next-token distributions, weighted by how often a prefix is visited, those weights held fixed.
+        prefixes: For "token", the policy whose visits are counted.
+    """
+    tree, policy = problem.tree, problem.policy.clone().requires_grad_()
+    if target == "sequence":
+        value = SEQUENCE_DIVERGENCES[divergence](tree.logprobs(policy), tree.logprobs(problem.reference))
+    else:
+        visits = _visits(tree, problem.policy if prefixes == "pi" else problem.behavior)
+        value = visits @ PREFIX_DIVERGENCES[divergence](policy.log_softmax(-1), problem.reference.log_softmax(-1))
+    return float(value.detach()), torch.autograd.grad(value, policy)[0]
+
+
+def stale_gradient(problem: Problem, estimate: Callable[[Tensor], Tensor], part: str, *, drawn: bool) -> Tensor:
+    """Return what is regularised when samples of mu stand in for samples of pi, as a gradient `[P, V]`.
+
+    "loss" is the gradient of E_mu[sum K], mu fixed. "reward" and "own reward" are sums over t of the gradient of
+    E[sg(K of t, or of t and later)]: prefix and later tokens come from mu, token t from pi (`drawn`), or from mu as well
+    and is merely scored.
+
+    Args:
+        problem: Policies.
+        estimate: K as a function of the log-ratio d.
+        part: "loss", "reward" (K of token t and later ones) or "own reward" (K of token t).
+        drawn: Whether token t follows pi, as a ratio of the token has it; read for the rewards only.
+    """
+    tree, policy = problem.tree, problem.policy.clone().requires_grad_()
+    p, m = tree.logprobs(policy), tree.logprobs(problem.behavior)
+    sampled, kl = m.sum(1).exp(), estimate(p - tree.logprobs(problem.reference))
+    if part == "loss":
+        return torch.autograd.grad(sampled @ kl.sum(1), policy)[0]
+    credit = kl.detach().flip(1).cumsum(1).flip(1) if part == "reward" else kl.detach()
+    weighted = (m.sum(1, keepdim=True) - m + p).exp() if drawn else sampled[:, None] * p
+    return torch.autograd.grad((weighted * credit).sum(), policy)[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Moments:
+    """What a loss term does on average, and how far one sample strays.
+
+    Args:
+        value: Expected sum of the term over a response.
+        gradient: Expected gradient of that sum in the policy's logits `[P, V]`.
+        std: Root of the summed variances of one response's gradient; of a batch's mean it is std / sqrt(batch size).
+    """
+
+    value: float
+    gradient: Tensor
+    std: float
+
+
+def moments(problem: Problem, term: Term) -> Moments:
+    """Return exact moments of a term that treats rows independently.
+
+    The term is called once, with every response as a row; the chain to the logits is autograd's.
+    """
+    values, per_row = _call(problem, term, torch.arange(len(problem.probabilities)))
+    weights = problem.probabilities
+    policy = problem.policy.clone().requires_grad_()
+    gradient = torch.autograd.grad(problem.tree.logprobs(policy), policy, weights[:, None] * per_row)[0]
+    # A response passes each of its prefixes once, so the squares of its tokens' gradients add up.
+    square = weights @ (per_row**2 * _score_squares(problem)).sum(1)
+    return Moments(value=float(weights @ values), gradient=gradient, std=_root(square - (gradient**2).sum(), square))
+
+
+def pair_moments(problem: Problem, term: Term, batch: int) -> Moments:
+    """Return exact moments of a term with a leave-one-out baseline, per response of a batch.
+
+    The term is called once on every pair of responses, rows 2k and 2k + 1 being a pair. The mean gradient of a batch with
+    such a baseline is the mean over its pairs (a U-statistic), whose variance follows from that of a pair and of its
+    mean given one response (Hoeffding 1948).
+
+    Args:
+        problem: Policies; N^2 pairs have to fit memory.
+        term: Must treat the pairs apart, and be linear in the baseline.
+        batch: Responses per batch, >= 2.
+    """
+    count = len(problem.probabilities)
+    first, second = torch.arange(count).repeat_interleave(count), torch.arange(count).repeat(count)
+    values, per_row = _call(problem, term, torch.stack([first, second], dim=1).flatten())
+    per_row = per_row.view(count, count, 2, -1)
+    scores = _scores(problem)
+    pair = (
+        torch.einsum("ijt,itp->ijp", per_row[:, :, 0], scores) + torch.einsum("ijt,jtp->ijp", per_row[:, :, 1], scores)
+    ) / 2
+    weights = problem.probabilities
+    given_one = torch.einsum("j,ijp->ip", weights, pair)
+    gradient = weights @ given_one
+    square = weights @ (pair**2).sum(-1) @ weights
+    pair_variance = square - gradient @ gradient
+    one_variance = weights @ (given_one**2).sum(1) - gradient @ gradient
+    variance = 2 / (batch * (batch - 1)) * (2 * (batch - 2) * one_variance + pair_variance)
+    return Moments(
+        value=float(weights @ values.view(count, count, 2).mean(-1) @ weights),
+        gradient=gradient.view_as(problem.policy),
+        std=_root(batch * variance, square),
+    )
+
+
+def _call(problem: Problem, term: Term, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's summed term, and the gradient of all in each row's log-probabilities."""
+    tree = problem.tree
+    tables = (problem.policy, problem.reference, problem.behavior)
+    logprobs, ref_logprobs, behavior = (tree.logprobs(table)[rows] for table in tables)
+    logprobs.requires_grad_()
+    terms = term(logprobs, ref_logprobs, behavior)
+    return terms.detach().sum(1), torch.autograd.grad(terms.sum(), logprobs)[0]
+
+
+def _visits(tree: Tree, logits: Tensor) -> Tensor:
+    """Return how often each prefix is visited by a response `[P]`."""
+    logprobs = tree.logprobs(logits)
+    reached = torch.cat([torch.zeros(len(logprobs), 1, dtype=logprobs.dtype), logprobs.cumsum(1)[:, :-1]], dim=1)
+    visits = torch.zeros(tree.prefixes, dtype=logprobs.dtype)
+    # Each prefix is met once per continuation; every occurrence has the same probability, so it is set, not added.
+    return visits.index_put((tree.states,), reached.exp())
+
+
+def _score_squares(problem: Problem) -> Tensor:
+    """Return the squared norm of each token's score, one-hot minus probabilities `[N, T]`."""
+    probabilities = problem.policy.softmax(-1)[problem.tree.states]
+    chosen = probabilities.gather(-1, problem.tree.sequences[..., None])[..., 0]
+    return (probabilities**2).sum(-1) - 2 * chosen + 1
+
+
+def _scores(problem: Problem) -> Tensor:
+    """Return the gradient of each token's log-probability in all logits `[N, T, P * V]`."""
+    tree = problem.tree
+    count, length = tree.states.shape
+    scores = torch.zeros(count, length, tree.prefixes, tree.vocab, dtype=torch.float64)
+    onehot = torch.nn.functional.one_hot(tree.sequences, tree.vocab).double()
+    rows, columns = torch.arange(count)[:, None], torch.arange(length)[None]
+    scores[rows, columns, tree.states] = onehot - problem.policy.softmax(-1)[tree.states]
+    return scores.flatten(2)
+
+
+def _root(variance: Tensor, square: Tensor) -> float:
+    """Return the root of a difference of squares, 0 where rounding is all that is left of it."""
+    return float(variance.sqrt()) if variance > 1e-13 * square else 0.0

@@ -1,0 +1,299 @@
+"""Every documented configuration against exact enumeration, and the enumeration against brute force."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext.config import KlConfig
+from mismatch_ext.kl import kl_surrogate
+from mismatch_ext.kl.conformance import conformance_page, surrogate_term
+from mismatch_ext.kl.enumeration import PREFIX_DIVERGENCES, Problem, Tree, exact, moments, pair_moments
+from mismatch_ext.kl.evidence import (
+    CANDIDATES,
+    paired_term,
+    reward_term,
+    spreads_alone,
+    spreads_beside,
+    sum_term,
+    tilted,
+)
+from mismatch_ext.kl.facts import FACTS, UNBIASED, Fact
+
+SHAPES = [(vocab, horizon) for horizon in (1, 5) for vocab in (2, 3, 4)]
+SEEDS = range(3)
+
+
+def problem_of(fact: Fact, vocab: int, horizon: int, seed: int) -> Problem:
+    return Problem.random(vocab, horizon, seed, lag=0.0 if fact.sampling == "on-policy" else 0.3)
+
+
+def name(value: object) -> str:
+    if isinstance(value, Fact):
+        return f"{value.estimator}-{value.placement}-{value.target}-{value.sampling}"
+    return str(value)
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=name)
+def test_every_configuration_does_what_is_documented(fact: Fact) -> None:
+    for (vocab, horizon), seed in itertools.product(SHAPES, SEEDS):
+        problem = problem_of(fact, vocab, horizon, seed)
+        found = moments(problem, surrogate_term(fact.config))
+        value, gradient = fact.truth(problem)
+        size = gradient.norm()
+        bias = float((found.gradient - gradient).norm() / size)
+        assert float((found.gradient - fact.documented_gradient(problem)).norm() / size) < 1e-9
+        if fact.unbiased:
+            assert bias < 1e-9
+        elif horizon > 1:
+            assert bias > 1e-3
+        if fact.unbiased_value:
+            assert found.value == pytest.approx(value, rel=1e-9)
+        elif horizon > 1:
+            assert abs(found.value / value - 1) > 1e-4
+
+
+def test_at_a_single_token_both_targets_are_one() -> None:
+    for fact in FACTS:
+        if fact.target == "sequence":
+            other = Fact(**{**vars(fact), "target": "token"})
+            problem = problem_of(fact, 3, 1, 0)
+            first, second = (moments(problem, surrogate_term(f.config)).gradient for f in (fact, other))
+            torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
+
+
+def test_the_facts_are_complete() -> None:
+    axes = (("k1", "k2", "k3", "abs"), ("loss", "reward", "both"), ("token", "sequence"))
+    samplings = ("on-policy", "none", "token", "sequence")
+    assert {tuple(vars(fact).values()) for fact in FACTS} == set(itertools.product(*axes, samplings))
+    assert set(UNBIASED) == set(itertools.product(axes[2], samplings))
+    assert sum(fact.unbiased for fact in FACTS) == 4 * 3 + 3 * 2
+
+
+def expected(estimator: str, placement: str, target: str, problem: Problem, ratio: str = "none") -> Tensor:
+    config = KlConfig(estimator=estimator, placement=placement, target=target, ratio=ratio, baseline="none")  # type: ignore[arg-type]
+    return moments(problem, surrogate_term(config)).gradient
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_named_biases_of_the_paper(shape: tuple[int, int]) -> None:
+    problem = Problem.random(*shape, 7)
+    reverse, forward = (exact(problem, f"KL({pair})", "token")[1] for pair in ("pi||ref", "ref||pi"))
+    whole = exact(problem, "KL(pi||ref)", "sequence")[1]
+    for got, want in (
+        (expected("k1", "loss", "sequence", problem), torch.zeros_like(whole)),
+        (expected("k2", "loss", "sequence", problem), reverse),
+        (expected("k3", "loss", "sequence", problem), forward),
+        (expected("k3", "reward", "token", problem), reverse - forward),
+        (expected("k3", "reward", "sequence", problem), whole - forward),
+        (expected("k2", "both", "sequence", problem), exact(problem, "E[k2]", "sequence")[1]),
+        (expected("abs", "loss", "token", problem), exact(problem, "2 TV", "token")[1]),
+        (expected("abs", "both", "sequence", problem), exact(problem, "E[abs]", "sequence")[1]),
+    ):
+        assert float((got - want).norm() / whole.norm()) < 1e-9
+
+
+def test_k1_in_the_loss_off_policy_pushes_away_from_the_samples() -> None:
+    # E_mu[grad log pi] = -grad KL(mu || pi): a descent step on it makes pi less like mu.
+    problem = Problem.random(3, 5, 0, lag=0.3)
+    policy = problem.policy.clone().requires_grad_()
+    p, m = problem.tree.logprobs(policy), problem.tree.logprobs(problem.behavior)
+    kl = m.sum(1).exp() @ (m.sum(1) - p.sum(1))
+    torch.testing.assert_close(
+        expected("k1", "loss", "sequence", problem), -torch.autograd.grad(kl, policy)[0], rtol=1e-9, atol=1e-12
+    )
+
+
+def test_three_unbiased_configurations_of_the_token_target_are_one_sample_by_sample() -> None:
+    problem = Problem.random(3, 4, 0, lag=0.3)
+    tables = [problem.tree.logprobs(x) for x in (problem.policy, problem.reference, problem.behavior)]
+    gradients = []
+    for estimator, placement in (("k1", "reward"), ("k2", "loss"), ("k3", "both")):
+        config = KlConfig(estimator=estimator, placement=placement, target="token", ratio="token", baseline="none")  # type: ignore[arg-type]
+        leaf = tables[0].clone().requires_grad_()
+        gradients.append(torch.autograd.grad(surrogate_term(config)(leaf, tables[1], tables[2]).sum(), leaf)[0])
+    for other in gradients[1:]:
+        torch.testing.assert_close(gradients[0], other, rtol=1e-12, atol=1e-14)
+
+
+LOO = [
+    fact
+    for fact in FACTS
+    if fact.sampling != "none" and fact.placement != "loss" and fact.estimator in ("k1", "k2", "k3")
+]
+
+
+def with_baseline(fact: Fact) -> KlConfig:
+    return KlConfig(**{**vars(fact.config), "baseline": "leave_one_out"})
+
+
+@pytest.mark.parametrize("fact", LOO, ids=name)
+@pytest.mark.parametrize("shape", [(2, 5), (3, 3), (4, 2)], ids=name)
+def test_leave_one_out_keeps_the_expectation(fact: Fact, shape: tuple[int, int]) -> None:
+    # Every pair of responses, weighted by the product of their probabilities.
+    problem = problem_of(fact, *shape, 1)
+    got = pair_moments(problem, paired_term(with_baseline(fact)), 2)
+    size = fact.truth(problem)[1].norm()
+    assert float((got.gradient - fact.documented_gradient(problem)).norm() / size) < 1e-9
+
+
+@pytest.mark.parametrize("ratio", ["none", "sequence"])
+@pytest.mark.parametrize(("estimator", "placement"), [("k1", "reward"), ("k3", "both")])
+def test_responses_that_end_early_and_tool_tokens_keep_the_expectation(
+    ratio: str, estimator: str, placement: str
+) -> None:
+    # Token 0 ends a response; token 1 is answered by a tool, whose token is masked. Truth: KL of the masked process.
+    problem = Problem.random(3, 4, 2, lag=0.0 if ratio == "none" else 0.3)
+    tree = problem.tree
+    mask = torch.ones(tree.sequences.shape, dtype=torch.bool)
+    for row, tokens in enumerate(tree.sequences.tolist()):
+        for t in range(1, 4):
+            mask[row, t] = 0 not in tokens[:t] and not (tokens[t - 1] == 1 and mask[row, t - 1])
+    # Masked tokens are the environment's: drawn from mu, whatever the policy.
+    policy = problem.policy.clone().requires_grad_()
+    m = tree.logprobs(problem.behavior)
+    p = torch.where(mask, tree.logprobs(policy), m)
+    d = torch.where(mask, p - tree.logprobs(problem.reference), 0.0)
+    truth = torch.autograd.grad(p.sum(1).exp() @ d.sum(1), policy)[0]
+    for baseline in ("none", "leave_one_out"):
+        config = KlConfig(estimator=estimator, placement=placement, ratio=ratio, baseline=baseline)  # type: ignore[arg-type]
+
+        def term(logprobs: Tensor, ref_logprobs: Tensor, behavior: Tensor, config: KlConfig = config) -> Tensor:
+            pairs = torch.stack([mask.repeat_interleave(len(mask), 0), mask.repeat(len(mask), 1)], 1).flatten(0, 1)
+            groups = torch.arange(len(pairs)) // 2
+            return kl_surrogate(
+                logprobs, ref_logprobs, pairs, config, behavior_logprobs=behavior, coef=1.0, groups=groups
+            )
+
+        got = pair_moments(problem, term, 2).gradient
+        assert float((got - truth).norm() / truth.norm()) < 1e-9
+
+
+def test_leave_one_out_without_a_ratio_off_policy_is_documented_not_to() -> None:
+    fact = Fact(estimator="k3", placement="both", target="sequence", sampling="none")
+    problem = problem_of(fact, 2, 4, 0)
+    got = pair_moments(problem, paired_term(with_baseline(fact)), 2).gradient
+    assert float((got - fact.documented_gradient(problem)).norm() / got.norm()) > 1e-3
+
+
+@pytest.mark.parametrize("ratio", ["none", "sequence"])
+def test_moments_of_larger_batches_against_all_triples(ratio: str) -> None:
+    # Three responses at once, all 4^3 of them, through the public function: mean gradient and its spread.
+    problem = Problem.random(2, 2, 3, lag=0.0 if ratio == "none" else 0.3)
+    config = KlConfig(estimator="k3", placement="both", ratio=ratio, baseline="leave_one_out", coef=1.0)  # type: ignore[arg-type]
+    gradients, weights = [], []
+    for rows in itertools.product(range(4), repeat=3):
+        policy = problem.policy.clone().requires_grad_()
+        chosen = [problem.tree.logprobs(x)[list(rows)] for x in (policy, problem.reference, problem.behavior)]
+        term = kl_surrogate(chosen[0], chosen[1], torch.ones(3, 2), config, behavior_logprobs=chosen[2])
+        gradients.append(torch.autograd.grad(term.sum() / 3, policy)[0].flatten())
+        weights.append(problem.probabilities[list(rows)].prod())
+    every, weight = torch.stack(gradients), torch.stack(weights)
+    mean = weight @ every
+    variance = weight @ ((every - mean) ** 2).sum(1)
+    got = pair_moments(problem, paired_term(config), 3)
+    torch.testing.assert_close(got.gradient.flatten(), mean, rtol=1e-9, atol=1e-12)
+    assert got.std == pytest.approx(float((3 * variance).sqrt()), rel=1e-9)
+
+
+def test_moments_against_brute_force() -> None:
+    problem = Problem.random(3, 2, 0, lag=0.4)
+    term = surrogate_term(KlConfig(estimator="k3", placement="both", ratio="sequence", baseline="none"))
+    gradients, values = [], []
+    for row in range(9):
+        policy = problem.policy.clone().requires_grad_()
+        chosen = [problem.tree.logprobs(x)[row : row + 1] for x in (policy, problem.reference, problem.behavior)]
+        values.append(term(chosen[0], chosen[1], chosen[2]).sum())
+        gradients.append(torch.autograd.grad(values[-1], policy)[0].flatten())
+    every, weight = torch.stack(gradients), problem.probabilities
+    mean = weight @ every
+    got = moments(problem, term)
+    torch.testing.assert_close(got.gradient.flatten(), mean, rtol=1e-12, atol=1e-14)
+    assert got.value == pytest.approx(float(weight @ torch.stack(values).detach()), rel=1e-12)
+    assert got.std == pytest.approx(float((weight @ ((every - mean) ** 2).sum(1)).sqrt()), rel=1e-9)
+
+
+def test_exact_gradients_against_finite_differences() -> None:
+    problem = Problem.random(2, 3, 0, lag=0.3)
+    for divergence in ("KL(pi||ref)", "E[k2]", "E[abs]"):
+        gradient, estimate = exact(problem, divergence, "sequence")[1], torch.zeros_like(problem.policy)
+        for index in itertools.product(range(7), range(2)):
+            ends = []
+            for step in (1e-5, -1e-5):
+                policy = problem.policy.clone()
+                policy[index] += step
+                moved = Problem(problem.tree, policy, problem.reference, problem.behavior)
+                ends.append(exact(moved, divergence, "sequence")[0])
+            estimate[index] = (ends[0] - ends[1]) / 2e-5
+        torch.testing.assert_close(gradient, estimate, rtol=1e-6, atol=1e-8)
+
+
+def test_the_sum_of_token_divergences_is_the_divergence_of_responses() -> None:
+    problem = Problem.random(3, 4, 0)
+    assert exact(problem, "KL(pi||ref)", "token")[0] == pytest.approx(exact(problem, "KL(pi||ref)", "sequence")[0])
+    assert exact(problem, "E[k2]", "token")[0] == pytest.approx(exact(problem, "E[k2]", "sequence")[0])
+    assert set(PREFIX_DIVERGENCES) == {"KL(pi||ref)", "KL(ref||pi)", "E[k2]", "E[abs]", "2 TV"}
+
+
+def test_the_tree_by_hand() -> None:
+    tree = Tree(2, 2)
+    assert tree.sequences.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert tree.states.tolist() == [[0, 1], [0, 1], [0, 2], [0, 2]]
+    assert tree.prefixes == 3
+    logits = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.1, 0.9]], dtype=torch.float64).log()
+    assert tree.logprobs(logits).exp().flatten().tolist() == pytest.approx([0.25, 0.5, 0.25, 0.5, 0.75, 0.1, 0.75, 0.9])
+
+
+def test_a_tilted_policy_is_the_optimum() -> None:
+    # The gradient of -E[R] + beta KL vanishes there, that of the reward alone does not.
+    for seed, lag in ((0, 0.0), (1, 0.0), (2, 0.3)):
+        problem, rewards = tilted(seed, 0.2, lag=lag)
+        ratio = "sequence" if lag else "none"
+        config = KlConfig(estimator="k1", placement="reward", ratio=ratio, baseline="leave_one_out")  # type: ignore[arg-type]
+        assert pair_moments(problem, reward_term(rewards), 2).gradient.norm() > 0.01
+        assert pair_moments(problem, sum_term(config, 0.2, rewards), 2).gradient.norm() < 1e-12
+
+
+def test_the_page_is_deterministic_and_complete() -> None:
+    page = conformance_page()
+    assert page.count("**unbiased**") == sum(fact.unbiased for fact in FACTS)
+    assert page.count("| biased |") == sum(not fact.unbiased for fact in FACTS)
+    assert "nan" not in page and "inf" not in page.replace("information", "")
+    spreads_alone.cache_clear()
+    spreads_beside.cache_clear()
+    printed = subprocess.run([sys.executable, "-m", "mismatch_ext.kl"], capture_output=True, text=True, check=True)
+    assert printed.stdout == page + "\n"
+    assert all(
+        len(re.findall(r"(?<!\\)\|", line)) in (7, 8, 10, 12) for line in page.splitlines() if line.startswith("|")
+    )
+
+
+def test_the_defaults_rest_on_what_the_page_shows() -> None:
+    k1, k3 = (CANDIDATES.index((e, p, "leave_one_out")) for e, p in (("k1", "reward"), ("k3", "both")))  # type: ignore[arg-type]
+    for target in ("sequence", "token"):
+        for column in spreads_alone(target).values():  # type: ignore[arg-type]
+            assert column[k3] == min(column)
+    for column in spreads_beside("sequence").values():
+        assert column[k1] == min(column)
+    for title, column in spreads_beside("token").items():
+        best = CANDIDATES.index(("k1", "reward", "none")) if title.startswith("beta 0.1, x 1.5") else k1
+        assert column[best] <= min(column) * (1 + 1e-9)
+    sharp = [column for title, column in spreads_beside("sequence").items() if title.startswith("beta 0.1, x 1.5")]
+    assert sharp[0][k3] > 100 * sharp[0][k1]
+
+
+def test_public_docstrings_state_formula_shapes_units_errors() -> None:
+    import mismatch_ext.kl as package
+
+    for function in ("kl_estimate", "kl_penalty", "kl_surrogate"):
+        text = str(getattr(package, function).__doc__)
+        for part in ("Args:", "Returns:", "Raises:", "nats", "2512.21852", "biased", "python -m mismatch_ext.kl"):
+            assert part in text, (function, part)
+    assert ast.get_docstring(ast.parse(open(package.__file__, encoding="utf-8").read()))

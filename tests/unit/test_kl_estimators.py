@@ -1,0 +1,137 @@
+"""Elementwise KL estimates against 60-digit arithmetic."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, getcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.kl import kl_estimate
+from mismatch_ext.kl.estimators import ESTIMATORS, SATURATION
+
+getcontext().prec = 60
+SIZES = [1e-12, 1e-8, 1e-6, 1e-4, 9e-6, 1.1e-5, 0.1, 1.0, 20.0, 29.9]
+
+
+def exact(d: float, estimator: str) -> tuple[Decimal, Decimal]:
+    """Return value and derivative of an estimator to 60 digits."""
+    x = Decimal(d)
+    return {
+        "k1": (x, Decimal(1)),
+        "k2": (x * x / 2, x),
+        "k3": ((-x).exp() - 1 + x, 1 - (-x).exp()),
+        "abs": (abs(x), Decimal(1).copy_sign(x)),
+    }[estimator]
+
+
+def value_and_gradient(d: float, estimator: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an estimate and its gradient where logprobs - ref_logprobs is exactly d."""
+    logprobs = torch.tensor([d], dtype=dtype, requires_grad=True)
+    value = kl_estimate(logprobs, torch.zeros(1, dtype=dtype), estimator)
+    return value, torch.autograd.grad(value.sum(), logprobs)[0]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_value_and_gradient_are_exact_at_every_scale(estimator: str, size: float, sign: int) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-6)):
+        d = torch.tensor(sign * size, dtype=dtype).item()
+        want_value, want_gradient = exact(d, estimator)
+        value, gradient = value_and_gradient(d, estimator, dtype)
+        assert value.dtype == dtype
+        assert abs(Decimal(value.item()) / want_value - 1) < tolerance
+        assert abs(Decimal(gradient.item()) / want_gradient - 1) < tolerance
+
+
+def test_tiny_differences_of_float32_logprobs_keep_six_digits() -> None:
+    # Two neighbouring float32 near -2 differ by 2.4e-7 exactly; the textbook form in float32 is 100 % wrong there.
+    policy = torch.tensor([-2.0, -2.0, -1.0], dtype=torch.float32)
+    ref = torch.tensor([-2.0 - 2**-22, -2.0 + 2**-20, -1.0 + 2**-20], dtype=torch.float32)
+    got = kl_estimate(policy, ref, "k3")
+    for index in range(3):
+        want = exact(policy[index].item() - ref[index].item(), "k3")[0]
+        assert abs(Decimal(got[index].item()) / want - 1) < Decimal("1e-6")
+    usual = torch.exp(ref - policy) - 1 - (ref - policy)
+    assert float((usual / got - 1).abs().max()) > 0.5
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_huge_differences_stay_finite_with_a_gradient(estimator: str, dtype: torch.dtype) -> None:
+    for d in (1e4, -1e4, 200.0, -200.0):
+        value, gradient = value_and_gradient(d, estimator, dtype)
+        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert torch.isfinite(value).all()
+        assert gradient.abs().item() > 0.99
+        if dtype != torch.float16:  # -1e13 is beyond float16: inf there is what a loss scaler looks for
+            assert torch.isfinite(gradient).all()
+
+
+def test_beyond_saturation_k3_is_its_tangent() -> None:
+    # At x = -d: e^30 - 1 - 30 + (x - 30)(e^30 - 1). At d = -1e4 that is 1.0655e17, the documented 1.1e17.
+    for d in (-30.5, -31.0, -1e4):
+        value, gradient = value_and_gradient(d, "k3", torch.float64)
+        slope = math.exp(SATURATION) - 1
+        assert value.item() == pytest.approx(slope - SATURATION + (-d - SATURATION) * slope, rel=1e-12)
+        assert gradient.item() == pytest.approx(-slope, rel=1e-12)
+    assert value_and_gradient(-1e4, "k3", torch.float32)[0].item() == pytest.approx(1.0655e17, rel=1e-4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=2, unique=True))
+def test_k3_is_convex_so_value_and_gradient_are_monotone(pair: list[float]) -> None:
+    d = torch.tensor(sorted(pair), dtype=torch.float64, requires_grad=True)
+    value = kl_estimate(d, torch.zeros(2, dtype=torch.float64), "k3")
+    gradient = torch.autograd.grad(value.sum(), d)[0]
+    assert gradient[0] <= gradient[1]
+    gap = (d[1] - d[0]).item()
+    slack = 1e-12 * float(value.detach().abs().max()) + 1e-300
+    assert gradient[0] * gap - slack <= value[1] - value[0] <= gradient[1] * gap + slack
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradient_agrees_with_finite_differences(estimator: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, estimator), (logprobs,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_are_subtracted_in_full(dtype: torch.dtype) -> None:
+    policy, ref = torch.tensor([-7.03125], dtype=dtype), torch.tensor([-0.1], dtype=dtype)
+    want = exact(policy.double().item() - ref.double().item(), "k3")[0]
+    assert kl_estimate(policy, ref, "k3").item() == pytest.approx(float(want), rel=1e-6)
+    assert kl_estimate(policy, ref, "k3").dtype == torch.float32
+
+
+def test_the_reference_is_a_constant() -> None:
+    policy, ref = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    kl_estimate(policy, ref, "k2").sum().backward()
+    assert ref.grad is None
+    assert policy.grad is not None and policy.grad.tolist() == [-1.0, -1.0]
+
+
+def test_non_finite_inputs_never_look_finite() -> None:
+    bad = torch.tensor([math.nan, math.inf, -math.inf])
+    for estimator in ESTIMATORS:
+        assert not torch.isfinite(kl_estimate(bad, torch.zeros(3), estimator)).any()
+        assert not torch.isfinite(kl_estimate(torch.zeros(3), bad, estimator)).any()
+
+
+def test_wrong_arguments_are_named() -> None:
+    x = torch.zeros(2)
+    with pytest.raises(ConfigError, match="'k4' is not known; known: k1, k2, k3, abs"):
+        kl_estimate(x, x, "k4")
+    with pytest.raises(ConfigError, match="kl_full"):
+        kl_estimate(x, x, "full")
+    with pytest.raises(RecordError, match=r"logprobs \[2\], ref_logprobs \[3\]"):
+        kl_estimate(x, torch.zeros(3), "k1")
+    with pytest.raises(RecordError, match="ref_logprobs has dtype torch.int64"):
+        kl_estimate(x, torch.zeros(2, dtype=torch.long), "k1")
