@@ -16,6 +16,9 @@ SECTIONS = {
     "MismatchConfig": "mismatch",
     "PrecisionConfig": "mismatch.precision",
     "LossScaleConfig": "mismatch.precision.loss_scale",
+    "CorrectionConfig": "mismatch.correction",
+    "KlConfig": "mismatch.kl",
+    "KlControllerConfig": "mismatch.kl.controller",
     "MonitorConfig": "mismatch.monitor",
 }
 

@@ -76,7 +76,7 @@ class KlControllerConfig:
     """Wanted KL divergence from the reference policy, nats per token."""
     proportional: float = 0.1
     """Gain of the relative error (KL / target - 1, clipped to +-`max_error`)."""
-    integral: float = 0.01
+    integral: float = 0.05
     """Gain of the accumulated relative error."""
     max_error: float = 0.2
     """Relative errors are clipped to this, as in Ziegler et al. 2019."""
@@ -102,9 +102,9 @@ class KlConfig:
 
     preset: Literal["trl"] | None = None
     """`trl` leaves the KL term to TRL, unchanged (k3 in the loss, no sequence credit); the other keys then stay unset."""
-    estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits."""
-    placement: Literal["loss", "reward", "both"] = "both"
+    placement: Literal["loss", "reward", "both"] = "reward"
     """Path-wise part (`loss`), score-function part (`reward`), or `both`; `both` is the gradient of the estimator's mean."""
     target: Literal["token", "sequence"] = "sequence"
     """`sequence` credits later KL to earlier tokens; `token` regularises each token given its prefix."""
@@ -114,8 +114,8 @@ class KlConfig:
     """Coefficient beta, the same on both parts; None takes the host's own (`beta` in TRL)."""
     reward_path: Literal["surrogate", "rewards"] = "surrogate"
     """Score-function part as a `surrogate` loss term, which group normalisation cannot rescale, or inside the `rewards`."""
-    baseline: Literal["none", "leave_one_out"] = "none"
-    """Baseline of the surrogate's score-function part: the mean of the other rows of the batch keeps its expectation."""
+    baseline: Literal["none", "leave_one_out"] = "leave_one_out"
+    """Baseline of the surrogate's score-function part: the mean over other samples of the prompt keeps its expectation."""
     controller: KlControllerConfig | None = None
     """Adaptive coefficient, starting at `coef`; absent keeps it constant."""
 
@@ -146,6 +146,8 @@ class CorrectionConfig:
     """A named preset of `mismatch_ext.correction.presets` (verl's and TRL's names); the other keys override it."""
     mode: Literal["decoupled", "bypass"] | None = None
     """`decoupled` weighs by pi_old/mu beside the host's own ratio; `bypass` takes mu as the old policy."""
+    loss: Literal["ppo_clip", "reinforce"] | None = None
+    """Policy loss of `bypass`: the host's clipped ratio pi/mu without weights, or A log pi with weights pi/mu."""
     level: Literal["none", "token", "sequence", "geometric"] | None = None
     """Level of the importance weight: per token, product over the sequence, or its geometric mean."""
     bound: Literal["truncate", "mask", "clip", "icepop"] | None = None
@@ -164,21 +166,8 @@ class CorrectionConfig:
     """Drop a sequence that has any token with ratio below this."""
     off_policy_threshold: float | None = None
     """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingConfig:
-    """Replay of the experts that were chosen at rollout time (R3, arXiv 2510.11370; R2, arXiv 2512.01374)."""
-
-    mode: Literal["R2", "R3"]
-    """`R3` replays the rollout engine's choice, `R2` the trainer's own of its old-logprob pass."""
-    reference: bool = False
-    """Replay in the reference model too."""
-    agreement_rate: float = 0.05
-    """Share of replayed forward passes in which the trainer's own choice is measured as well; 0 never, 1 always."""
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.agreement_rate <= 1, "mismatch.routing.agreement_rate", self.agreement_rate, "0 <= x <= 1")
+    compat: str | None = None
+    """Quirks of hosts that are wanted, comma-separated: `verl_inverse_k1`, `verl_empty_rows`, `unscored_is_one`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +208,6 @@ class MismatchConfig:
 
     precision: PrecisionConfig | None = None
     """Uniform precision on both sides; absent leaves the host's dtypes alone."""
-    routing: RoutingConfig | None = None
-    """Expert-routing replay; absent lets the trainer route by itself."""
     correction: CorrectionConfig | None = None
     """Importance weights; absent leaves the host's own correction alone."""
     kl: KlConfig | None = None

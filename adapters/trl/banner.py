@@ -87,9 +87,6 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], run_dir: Path) -> s
 def _mitigations(block: MismatchConfig, trainer_seam: str) -> list[str]:
     """Return a line for each mitigation that is on."""
     lines = []
-    if block.routing is not None:
-        source = "the engine's" if block.routing.mode == "R3" else "the trainer's own"
-        lines.append(f"  routing    {block.routing.mode}: {source} routes replayed   [{trainer_seam}]")
     if block.correction is not None:
         lines.append(f"  correction {block.correction.preset or 'custom'}   [{trainer_seam}]")
     if block.kl is not None:

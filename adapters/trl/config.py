@@ -85,8 +85,8 @@ class MismatchGRPOConfig(GRPOConfig):
     def _check_host(self, block: MismatchConfig) -> None:
         if not self.use_vllm:
             needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
-            if needing or (block.routing is None and block.kl is None):
-                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl or routing"
+            if needing or block.kl is None:
+                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl"
                 raise ConfigError(
                     f"use_vllm=False with {what}: generation by transformers reports no rollout log-probabilities, "
                     "so there is no gap to measure or correct; set use_vllm=True or remove it."

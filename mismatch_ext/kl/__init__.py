@@ -2,6 +2,7 @@
 
 from mismatch_ext.kl.controller import KlController, KlControllerState
 from mismatch_ext.kl.estimators import kl_estimate
+from mismatch_ext.kl.full import kl_full, kl_full_surrogate
 from mismatch_ext.kl.penalty import KlPenalty, kl_metrics, kl_penalty
 from mismatch_ext.kl.surrogate import kl_surrogate
 
@@ -10,6 +11,8 @@ __all__ = [
     "KlControllerState",
     "KlPenalty",
     "kl_estimate",
+    "kl_full",
+    "kl_full_surrogate",
     "kl_metrics",
     "kl_penalty",
     "kl_surrogate",

@@ -113,11 +113,11 @@ def _credit(tokens: Tokens, config: KlConfig, estimate: Tensor, weight: Tensor, 
         kl = kl.flip(-1).cumsum(-1).flip(-1)
     credit = weight * kl if config.ratio == "token" else kl
     if config.baseline == "leave_one_out":
-        credit = credit - weight * _mean_of_others(kl, tokens.mask, groups)
+        credit = credit - weight * mean_of_others(kl, tokens.mask, groups)
     return credit
 
 
-def _mean_of_others(values: Tensor, mask: Tensor, groups: Tensor | None) -> Tensor:
+def mean_of_others(values: Tensor, mask: Tensor, groups: Tensor | None) -> Tensor:
     """Return for each token the mean over the group's other sequences at the same number of action tokens, or 0."""
     rows, length = mask.shape
     if groups is None:

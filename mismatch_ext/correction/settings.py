@@ -1,0 +1,232 @@
+"""Settings of an importance correction: level, bounds, rejection rules; and the named presets of verl, TRL and slime."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from mismatch_ext.config import CorrectionConfig
+from mismatch_ext.errors import ConfigError
+
+Level = Literal["none", "token", "sequence", "geometric"]
+Bound = Literal["truncate", "mask", "clip", "icepop"]
+
+RULES = (
+    *(f"token_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_{how}_{k}" for how in ("sum", "mean") for k in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+COMPAT = {
+    "verl_inverse_k1": "k1 rules compare 1/rho with the bounds, so that they keep 1/upper <= rho <= 1/lower",
+    "verl_empty_rows": "rows without tokens count in means over sequences, as sequences of ratio 1 and perplexity 1",
+    "unscored_is_one": "tokens whose rollout log-probability is NaN get the ratio 1 instead of an error, as in TRL",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rejection rule.
+
+    Args:
+        name: One of `RULES`: over tokens, or over the sum, mean or maximum of a sequence; of k1 = -log rho, k2 = (log rho)^2 / 2
+            or k3 = rho - 1 - log rho, with rho = pi/mu.
+        upper: k1: largest ratio that is kept; k2 and k3: largest divergence that is kept, in nats.
+        lower: k1: smallest ratio that is kept.
+    """
+
+    name: str
+    upper: float
+    lower: float | None = None
+
+    @property
+    def estimator(self) -> str:
+        """k1, k2 or k3."""
+        return self.name[-2:]
+
+    @property
+    def over(self) -> str:
+        """token, sum, mean or max."""
+        return self.name.split("_")[-2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A complete importance correction.
+
+    Args:
+        mode: `decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu takes the place of pi_old.
+        loss: Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi.
+        level: Of the weight: per token, product over the sequence, its geometric mean, or none.
+        bound: What happens to a weight beyond its bounds.
+        upper: Upper bound of the weight, or None.
+        lower: Lower bound of the weight, or None.
+        normalize: Divide the weights by their mean: over tokens, or over sequences for the other levels.
+        rules: Rejection rules; a token is kept if all keep it.
+        veto: A sequence with a token of ratio below this is dropped.
+        off_policy_threshold: A sequence of negative advantage whose mean log(mu/pi) exceeds this is dropped (DeepSeek-V3.2).
+        compat: Quirks of hosts that are wanted; keys of `COMPAT`.
+    """
+
+    mode: Literal["decoupled", "bypass"] = "decoupled"
+    loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    level: Level = "none"
+    bound: Bound = "truncate"
+    upper: float | None = None
+    lower: float | None = None
+    normalize: bool = False
+    rules: tuple[Rule, ...] = ()
+    veto: float | None = None
+    off_policy_threshold: float | None = None
+    compat: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        where = "mismatch.correction"
+        if self.level != "none" and self.upper is None and self.lower is None:
+            raise ConfigError(f"{where}: level={self.level!r} without bounds; set upper, lower or both.")
+        if self.level != "none" and self.bound == "icepop" and (self.upper is None or self.lower is None):
+            raise ConfigError(f"{where}: bound='icepop' is a band; set both lower and upper.")
+        if self.level != "none" and self.bound == "truncate" and (self.upper is None or self.lower is not None):
+            raise ConfigError(
+                f"{where}: bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask'."
+            )
+        for name in ("upper", "lower", "veto"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{where}.{name}: {value!r} is not allowed; allowed: a finite number > 0.")
+        if self.upper is not None and self.lower is not None and self.lower > self.upper:
+            raise ConfigError(f"{where}: lower={self.lower} exceeds upper={self.upper}.")
+        if unknown := self.compat - set(COMPAT):
+            raise ConfigError(f"{where}: unknown compatibility options {sorted(unknown)}; known: {', '.join(COMPAT)}.")
+
+
+def parse_rules(names: str, thresholds: str | float | None) -> tuple[Rule, ...]:
+    """Read rejection rules as verl writes them.
+
+    Args:
+        names: Comma-separated names of `RULES`.
+        thresholds: One per rule, comma-separated, or one for all: `lower_upper` ratio bounds or a number x (then 1/x to x, or
+            x to 1/x) for k1; an upper bound in nats for k2 and k3.
+
+    Raises:
+        ConfigError: An unknown rule, a missing or malformed threshold.
+    """
+    where = "mismatch.correction"
+    rules = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if thresholds is None:
+        raise ConfigError(f"{where}.reject={names!r} without reject_threshold; give one threshold per rule.")
+    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
+    if not rules or len(specs) not in (1, len(rules)):
+        raise ConfigError(
+            f"{where}.reject_threshold: {thresholds!r} has {len(specs)} thresholds for {len(rules)} rules; one for each, or one."
+        )
+    return tuple(
+        _rule(name, spec) for name, spec in zip(rules, specs * (len(rules) if len(specs) == 1 else 1), strict=True)
+    )
+
+
+def _rule(name: str, spec: str) -> Rule:
+    where = "mismatch.correction"
+    if name not in RULES:
+        near = difflib.get_close_matches(name, RULES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{where}.reject: unknown rule {name!r}; known: {', '.join(RULES)}.{hint}")
+    try:
+        numbers = [float(part) for part in spec.split("_")]
+    except ValueError:
+        numbers = []
+    if (
+        not numbers
+        or not all(0 < x < float("inf") for x in numbers)
+        or len(numbers) > (2 if name.endswith("k1") else 1)
+    ):
+        allowed = "'lower_upper' or a number, both > 0" if name.endswith("k1") else "a number > 0"
+        raise ConfigError(f"{where}.reject_threshold: {spec!r} for {name}; allowed: {allowed}.")
+    if not name.endswith("k1"):
+        return Rule(name=name, upper=numbers[0])
+    low, high = numbers if len(numbers) == 2 else sorted((numbers[0], 1 / numbers[0]))
+    if low > high:
+        raise ConfigError(f"{where}.reject_threshold: {spec!r} for {name}: the lower bound exceeds the upper one.")
+    return Rule(name=name, lower=low, upper=high)
+
+
+_GEO = parse_rules("seq_mean_k1", "0.999_1.001")
+_K3 = parse_rules("seq_mean_k3", 0.01)
+_TOKEN = Settings(level="token", upper=2.0)
+_SEQUENCE = Settings(level="sequence", upper=2.0)
+_ICEPOP = Settings(level="token", bound="icepop", lower=0.5, upper=5.0)
+_NONE = Settings()
+_CLIP = Settings(mode="bypass", loss="ppo_clip")
+_PG: dict[str, object] = {"mode": "bypass", "loss": "reinforce"}
+
+PRESETS: dict[str, Settings] = {
+    # verl 0.9.1, RolloutCorrectionConfig's own names.
+    "decoupled_token_is": _TOKEN,
+    "decoupled_seq_is": _SEQUENCE,
+    "decoupled_token_icepop": _ICEPOP,
+    "decoupled_seq_is_rs": dataclasses.replace(_SEQUENCE, rules=parse_rules("seq_sum_k1", "0.5_2.0")),
+    "decoupled_geo_rs": dataclasses.replace(_NONE, rules=_GEO),
+    "decoupled_geo_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_GEO),
+    "decoupled_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO),
+    "decoupled_k3_rs": dataclasses.replace(_NONE, rules=_K3),
+    "decoupled_k3_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_K3),
+    "decoupled_k3_rs_token_tis": dataclasses.replace(_TOKEN, rules=_K3),
+    "bypass_ppo_clip": _CLIP,
+    "bypass_ppo_clip_geo_rs": dataclasses.replace(_CLIP, rules=_GEO),
+    "bypass_ppo_clip_k3_rs": dataclasses.replace(_CLIP, rules=_K3),
+    "bypass_pg_is": dataclasses.replace(_SEQUENCE, **_PG),  # type: ignore[arg-type]
+    "bypass_pg_token_icepop": dataclasses.replace(_ICEPOP, **_PG),  # type: ignore[arg-type]
+    "bypass_pg_geo_rs": dataclasses.replace(_NONE, rules=_GEO, **_PG),  # type: ignore[arg-type]
+    "bypass_pg_geo_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_GEO, **_PG),  # type: ignore[arg-type]
+    "bypass_pg_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO, **_PG),  # type: ignore[arg-type]
+    "disabled": _NONE,
+    # TRL 1.16, vllm_importance_sampling_mode's own names, with its default bound.
+    "token_truncate": Settings(level="token", upper=3.0),
+    "token_mask": Settings(level="token", bound="mask", upper=3.0),
+    "sequence_truncate": Settings(level="sequence", upper=3.0),
+    "sequence_mask": Settings(level="sequence", bound="mask", upper=3.0),
+    # The remedies by the names of their papers and write-ups.
+    "tis": _TOKEN,
+    "seq_tis": _SEQUENCE,
+    "seq_mis": Settings(level="sequence", bound="mask", upper=3.0),
+    "icepop": _ICEPOP,
+    "geo_mask": Settings(level="geometric", bound="mask", lower=0.999, upper=1.001),
+    "opsm": Settings(off_policy_threshold=0.5),
+    # slime's examples/train_infer_mismatch_helper/mis.yaml.
+    "slime_mis": Settings(level="token", upper=2.0, normalize=True, veto=1e-4),
+    "slime_cis": Settings(level="token", bound="clip", lower=0.5, upper=2.0),
+}
+
+
+def resolve(config: CorrectionConfig) -> Settings:
+    """Return the settings of a `correction` section: a preset, with the section's other keys over it.
+
+    Raises:
+        ConfigError: Unknown preset or rule, bounds that contradict each other, or nothing asked for.
+    """
+    if config.preset is not None and config.preset not in PRESETS:
+        near = difflib.get_close_matches(config.preset, PRESETS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"mismatch.correction.preset: unknown preset {config.preset!r}; known: {', '.join(PRESETS)}.{hint}"
+        )
+    given = {
+        name: getattr(config, name)
+        for name in ("mode", "loss", "level", "bound", "upper", "lower", "normalize", "veto", "off_policy_threshold")
+        if getattr(config, name) is not None
+    }
+    if config.reject is not None:
+        given["rules"] = parse_rules(config.reject, config.reject_threshold)
+    elif config.reject_threshold is not None:
+        raise ConfigError("mismatch.correction.reject_threshold without reject; name the rule that it belongs to.")
+    if config.compat is not None:
+        given["compat"] = frozenset(filter(None, re.split(r"[,\s]+", config.compat)))
+    if config.preset is None and not given:
+        raise ConfigError(f"mismatch.correction is empty; name a preset ({', '.join(PRESETS)}) or set its keys.")
+    settings = dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)
+    if settings.loss == "reinforce" and settings.mode != "bypass":
+        raise ConfigError("mismatch.correction.loss='reinforce' needs mode='bypass'.")
+    return settings
