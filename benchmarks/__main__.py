@@ -7,10 +7,12 @@ import sys
 
 from tqdm import tqdm
 
-from benchmarks import bench_metrics, bench_precision
+from benchmarks import bench_correction, bench_kl_full, bench_metrics, bench_precision
+
+MODULES = (bench_metrics, bench_precision, bench_correction, bench_kl_full)
 
 if __name__ == "__main__":
     # The bar goes to standard error, so that standard output is JSON lines alone.
-    for module in tqdm((bench_metrics, bench_precision), desc="benchmarks", file=sys.stderr):
+    for module in tqdm(MODULES, desc="benchmarks", file=sys.stderr):
         for row in module.run():
             print(json.dumps(row), flush=True)

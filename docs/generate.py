@@ -9,6 +9,7 @@ from pathlib import Path
 from mismatch_ext.patches.__main__ import table as patches_page
 
 from mismatch_ext import config
+from mismatch_ext.kl.conformance import conformance_page
 from mismatch_ext.metrics.names import table as metrics_page
 
 HERE = Path(__file__).parent
@@ -56,7 +57,7 @@ def config_page() -> str:
     return "\n".join(lines)
 
 
-PAGES = {"config.md": config_page, "metrics.md": metrics_page, "patches.md": patches_page}
+PAGES = {"config.md": config_page, "kl.md": conformance_page, "metrics.md": metrics_page, "patches.md": patches_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

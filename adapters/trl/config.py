@@ -5,16 +5,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from mismatch_ext.adapters.trl.correction import native_options, own_options
 from transformers import Trainer
 from trl import GRPOConfig
 
-from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
+from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
@@ -53,6 +56,8 @@ class MismatchGRPOConfig(GRPOConfig):
                 self._follow_precision(block.precision.dtype)
             if block.kl is not None:
                 self._follow_kl(block.kl)
+            if block.correction is not None:
+                self._follow_correction(block.correction)
         super().__post_init__()
 
     def mismatch_block(self) -> MismatchConfig | None:
@@ -123,6 +128,27 @@ class MismatchGRPOConfig(GRPOConfig):
                 "mismatch.kl.reward_path='rewards' with estimator='full': the vocabulary's log-probabilities are not kept from "
                 "sampling time; use reward_path='surrogate', or another estimator."
             )
+
+    def _follow_correction(self, correction: CorrectionConfig) -> None:
+        """Set TRL's own importance-sampling options; where TRL has none, to plain ratios that are replaced later."""
+        settings = resolve(correction)
+        options = native_options(settings)
+        if options is None and self.loss_type == "vespo":
+            raise ConfigError(
+                "mismatch.correction with loss_type='vespo': VESPO takes the logarithm of the weights, so that only plain token "
+                "weights have a meaning there; use the preset token_truncate or token_mask."
+            )
+        options = own_options() if options is None else options
+        if settings.off_policy_threshold is not None:
+            options["off_policy_mask_threshold"] = settings.off_policy_threshold
+        defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+        for name, value in options.items():
+            given = getattr(self, name)
+            if given not in (defaults[name], value):
+                raise ConfigError(
+                    f"{name}={given!r} contradicts mismatch.correction, which sets it to {value!r}; remove one of the two."
+                )
+            setattr(self, name, value)
 
     def _follow_precision(self, dtype: str) -> None:
         """Derive the host's own precision arguments, refusing those that say otherwise."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from mismatch_ext.kl import KlController, kl_estimate, kl_penalty, kl_surrogate
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.kl import KlController, kl_estimate, kl_full_surrogate, kl_penalty, kl_surrogate
 
 Reduce = Callable[..., Tensor]
 
@@ -59,23 +59,20 @@ class KlTerm:
             mask: 1 for tokens that are trained on `[B, T]`.
             logits: Computes the policy's and the reference's logits `[B, T, V]`, for the estimator `full`.
         """
-        coef = self.controller.coef
+        coef, chosen, groups = self.controller.coef, mask.bool(), inputs["prompt_group"]
         behavior = None
         if self.config.ratio != "none":
             behavior = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps"))
             behavior = logps.detach() if behavior is None else behavior
         if self.config.estimator == "full":
-            from mismatch_ext.kl.full import kl_full_surrogate
-
             policy, reference = logits()
             return kl_full_surrogate(
-                policy, reference, logps, mask.bool(), self.config, behavior_logprobs=behavior, coef=coef
+                policy, reference, logps, chosen, self.config, behavior_logprobs=behavior, coef=coef, groups=groups
             )
-        form: Callable[..., Any] = kl_penalty if self.in_rewards else kl_surrogate
-        term = form(
-            logps, inputs["ref_per_token_logps"], mask.bool(), self.config, behavior_logprobs=behavior, coef=coef
-        )
-        return term.loss if self.in_rewards else term
+        ref_logps = inputs["ref_per_token_logps"]
+        if self.in_rewards:
+            return kl_penalty(logps, ref_logps, chosen, self.config, behavior_logprobs=behavior, coef=coef).loss
+        return kl_surrogate(logps, ref_logps, chosen, self.config, behavior_logprobs=behavior, coef=coef, groups=groups)
 
     def set_rewards(self, old_logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
         """Keep the penalty of each completion, for the reward function that this object is.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl.aggregation import overridden, token_weights
+from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.kl import KlTerm
 from torch import Tensor
 from trl.trainer.utils import use_adapter
@@ -39,16 +40,20 @@ class ObjectiveMixin(_Host):
     """Overrides the methods of GRPOTrainer that make its loss; `MismatchTrainerMixin` sets what is active."""
 
     _kl: KlTerm | None = None
-    _reinforce: bool = False
+    _correction: CorrectionTerm | None = None
     _given_scores: Scores | None = None
     _scored: list[Scored]
+
+    @property
+    def _reinforces(self) -> bool:
+        return self._correction is not None and self._correction.reinforces
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Scores:
         """Score tokens as TRL does, and keep the result for the terms that are added to loss or rewards."""
         if self._given_scores is not None:
             return self._given_scores
         scores = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._kl is not None or self._reinforce:
+        if self._kl is not None or self._reinforces:
             self._scored.append(Scored(model, args, kwargs, scores))
         return scores
 
@@ -69,11 +74,11 @@ class ObjectiveMixin(_Host):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Compute TRL's loss, with the block's terms in the place of TRL's own."""
-        if self._kl is None and not self._reinforce:
+        if self._kl is None and not self._reinforces:
             return super()._compute_loss(model, inputs)
         self._scored = []
         advantages = inputs["advantages"]
-        given = {**inputs, "advantages": torch.zeros_like(advantages)} if self._reinforce else inputs
+        given = {**inputs, "advantages": torch.zeros_like(advantages)} if self._reinforces else inputs
         with overridden(self, beta=0.0 if self._kl is not None else self.beta):
             loss = super()._compute_loss(model, given)
         logps, entropies, _ = self._scored[-1].scores
@@ -82,9 +87,9 @@ class ObjectiveMixin(_Host):
         if self._kl is not None:
             term = term + self._kl.loss(logps, inputs, mask, lambda: self._both_logits(model, inputs))
             self._log_kl(logps.detach(), inputs["ref_per_token_logps"], mask)
-        if self._reinforce:
+        if self._correction is not None and self._reinforces:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-            term = term - self._reinforce_weights(logps.detach(), inputs, mask) * advantages * logps
+            term = term - self._correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
 
         def aggregate(probe: Mapping[str, Any], given_logps: Tensor) -> Tensor:
             with overridden(self, _given_scores=(given_logps, entropies, None)):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
 from mismatch_ext.adapters.trl.host import EngineRefusals, ratio_bias, step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
@@ -24,6 +25,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.scaler import LossScaler
@@ -38,7 +40,7 @@ FORWARD_KEYS = (
 
 
 if TYPE_CHECKING:
-    _Host = GRPOTrainer
+    from trl import GRPOTrainer as _Host
 else:
     _Host = object
 
@@ -65,7 +67,7 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         self._verdict = None
         self._sync_audited = False
         self._saved_step = 0
-        self._scored = []
+        self._scored: list[Any] = []
         if self._config.kl is not None and self._config.kl.preset is None:
             self._kl = KlTerm(self._config.kl, config.beta)
         patched = applied(*self._construction_patches(config))
@@ -73,6 +75,10 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
             with self._kl_reward(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
+        if self._config.correction is not None:
+            settings = resolve(self._config.correction)
+            if native_options(settings) is None:
+                self._correction = CorrectionTerm(settings, self.accelerator.gather)
         self._begin(patch_digest)
 
     @contextlib.contextmanager
@@ -115,8 +121,16 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
             old_logprobs = self._old_logprobs(output)
             split = "train" if training else self._eval_split
             self._recorder.observe(split, old_logprobs, output["sampling_per_token_logps"], mask.bool())
+            if self._correction is not None:
+                mode = "train" if training else "eval"
+                for name, value in self._correction.apply(output, old_logprobs, mask).items():
+                    self._metrics[mode][PREFIX + name].append(value)
+        if self._kl is not None:
+            rows, per_prompt = len(mask), self.num_generations if training else self.num_generations_eval
+            output["prompt_group"] = torch.arange(rows, device=mask.device) // per_prompt
         if self._kl is not None and self._kl.adaptive and training:
-            self._kl.adapt(self._old_logprobs(output), output["ref_per_token_logps"], mask, self.accelerator.reduce)
+            old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
+            self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self.accelerator.reduce)
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, R rows of a block, W its longest row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Rows:
             return torch.zeros(rows, dtype=torch.float64, device=device)
 
         sums = {rule.name: RuleSums(*(zero() for _ in range(8))) for rule in rules if rule.over == "token"}
-        return cls(*(zero() for _ in range(17)), rules=sums)
+        return cls(rules=sums, **{f.name: zero() for f in fields(cls) if f.name != "rules"})
 
 
 def bounds_of(rule: Rule, settings: Settings) -> tuple[float, float]:

@@ -190,7 +190,7 @@ def _chunks(tokens: int, wanted: Tensor | None, chunk: int, device: torch.device
     if wanted is None or bool(wanted.all()):
         yield from (slice(first, first + chunk) for first in range(0, tokens, chunk))
     elif bool(wanted.any()):
-        yield from wanted.nonzero()[:, 0].to(device).split(chunk)
+        yield from torch.split(wanted.nonzero()[:, 0].to(device), chunk)  # type: ignore[no-untyped-call]
 
 
 def _difference(logits: Tensor, reference: Tensor, dtype: torch.dtype, temperature: float) -> tuple[Tensor, Tensor]:

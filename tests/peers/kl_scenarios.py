@@ -99,7 +99,9 @@ def denominators(model: str, out: str) -> dict[str, Any]:
 
 def first_step(model: str, out: str, kl: dict[str, Any]) -> dict[str, Any]:
     """Compare the gradient of the first step with one computed by hand from the model's plain forward."""
-    trainer = build(model, out, {"kl": {**kl, "coef": 0.3}}, loss_type="dr_grpo", max_completion_length=12)
+    trainer = build(
+        model, out, {"kl": {"baseline": "none", **kl, "coef": 0.3}}, loss_type="dr_grpo", max_completion_length=12
+    )
     moved(trainer)
     inputs = first_batch(trainer)
     ours = gradients(trainer, trainer.compute_loss(trainer.model, inputs))

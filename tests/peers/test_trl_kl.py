@@ -57,9 +57,7 @@ def test_first_step_is_the_hand_computed_one(
     assert run("first_step", model=dense, out=tmp_path, kl=kl).expect()["error"] < 1e-5
 
 
-def test_kl_in_rewards_enters_before_group_normalisation(
-    run: Callable[..., Ran], dense: Path, tmp_path: Path
-) -> None:
+def test_kl_in_rewards_enters_before_group_normalisation(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
     found = run("rewards_path", model=dense, out=tmp_path).expect()
     assert found["names"] == ["graded", "kl"]
     assert found["spread"] > 0.1  # the penalties differ between completions, so that advantages depend on them

@@ -1,0 +1,103 @@
+"""The `correction` section in TRL: TRL's own options where they do what is asked, weights in their place where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.correction import Settings, correct
+
+# TRL's own bound where the weights are ours: it binds nothing, so that TRL's metrics show the plain ratios.
+UNBOUNDED = 1.0e30
+
+
+def native_options(settings: Settings) -> dict[str, Any] | None:
+    """Return the TRL arguments that do what the settings ask, or None when TRL has none that do.
+
+    Args:
+        settings: The resolved `correction` section.
+    """
+    if settings.mode != "decoupled" or settings.rules or settings.veto or settings.normalize or settings.compat:
+        return None
+    if settings.level == "none":
+        return {"vllm_importance_sampling_correction": False}
+    if settings.level == "geometric":
+        return None
+    how = "truncate" if settings.bound in ("truncate", "clip") else "mask"
+    return {
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": f"{settings.level}_{how}",
+        "vllm_importance_sampling_clip_max": settings.upper,
+        "vllm_importance_sampling_clip_min": settings.lower,
+    }
+
+
+def own_options() -> dict[str, Any]:
+    """Return the TRL arguments under which TRL computes plain ratios, for us to replace."""
+    return {
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": UNBOUNDED,
+        "vllm_importance_sampling_clip_min": None,
+    }
+
+
+class CorrectionTerm:
+    """Computes the weights that TRL multiplies its per-token loss by.
+
+    Args:
+        settings: The resolved `correction` section; its off-policy mask is TRL's own.
+        gather: Collects a tensor from all ranks.
+    """
+
+    def __init__(self, settings: Settings, gather: Callable[[Tensor], Tensor]) -> None:
+        self.settings = settings
+        self._gather = gather
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether the policy term is A log pi with weights pi/mu, in the place of TRL's clipped ratio."""
+        return self.settings.mode == "bypass" and self.settings.loss == "reinforce"
+
+    def apply(self, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+        """Replace TRL's importance ratios in a batch of fresh completions, and return metrics over all ranks.
+
+        Args:
+            output: What TRL's `_generate_and_score_completions` returned; changed in place.
+            old_logprobs: The trainer's log-probabilities at sampling time `[B, T]`.
+            mask: 1 for tokens that are trained on `[B, T]`.
+        """
+        rollout, chosen = output["sampling_per_token_logps"], mask.bool()
+        if not bool(chosen.any()):
+            return {}
+        found = correct(rollout, old_logprobs, chosen, self.settings)
+        if self.settings.mode == "bypass":
+            # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
+            output["old_per_token_logps"] = torch.where(chosen, rollout, 0.0)
+            multiplier = found.mask.to(torch.float32)
+        else:
+            multiplier = found.as_multiplier()
+        output["importance_sampling_ratio"] = torch.where(chosen, multiplier, 1.0)
+        return {name: self._global(name, value) for name, value in found.metrics.items() if name.startswith("rollout_")}
+
+    def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
+        """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy.
+
+        Args:
+            logps: Current log-probabilities `[B, T]`, detached.
+            inputs: The micro-batch.
+            mask: 1 for tokens that are trained on `[B, T]`.
+        """
+        chosen = mask.bool()
+        if not bool(chosen.any()):
+            return torch.zeros_like(logps)
+        return correct(inputs["sampling_per_token_logps"], logps, chosen, self.settings).as_multiplier()
+
+    def _global(self, name: str, value: float) -> float:
+        values = self._gather(torch.tensor([value], dtype=torch.float64))
+        if name.endswith("_max"):
+            return float(values.max())
+        return float(values.min() if name.endswith("_min") else values.mean())

@@ -1,0 +1,97 @@
+"""Importance correction against verl 0.9.1's own function: the same weights, mask and metrics from the same tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tracemalloc
+import warnings
+from typing import Any
+
+import torch
+
+from benchmarks._timing import paired
+from mismatch_ext.correction import PRESETS, correct
+
+BATCH, LENGTH = 256, 8192
+# Both are computed in float32 by verl; a sum over a million tokens keeps about this much of it.
+TOLERANCE = 2e-4
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rollout and old log-probabilities, and the int64 mask that verl's trainer passes."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(LENGTH // 4, LENGTH + 1, (BATCH,), generator=generator)
+    mask = torch.arange(LENGTH) < lengths[:, None]
+    old = -3 * torch.rand(BATCH, LENGTH, generator=generator)
+    difference = 0.02 * torch.randn(BATCH, LENGTH, generator=generator)
+    difference[torch.rand(BATCH, LENGTH, generator=generator) < 1e-3] *= 50
+    return old - difference, old, mask.long()
+
+
+def peak_buffers(rollout: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return our peak memory beyond inputs and results, in `[B, T]` float32 tensors."""
+    from torch.profiler import ProfilerActivity, profile
+
+    settings = PRESETS["decoupled_geo_rs_token_tis"]
+    tracemalloc.start()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = correct(rollout, old, mask, settings)
+    numpy_peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    held, torch_peak = 0, 0
+    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            torch_peak = max(torch_peak, held)
+    results = result.weights.nbytes + result.mask.nbytes
+    return (torch_peak + numpy_peak - results) / (BATCH * LENGTH * 4)
+
+
+def run() -> list[dict[str, Any]]:
+    """Return the rows of this benchmark."""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl_correct
+
+    rollout, old, mask = data()
+    # At these reciprocal bounds verl's rule, which compares 1/rho, is the same as ours.
+    settings = PRESETS["decoupled_geo_rs_token_tis"]
+
+    def ours() -> Any:
+        return correct(rollout, old, mask, settings)
+
+    def theirs() -> Any:
+        return verl_correct(old, rollout, mask, "token", 2.0, False, "seq_mean_k1", "0.999_1.001")
+
+    mine, (proto, verl_mask, verl_metrics) = ours(), theirs()
+    assert torch.equal(mine.mask, verl_mask.bool())
+    assert torch.allclose(mine.weights, proto.batch["rollout_is_weights"], rtol=1e-5, atol=1e-6)
+    names = {name.removeprefix("rollout_corr/"): value for name, value in verl_metrics.items()}
+    missing = set(names) - set(mine.metrics)
+    assert not missing, missing
+    for name, value in names.items():
+        assert abs(mine.metrics[name] - value) <= TOLERANCE * max(abs(value), 1e-2), (name, mine.metrics[name], value)
+    row = paired(
+        f"token TIS, seq_mean_k1 rejection and {len(names)} metrics of [{BATCH}, {LENGTH}], {int(mask.sum())} tokens, vs verl",
+        ours,
+        theirs,
+        equal=f"the mask exactly, weights to 1e-5, all {len(names)} metrics to {TOLERANCE:.0e}",
+        repeats=9,
+    )
+    memory = peak_buffers(rollout, old, mask)
+    return [
+        row,
+        {
+            "name": "the same: our peak memory beyond inputs and results, in [B, T] float32 tensors; allowed: 2",
+            "ours": memory,
+            "theirs": 2.0,
+            "ratio": 2.0 / memory,
+            "equal": "not compared: a limit",
+        },
+    ]
+
+
+if __name__ == "__main__":
+    for line in run():
+        print(json.dumps(line))

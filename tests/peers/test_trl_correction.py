@@ -1,0 +1,78 @@
+"""The `correction` section in the real TRL with the real vLLM: native options driven, other weights in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.peers.conftest import Ran
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def run(run_scenario: Callable[..., Ran]) -> Callable[..., Ran]:
+    """Run a scenario of `correction_scenarios`."""
+    return partial(run_scenario, module="correction_scenarios")
+
+
+def test_a_preset_that_trl_has_is_trls_own(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    arguments = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.01}
+    theirs = run("trained", model=dense, out=tmp_path / "trl", block={}, **arguments).expect()
+    block = {"correction": {"preset": "token_mask", "upper": 1.01}}
+    # The scenario's own arguments name a mode; its default leaves it to the block.
+    ours = run(
+        "trained", model=dense, out=tmp_path / "ours", block=block, vllm_importance_sampling_mode="sequence_mask"
+    ).expect()
+    assert ours["history"] == theirs["history"] and ours["parameters"] == theirs["parameters"]
+    assert ours["options"] == theirs["options"] and not ours["rollout_metrics"]
+
+
+def test_other_corrections_are_the_hand_computed_ones(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    found = run("by_hand", model=dense, out=tmp_path).expect()
+    assert set(found) == {"token", "geometric", "reject", "clip", "reinforce"}
+    for name, errors in found.items():
+        assert errors["weight_error"] < 1e-5 and errors["gradient_error"] < 1e-5, name
+        # The correction changes the gradient, so that the comparison can fail.
+        assert errors["effect"] > 1e-3, name
+
+
+def test_metrics_of_our_own_weights_are_logged(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    block = {"correction": {"preset": "decoupled_geo_rs_token_tis"}}
+    found = run(
+        "trained", model=dense, out=tmp_path, block=block, vllm_importance_sampling_mode="sequence_mask"
+    ).expect()
+    metrics = found["rollout_metrics"]
+    assert 0.9 < metrics["mismatch/rollout_is_mean"] < 1.1
+    assert 0 < metrics["mismatch/rollout_rs_masked_fraction"] <= 1
+    assert metrics["mismatch/rollout_rs_seq_mean_k1_max"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("correction", "overrides", "words"),
+    [
+        ({"preset": "tokn_mask"}, {}, ["'tokn_mask'", "Did you mean 'token_mask'?"]),
+        (
+            {"preset": "token_mask"},
+            {"vllm_importance_sampling_mode": "token_truncate"},
+            ["token_truncate", "token_mask"],
+        ),
+        ({"preset": "decoupled_geo_rs"}, {"loss_type": "vespo"}, ["vespo", "token_truncate"]),
+        ({"preset": "token_mask"}, {"use_vllm": False}, ["use_vllm=False", "mismatch.correction"]),
+        ({}, {}, ["mismatch.correction is empty"]),
+    ],
+)
+def test_contradictions_are_refused(
+    correction: dict[str, object], overrides: dict[str, object], words: list[str]
+) -> None:
+    from mismatch_ext.adapters.trl import MismatchGRPOConfig
+
+    from mismatch_ext.errors import ConfigError
+
+    given = {"use_vllm": True, "vllm_mode": "colocate", **overrides}
+    with pytest.raises(ConfigError) as error:
+        MismatchGRPOConfig(output_dir="x", use_cpu=True, bf16=False, mismatch={"correction": correction}, **given)
+    assert all(word in str(error.value) for word in words), error.value
