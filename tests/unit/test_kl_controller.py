@@ -26,7 +26,7 @@ def test_three_steps_by_hand() -> None:
     # Twice the target: e clipped from 1 to 0.2. First log coef = log 0.1 + 0 + 0.1 * 0.2, then the integral is 0.002.
     # Then 0.9 of the target: e = -0.1, the integral 0.001, log coef = log 0.1 + 0.001 - 0.01. Then nothing at all: e is
     # clipped from -1 to -0.2, the integral -0.001.
-    led = controller()
+    led = controller(integral=0.01)
     assert led.update(0.04) == pytest.approx(0.1 * math.exp(0.02 + 0.002), rel=1e-12)
     assert led.update(0.018) == pytest.approx(0.1 * math.exp(0.002 - 0.001 - 0.01), rel=1e-12)
     assert led.update(0.0) == pytest.approx(0.1 * math.exp(-0.001 - 0.02), rel=1e-12)

@@ -188,8 +188,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 FULL = {"estimator": "full", "baseline": "none", "coef": 1.0}
 
 
-@pytest.mark.parametrize("vocab", [2, 3])
-@pytest.mark.parametrize("horizon", [1, 4])
+@pytest.mark.parametrize(("vocab", "horizon"), [(2, 1), (3, 1), (4, 1), (2, 5), (3, 3)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_surrogate_is_unbiased_where_it_says_so(vocab: int, horizon: int, seed: int) -> None:
     case = Case(vocab, horizon, seed)
@@ -209,7 +208,7 @@ def test_surrogate_is_unbiased_where_it_says_so(vocab: int, horizon: int, seed: 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_spreads_less_than_the_sampled_estimators(seed: int) -> None:
-    case = Case(3, 4, seed)
+    case = Case(3, 3, seed)
     for target in ("token", "sequence"):
         full = KlConfig(**FULL, placement="both", target=target)  # type: ignore[arg-type]
         spread = case.moments(full, False)[1]
