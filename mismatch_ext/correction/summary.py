@@ -1,6 +1,6 @@
 """Metrics of a correction, from per-row sums; names and definitions are those of verl's rollout_corr_helper.
 
-Means over sequences leave out rows without tokens, unless `compat` has `verl_empty_rows`.
+Means over sequences leave out rows without tokens, unless `compat` has `verl_empty_rows`. Exponentials saturate at e^600.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, low_mark
 from mismatch_ext.correction.settings import Rule, Settings
+from mismatch_ext.metrics.numerics import SATURATION
 
 
 def _filled(rows: Rows, settings: Settings) -> Tensor:
@@ -29,17 +30,17 @@ def summarise(rows: Rows, settings: Settings) -> dict[str, float]:
     difference = rolled - trained
     sequence = rows.d[filled].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return {
-        "training_ppl": float((-trained).exp().mean()),
+        "training_ppl": float((-trained).clamp(max=SATURATION).exp().mean()),
         "training_log_ppl": float(-trained.mean()),
         "kl": -float(rows.d.sum()) / tokens,
         "k3_kl": float(rows.k3.sum()) / tokens,
-        "rollout_ppl": float((-rolled).exp().mean()),
+        "rollout_ppl": float((-rolled).clamp(max=SATURATION).exp().mean()),
         "rollout_log_ppl": float(-rolled.mean()),
         "log_ppl_diff": float(difference.mean()),
         "log_ppl_abs_diff": float(difference.abs().mean()),
         "log_ppl_diff_max": float(difference.max()),
         "log_ppl_diff_min": float(difference.min()),
-        "ppl_ratio": float(difference.exp().mean()),
+        "ppl_ratio": float(difference.clamp(max=SATURATION).exp().mean()),
         "chi2_token": float(rows.ratio_squares.sum()) / tokens - 1.0,
         "chi2_seq": float((2 * sequence).exp().mean()) - 1.0,
     }

@@ -1,0 +1,144 @@
+"""Which bounds keep a sane share of sequences, given how far the two policies are apart and how long responses are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from mismatch_ext.correction.settings import Settings
+from mismatch_ext.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to expect of bounds at one length, under independent normal differences.
+
+    Args:
+        sigma: Standard deviation of the log-ratio per token, nats.
+        length: Tokens per response.
+        keep: Share of sequences that the bounds below keep.
+        sequence_bounds: Symmetric bounds (1/x, x) of the product of ratios.
+        geometric_bounds: The same of the geometric mean.
+        token_bounds: The same of a single ratio, keeping that share of tokens.
+        outside: Share of sequences (of tokens, for level `token`) beyond the given settings' bounds; None without settings.
+        level: The level to use.
+        reason: Why.
+    """
+
+    sigma: float
+    length: float
+    keep: float
+    sequence_bounds: tuple[float, float]
+    geometric_bounds: tuple[float, float]
+    token_bounds: tuple[float, float]
+    outside: float | None
+    level: str
+    reason: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"sigma {self.sigma:.3g} nats per token, {self.length:g} tokens per response; bounds that keep {self.keep:.0%}:",
+            f"  sequence   {_interval(self.sequence_bounds)} on the product of ratios",
+            f"  geometric  {_interval(self.geometric_bounds)} on their geometric mean",
+            f"  token      {_interval(self.token_bounds)} on each ratio (of tokens)",
+        ]
+        if self.outside is not None:
+            lines.append(f"  the given bounds are exceeded by {self.outside:.1%}")
+        return "\n".join([*lines, f"  advice: {self.level}: {self.reason}"])
+
+
+def advise(
+    *, sigma: float, length: float, mean: float = 0.0, settings: Settings | None = None, keep: float = 0.9
+) -> Advice:
+    """Say which thresholds keep a share of the sequences.
+
+    Assumes that the log-ratios of a response's tokens are independent and normal: their sum is Normal(L mean, L sigma^2), their
+    mean Normal(mean, sigma^2 / L). Real ones have heavier tails, so that fewer sequences are kept than this says. Because the
+    sum's spread grows with sqrt(L), a bound on the product that is right at 100 tokens drops nearly everything at 10,000.
+
+    Args:
+        sigma: Standard deviation of log pi_old - log mu per token, nats; of a run's metrics, sqrt(2 k3_kl) approximates it.
+        length: Mean number of tokens per response.
+        mean: Mean of the same difference (minus the metric `kl`), nats.
+        settings: A correction whose bounds are to be judged.
+        keep: Share of sequences to keep.
+
+    Returns:
+        Bounds per level, and the level to use.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+    for name, ok, allowed in (
+        ("sigma", 0 <= sigma < math.inf, "a number >= 0, in nats"),
+        ("length", 1 <= length < math.inf, "a number >= 1"),
+        ("mean", math.isfinite(mean), "a finite number"),
+        ("keep", 0 < keep < 1, "0 < x < 1"),
+    ):
+        if not ok:
+            raise ConfigError(f"advise: {name}={locals()[name]!r} is not allowed; allowed: {allowed}.")
+    total, average = (length * mean, math.sqrt(length) * sigma), (mean, sigma / math.sqrt(length))
+    bounds = {name: _bounds(*spread, keep) for name, spread in (("s", total), ("g", average), ("t", (mean, sigma)))}
+    outside = None
+    if settings is not None and settings.level != "none":
+        spread = {"sequence": total, "geometric": average, "token": (mean, sigma)}[settings.level]
+        outside = _outside(*spread, settings.lower, settings.upper)
+    level, reason = _choose(bounds["s"], length, keep)
+    return Advice(
+        sigma=sigma,
+        length=length,
+        keep=keep,
+        sequence_bounds=bounds["s"],
+        geometric_bounds=bounds["g"],
+        token_bounds=bounds["t"],
+        outside=outside,
+        level=level,
+        reason=reason,
+    )
+
+
+def _choose(sequence: tuple[float, float], length: float, keep: float) -> tuple[str, str]:
+    """A weight of the whole sequence is unbiased, and of use while truncating it at 2 leaves most of it alone."""
+    upper = sequence[1]
+    if upper <= 2.0:
+        return (
+            "sequence",
+            f"{keep:.0%} of the products lie within a factor of {upper:.2g}: the unbiased weight is affordable.",
+        )
+    if upper <= 10.0:
+        return "token", (
+            f"products spread over a factor of {upper:.2g} at {length:g} tokens; truncated token weights are biased but keep every "
+            "sequence."
+        )
+    return "geometric", (
+        f"products spread over a factor of {upper:.2g} at {length:g} tokens, so that a sequence-level bound would drop or truncate "
+        "nearly everything; reject by the geometric mean, with token weights, and look for the cause of the gap."
+    )
+
+
+def _bounds(mean: float, spread: float, keep: float) -> tuple[float, float]:
+    """Return the symmetric bounds (1/x, x) of exp(Normal(mean, spread^2)) that hold a share `keep`."""
+    low, high = 0.0, abs(mean) + 40 * spread + 1e-12
+    for _ in range(200):
+        middle = (low + high) / 2
+        inside = 1 - _outside(mean, spread, math.exp(-min(middle, 700)), math.exp(min(middle, 700)))
+        low, high = (low, middle) if inside >= keep else (middle, high)
+    x = math.exp(min(high, 700.0))
+    return 1 / x, x
+
+
+def _outside(mean: float, spread: float, lower: float | None, upper: float | None) -> float:
+    """Return the probability that exp(Normal(mean, spread^2)) lies beyond the bounds."""
+    low = -math.inf if lower is None else math.log(lower)
+    high = math.inf if upper is None else math.log(upper)
+    if spread == 0:
+        return float(not low <= mean <= high)
+    normal = NormalDist(mean, spread)
+    below = 0.0 if low == -math.inf else normal.cdf(low)
+    above = 0.0 if high == math.inf else 1 - normal.cdf(high)
+    return below + above
+
+
+def _interval(bounds: tuple[float, float]) -> str:
+    return f"{bounds[0]:.4g} to {bounds[1]:.4g}"

@@ -1,0 +1,181 @@
+"""Presets against the hosts' own functions: verl 0.9.1's, imported and called, and TRL 1.16's where it has one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext.correction import PRESETS, Settings, correct, parse_rules
+
+VERL = (
+    "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs", "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis", "decoupled_geo_rs_token_tis", "decoupled_k3_rs", "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis", "bypass_ppo_clip", "bypass_ppo_clip_geo_rs", "bypass_ppo_clip_k3_rs", "bypass_pg_is",
+    "bypass_pg_token_icepop", "bypass_pg_geo_rs", "bypass_pg_geo_rs_seq_tis", "bypass_pg_geo_rs_token_tis", "disabled",
+)  # fmt: skip
+# verl compares 1/rho with k1 bounds, and counts rows without tokens as sequences.
+QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
+
+
+@pytest.fixture(scope="module")
+def verl() -> Any:
+    """Return verl's helper module and its configuration class."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo import rollout_corr_helper
+
+    return rollout_corr_helper, RolloutCorrectionConfig
+
+
+def batch(seed: int, *, empty: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw rollout and old log-probabilities in float64, and a mask with holes; gaps from 1e-4 to 8 nats."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, length = 12, 40
+    mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
+    mask &= torch.rand(rows, length, generator=generator) < 0.9
+    mask[:, 0] = True
+    if empty:
+        mask[seed % rows] = False
+    old = -3 * torch.rand(rows, length, generator=generator, dtype=torch.float64)
+    scale = 10.0 ** (-4 + 3 * torch.rand(rows, 1, generator=generator, dtype=torch.float64))
+    gap = scale * torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    gap[torch.rand(rows, length, generator=generator) < 0.01] *= 80
+    return old - gap, old, mask
+
+
+def compare(verl: Any, config: Any, settings: Settings, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
+    """Check weights, mask and every metric that verl returns."""
+    proto, kept, metrics = verl.compute_rollout_correction_and_rejection_mask(
+        old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, config.rollout_is_batch_normalize,
+        config.rollout_rs, config.rollout_rs_threshold,
+    )  # fmt: skip
+    ours = correct(rollout, old, mask, settings)
+    assert torch.equal(ours.mask, kept.bool())
+    if proto is not None:
+        theirs = proto.batch["rollout_is_weights"].double()
+        assert torch.allclose(ours.weights.double(), theirs, rtol=1e-6, atol=1e-9)
+    for name, value in metrics.items():
+        found = ours.metrics[name.removeprefix("rollout_corr/")]
+        # verl divides by the number of tokens plus 1e-8, and takes differences of means.
+        assert found == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def test_every_preset_of_verl_is_here(verl: Any) -> None:
+    factories = {
+        name for name, value in vars(verl[1]).items() if isinstance(value, classmethod) and not name.startswith("_")
+    }
+    assert {name for name in factories if name in PRESETS or name.startswith(("decoupled", "bypass"))} == set(VERL)
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_preset_equals_verls_own_function(verl: Any, name: str) -> None:
+    helper, configs = verl
+    config = getattr(configs, name)()
+    settings = dataclasses.replace(PRESETS[name], compat=QUIRKS)
+    assert (settings.mode == "bypass") == config.bypass_mode and settings.loss == config.loss_type
+    for seed in range(20):
+        compare(helper, config, settings, *batch(seed, empty=seed % 4 == 0))
+
+
+@pytest.mark.parametrize(
+    ("rules", "thresholds"),
+    [
+        ("token_k1", "0.6_1.6"), ("token_k2,token_k3", "0.01,0.02"), ("seq_sum_k1", "0.5_5.0"), ("seq_sum_k2", 0.5),
+        ("seq_sum_k3,seq_mean_k2", "0.5,0.01"), ("seq_max_k2,seq_max_k3,token_k1", "0.3,0.4,0.9_1.2"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_rejection_rule_equals_verls(verl: Any, rules: str, thresholds: Any, normalize: bool) -> None:
+    helper, configs = verl
+    for level in ("token", "sequence"):
+        config = configs(
+            rollout_is=level, rollout_is_threshold=1.5, rollout_rs=rules, rollout_rs_threshold=thresholds,
+            rollout_is_batch_normalize=normalize,
+        )  # fmt: skip
+        settings = Settings(
+            level=level, upper=1.5, normalize=normalize, rules=parse_rules(rules, thresholds), compat=QUIRKS  # type: ignore[arg-type]
+        )  # fmt: skip
+        for seed in range(20):
+            compare(helper, config, settings, *batch(seed))
+
+
+def test_huge_log_ratios_agree_in_weights_and_mask(verl: Any) -> None:
+    helper, configs = verl
+    rollout, old, mask = batch(3)
+    generator = torch.Generator().manual_seed(9)
+    rollout = torch.where(torch.rand(rollout.shape, generator=generator) < 0.1, -1e4, rollout)
+    old = torch.where(torch.rand(rollout.shape, generator=generator) < 0.1, -1e4, old)
+    for name in ("decoupled_token_is", "decoupled_seq_is_rs", "decoupled_token_icepop", "decoupled_k3_rs_token_tis"):
+        config = getattr(configs, name)()
+        proto, kept, _ = helper.compute_rollout_correction_and_rejection_mask(
+            old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, False, config.rollout_rs,
+            config.rollout_rs_threshold,
+        )  # fmt: skip
+        ours = correct(rollout, old, mask, dataclasses.replace(PRESETS[name], compat=QUIRKS))
+        assert torch.equal(ours.mask, kept.bool()), name
+        assert torch.allclose(ours.weights.double(), proto.batch["rollout_is_weights"].double(), rtol=1e-6, atol=1e-8)
+        assert all(value == value and abs(value) < float("inf") for value in ours.metrics.values()), name
+
+
+def test_k1_bounds_hold_for_the_ratio_and_verls_for_its_inverse(verl: Any) -> None:
+    # rho = 1.8, 0.6 and 1 in three rows; bounds 0.55 to 1.5 keep the last two. verl keeps 1/1.5 <= rho <= 1/0.55.
+    old = torch.tensor([[1.8], [0.6], [1.0]], dtype=torch.float64).log() - 1
+    rollout, mask = torch.full((3, 1), -1.0, dtype=torch.float64), torch.ones(3, 1, dtype=torch.bool)
+    settings = Settings(rules=parse_rules("token_k1", "0.55_1.5"))
+    right = correct(rollout, old, mask, settings).mask[:, 0].tolist()
+    quirk = correct(rollout, old, mask, dataclasses.replace(settings, compat=QUIRKS)).mask[:, 0].tolist()
+    theirs, _ = verl[0].compute_rollout_rejection_mask(old - rollout, mask.long(), "token_k1", "0.55_1.5")
+    assert right == [False, True, True] and quirk == [True, False, True] == theirs[:, 0].bool().tolist()
+
+
+def test_geometric_is_a_level_of_its_own() -> None:
+    # ms-swift calls the geometric mean "sequence". Two tokens of ratio 2 and 8: the product is 16, the geometric mean 4.
+    old = torch.tensor([[2.0, 8.0]]).log()
+    weights = {
+        level: correct(torch.zeros(1, 2), old, torch.ones(1, 2), Settings(level=level, upper=100.0))
+        .weights[0, 0]
+        .item()  # type: ignore[arg-type]
+        for level in ("sequence", "geometric")
+    }
+    assert weights == pytest.approx({"sequence": 16.0, "geometric": 4.0})
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("lower", [None, 0.8])
+def test_trl_modes(mode: str, lower: float | None) -> None:
+    """TRL computes its ratios inline, so its few lines are written down here; the trainer itself is run elsewhere."""
+    bound = {"token_truncate": "clip", "sequence_truncate": "clip"}.get(mode, "mask") if lower else PRESETS[mode].bound
+    settings = dataclasses.replace(PRESETS[mode], lower=lower, bound=bound)
+    for seed in range(20):
+        rollout, old, mask = batch(seed)
+        difference = (old - rollout) * mask
+        if mode.startswith("sequence"):
+            difference = difference.sum(-1, keepdim=True)
+        ratio = torch.exp(difference)
+        if mode.endswith("truncate"):
+            ratio = ratio.clamp(min=lower, max=3.0)
+        else:
+            ratio = ratio.masked_fill((ratio < (lower or 0)) | (ratio > 3.0), 0.0)
+        ours = correct(rollout, old, mask, settings).as_multiplier().double()
+        assert torch.allclose(ours[mask], ratio.expand_as(ours)[mask], rtol=1e-6, atol=1e-9)
+
+
+def test_off_policy_mask_is_trls() -> None:
+    from trl import GRPOTrainer
+
+    settings = PRESETS["opsm"]
+    dropped = 0
+    for seed in range(20):
+        rollout, old, mask = batch(seed)
+        current = (
+            old - 0.7 * torch.rand(old.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+        )
+        advantages = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
+        theirs = GRPOTrainer.get_off_policy_mask(advantages[:, None], current, rollout, mask.double(), 0.5)
+        ours = correct(rollout, old, mask, settings, logprobs=current, advantages=advantages).mask
+        assert torch.equal(ours, mask & theirs.bool())
+        dropped += int((theirs == 0).sum())
+    assert 0 < dropped < 240

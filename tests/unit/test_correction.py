@@ -1,0 +1,255 @@
+"""Importance corrections: literals by hand, both implementations against each other, oracles, errors, properties."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mismatch_ext.config import CorrectionConfig
+from mismatch_ext.correction import PRESETS, Settings, correct, parse_rules, resolve
+from mismatch_ext.correction.cpu import scan_cpu
+from mismatch_ext.correction.rows import scan_blocks
+from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
+
+# Two rows of ratios rho = pi_old/mu; the third token of the second row is padding.
+RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 0.25, 7.0]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+def corrected(**keys: Any) -> Any:
+    """Correct the ratios above."""
+    return correct(torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, Settings(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights"),
+    [
+        ({"level": "token", "upper": 3.0}, [[2, 0.5, 3], [1, 0.25, 0]]),
+        ({"level": "token", "bound": "clip", "lower": 0.5, "upper": 3.0}, [[2, 0.5, 3], [1, 0.5, 0]]),
+        ({"level": "token", "bound": "mask", "upper": 3.0}, [[2, 0.5, 0], [1, 0.25, 0]]),
+        ({"level": "token", "bound": "icepop", "lower": 0.5, "upper": 3.0}, [[2, 0.5, 0], [1, 0, 0]]),
+        # Products: 2 * 0.5 * 4 = 4 and 1 * 0.25 = 0.25.
+        ({"level": "sequence", "upper": 3.0}, [[3, 3, 3], [0.25, 0.25, 0]]),
+        ({"level": "sequence", "bound": "mask", "upper": 3.0}, [[0, 0, 0], [0.25, 0.25, 0]]),
+        # Geometric means: 4^(1/3) and 0.25^(1/2) = 0.5.
+        ({"level": "geometric", "upper": 9.0}, [[4 ** (1 / 3)] * 3, [0.5, 0.5, 0]]),
+        ({"level": "none"}, [[1, 1, 1], [1, 1, 0]]),
+        # Truncated at 3 the five tokens sum to 6.75, mean 1.35.
+        ({"level": "token", "upper": 3.0, "normalize": True}, [[2 / 1.35, 0.5 / 1.35, 3 / 1.35], [1 / 1.35, 0.25 / 1.35, 0]]),
+        # Sequences weigh 3 and 0.25, mean 1.625.
+        ({"level": "sequence", "upper": 3.0, "normalize": True}, [[3 / 1.625] * 3, [0.25 / 1.625] * 2 + [0]]),
+    ],
+)  # fmt: skip
+def test_weights_by_hand(keys: dict[str, Any], weights: list[list[float]]) -> None:
+    found = corrected(**keys)
+    assert torch.allclose(found.weights, torch.tensor(weights, dtype=torch.float32), rtol=1e-6)
+    assert torch.equal(found.mask, MASK.bool()) and not found.weights.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("rules", "thresholds", "kept"),
+    [
+        ("token_k1", "0.4_3.0", [[1, 1, 0], [1, 0, 0]]),
+        ("token_k1", 3.0, [[1, 1, 0], [1, 0, 0]]),  # one number x is 1/x to x
+        # k2 = log(rho)^2 / 2: 0.24, 0.24, 0.96 | 0, 0.96
+        ("token_k2", 0.5, [[1, 1, 0], [1, 0, 0]]),
+        # k3 = rho - 1 - log rho: 0.307, 0.193, 1.614 | 0, 0.636
+        ("token_k3", 0.7, [[1, 1, 0], [1, 1, 0]]),
+        ("seq_sum_k1", "0.3_9", [[1, 1, 1], [0, 0, 0]]),  # products 4 and 0.25
+        ("seq_mean_k1", "0.6_2", [[1, 1, 1], [0, 0, 0]]),  # geometric means 1.587 and 0.5
+        ("seq_sum_k2", 1.0, [[0, 0, 0], [1, 1, 0]]),  # 1.441 and 0.961
+        ("seq_mean_k2", 0.4805, [[1, 1, 1], [1, 1, 0]]),  # 0.4804 and 0.4805
+        ("seq_max_k3", 1.0, [[0, 0, 0], [1, 1, 0]]),
+        ("seq_max_k2,token_k1", "0.97,0.4_9", [[1, 1, 1], [1, 0, 0]]),  # both must hold
+    ],
+)
+def test_rejection_by_hand(rules: str, thresholds: Any, kept: list[list[int]]) -> None:
+    found = corrected(rules=parse_rules(rules, thresholds))
+    assert found.mask.int().tolist() == kept
+    left = sum(map(sum, kept))
+    assert found.metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - left / 5)
+    assert found.as_multiplier().tolist() == [[float(x) for x in row] for row in kept]
+
+
+def test_veto_and_off_policy_mask_by_hand() -> None:
+    vetoed = corrected(veto=0.3)
+    assert vetoed.mask.tolist() == [[True] * 3, [False] * 3] and vetoed.metrics["rollout_is_veto_fraction"] == 0.5
+    # mean log(mu/pi): -log(4)/3 = -0.46 and log(4)/2 = 0.69: the second drifted beyond 0.5, and is dropped if A < 0.
+    for advantages, kept in (([-1.0, -1.0], [3, 0]), ([-1.0, 1.0], [3, 2])):
+        found = correct(
+            torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, Settings(off_policy_threshold=0.5),
+            advantages=torch.tensor(advantages),
+        )  # fmt: skip
+        assert found.mask.sum(1).tolist() == kept
+
+
+def test_metrics_by_hand() -> None:
+    found = corrected(level="token", upper=3.0).metrics
+    logs = [math.log(x) for x in (2, 0.5, 4, 1, 0.25)]
+    assert found["kl"] == pytest.approx(-sum(logs) / 5, abs=1e-12)  # the logarithms sum to 0
+    assert found["k3_kl"] == pytest.approx((2 + 0.5 + 4 + 1 + 0.25 - 5 - sum(logs)) / 5)
+    assert found["chi2_token"] == pytest.approx((4 + 0.25 + 16 + 1 + 0.0625) / 5 - 1)
+    assert found["chi2_seq"] == pytest.approx((16 + 0.0625) / 2 - 1)
+    assert found["rollout_is_mean"] == pytest.approx(6.75 / 5)
+    assert found["rollout_is_max"] == pytest.approx(3) and found["rollout_is_min"] == pytest.approx(0.25)
+    squares = 4 + 0.25 + 9 + 1 + 0.0625
+    assert found["rollout_is_eff_sample_size"] == pytest.approx(6.75**2 / 5 / squares)
+    assert found["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
+    assert found["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)  # below 1/3
+    assert found["training_ppl"] == pytest.approx((math.exp(1 - math.log(4) / 3) + math.exp(1 + math.log(4) / 2)) / 2)
+    assert found["rollout_ppl"] == pytest.approx(math.e)
+
+
+def draw(seed: int, rows: int = 9, length: int = 70, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(length) < torch.randint(0, length + 1, (rows, 1), generator=generator)
+    if seed % 2:
+        mask &= torch.rand(rows, length, generator=generator) < 0.8
+    mask[0, 0] = True
+    old = -3 * torch.rand(rows, length, generator=generator)
+    return old - scale * torch.randn(rows, length, generator=generator), old, mask
+
+
+KINDS = [
+    Settings(level="token", upper=1.3),
+    Settings(level="token", bound="clip", lower=0.9, upper=1.1),
+    Settings(level="token", bound="icepop", lower=0.5, upper=1.5),
+    Settings(level="token", bound="mask", lower=0.7),
+    Settings(level="sequence", upper=2.0, rules=parse_rules("token_k1,token_k2,token_k3,seq_mean_k2", "0.5_2,0.1,0.1,0.2")),
+    Settings(rules=parse_rules("token_k3", 0.05), compat=frozenset({"verl_inverse_k1"})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("scale", [0.3, 15.0])
+def test_the_two_implementations_agree(kind: int, scale: float) -> None:
+    chosen = KINDS[kind]
+    for seed in range(12):
+        rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(seed, scale=scale))
+        found = []
+        for scan in (scan_cpu, scan_blocks):
+            kept = mask.clone()
+            weights = torch.zeros(mask.shape) if chosen.level == "token" else None
+            rows = scan(rollout, old, mask, chosen, weights, kept)
+            values = {k: v for k, v in vars(rows).items() if k != "rules"}
+            values |= {f"{name} {k}": v for name, sums in rows.rules.items() for k, v in vars(sums).items()}
+            found.append((values, kept, weights))
+        (a, kept_a, weights_a), (b, kept_b, weights_b) = found
+        assert torch.equal(kept_a, kept_b) and a.keys() == b.keys()
+        for name, value in a.items():
+            assert torch.allclose(value, b[name], rtol=1e-9, atol=1e-9), name
+        assert (weights_a is None) == (weights_b is None)
+        if weights_a is not None and weights_b is not None:
+            assert torch.allclose(weights_a, weights_b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
+def test_metrics_agree_with_a_float64_oracle(scale: float) -> None:
+    rollout, old, mask = draw(4, rows=32, length=400, scale=scale)
+    found = correct(rollout, old, mask, PRESETS["tis"]).metrics
+    d = (old.double() - rollout.double())[mask]
+    assert found["k3_kl"] == pytest.approx(float((d.expm1() - d).mean()), rel=1e-6)
+    assert found["kl"] == pytest.approx(float(-d.mean()), rel=1e-6)
+    assert found["chi2_token"] == pytest.approx(float((2 * d).clamp(-40, 40).exp().mean() - 1), rel=1e-6, abs=1e-9)
+    assert found["rollout_is_mean"] == pytest.approx(float(d.exp().clamp(max=2).mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"preset": "decoupled_tokn_is"}, ["unknown preset", "Did you mean 'decoupled_token_is'?"]),
+        ({}, ["mismatch.correction is empty"]),
+        ({"level": "token"}, ["without bounds", "upper"]),
+        ({"level": "token", "bound": "icepop", "upper": 2.0}, ["icepop", "lower and upper"]),
+        ({"level": "token", "bound": "truncate", "lower": 0.5, "upper": 2.0}, ["truncate", "'clip' or 'mask'"]),
+        ({"level": "token", "upper": 0.5, "bound": "clip", "lower": 2.0}, ["lower=2.0 exceeds upper=0.5"]),
+        ({"level": "token", "upper": -1.0}, ["mismatch.correction.upper", "-1.0"]),
+        ({"reject": "seq_men_k1", "reject_threshold": "0.5_2"}, ["unknown rule 'seq_men_k1'", "'seq_mean_k1'?"]),
+        ({"reject": "token_k1"}, ["without reject_threshold"]),
+        ({"reject_threshold": 2.0, "preset": "tis"}, ["reject_threshold without reject"]),
+        ({"reject": "token_k2", "reject_threshold": "0.1_0.2"}, ["'0.1_0.2' for token_k2", "a number > 0"]),
+        ({"reject": "token_k1,token_k2,token_k3", "reject_threshold": "1,2"}, ["2 thresholds for 3 rules"]),
+        ({"preset": "tis", "loss": "reinforce"}, ["needs mode='bypass'"]),
+        ({"preset": "tis", "compat": "verl_k1"}, ["verl_k1", "verl_inverse_k1"]),
+    ],
+)
+def test_malformed_sections_are_refused(section: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(CorrectionConfig(**section))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_keys_go_over_the_preset() -> None:
+    found = resolve(CorrectionConfig(preset="decoupled_geo_rs_token_tis", upper=3.0, veto=1e-4))
+    assert found == dataclasses.replace(PRESETS["decoupled_geo_rs_token_tis"], upper=3.0, veto=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["rollout_logprobs", "old_logprobs"])
+def test_what_is_not_finite_is_named(value: float, which: str) -> None:
+    tensors = dict(zip(("rollout_logprobs", "old_logprobs"), draw(2)[:2], strict=True))
+    mask = torch.ones(9, 70)
+    tensors[which][3, 5] = value
+    with pytest.raises(NonFiniteLogprobError, match=rf"{which}\[3, 5\] is"):
+        correct(**tensors, response_mask=mask, config=PRESETS["tis"])
+    if which == "rollout_logprobs" and value != value:  # TRL takes an unscored token's ratio for 1
+        forgiving = dataclasses.replace(PRESETS["tis"], compat=frozenset({"unscored_is_one"}))
+        assert correct(**tensors, response_mask=mask, config=forgiving).weights[3, 5] == 1
+
+
+def test_other_malformed_inputs_are_refused() -> None:
+    rollout, old, mask = draw(0)
+    with pytest.raises(RecordError, match="one shape"):
+        correct(rollout, old[:, :-1], mask, PRESETS["tis"])
+    with pytest.raises(RecordError, match="no unmasked token"):
+        correct(rollout, old, torch.zeros_like(mask), PRESETS["tis"])
+    with pytest.raises(RecordError, match="advantages"):
+        correct(rollout, old, mask, PRESETS["opsm"])
+
+
+SOME = ("decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "icepop", "geo_mask", "slime_mis", "slime_cis")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(SOME),
+    st.sampled_from([math.nan, math.inf, 1e30]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+)
+def test_nothing_is_read_under_the_mask_and_rows_are_independent(
+    seed: int, preset: str, garbage: float, dtype: torch.dtype
+) -> None:
+    rollout, old, mask = draw(seed)
+    rollout, old = rollout.to(dtype), old.to(dtype)
+    plain = correct(rollout, old, mask, PRESETS[preset])
+    dirty = [torch.where(mask, x, torch.tensor(garbage, dtype=torch.float64).to(dtype)) for x in (rollout, old)]
+    again = correct(*dirty, mask, PRESETS[preset])
+    assert torch.equal(plain.weights, again.weights) and torch.equal(plain.mask, again.mask)
+    assert plain.metrics == again.metrics
+    # Padding on either side, and another order of rows.
+    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
+    padded = [torch.nn.functional.pad(x[order], (3, 4)) for x in (rollout, old, mask)]
+    other = correct(*padded, PRESETS[preset])
+    assert torch.equal(other.mask[:, 3:-4], plain.mask[order]) and not other.mask[:, :3].any()
+    assert torch.allclose(other.weights[:, 3:-4], plain.weights[order], rtol=1e-6)
+    for name, value in plain.metrics.items():
+        assert other.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype"), list(itertools.product(SOME, [torch.float32, torch.float16, torch.bfloat16]))
+)
+def test_huge_log_ratios_stay_finite(preset: str, dtype: torch.dtype) -> None:
+    old = torch.tensor([[-1e4, -1.0, 0.0], [-1.0, -1e4, -2.0]], dtype=dtype)
+    rollout = torch.tensor([[-1.0, -1e4, 0.0], [-1.0, -1.0, -1e4]], dtype=dtype)
+    found = correct(rollout, old, torch.ones(2, 3), PRESETS[preset])
+    assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
