@@ -108,11 +108,11 @@ def _choose(sequence: tuple[float, float], length: float, keep: float) -> tuple[
         )
     if upper <= 10.0:
         return "token", (
-            f"products spread over a factor of {upper:.2g} at {length:g} tokens; truncated token weights are biased but keep every "
+            f"products spread over a factor of {upper:.2g} at {length:g} tokens; token weights are biased but keep every "
             "sequence."
         )
     return "geometric", (
-        f"products spread over a factor of {upper:.2g} at {length:g} tokens, so that a sequence-level bound would drop or truncate "
+        f"products spread over a factor of {upper:.2g} at {length:g} tokens, so that a sequence-level bound would drop or cut "
         "nearly everything; reject by the geometric mean, with token weights, and look for the cause of the gap."
     )
 

@@ -28,6 +28,7 @@ RUN_BY = {
     'pip install "mismatch-ext[trl,report]"': "test_pip_install",
     "python -m examples.trl_grpo": "test_script_then_report",
     "mismatch-ext report runs/mine/mismatch": "test_script_then_report",
+    "python -m examples.kl_placement --out runs/kl_placement.html": "test_kl_placement_example",
     'mismatch-ext readiness MODEL_DIR --prompt "386+47="': "test_readiness",
 }
 pytestmark = pytest.mark.engine
@@ -127,6 +128,11 @@ def test_script_then_report() -> None:
     assert "runs/mine/mismatch/report.html" in printed and (ROOT / "runs/mine/mismatch/report.html").is_file()
 
 
+def test_kl_placement_example() -> None:
+    printed = shell(in_readme("python -m examples.kl_placement"))
+    assert "K1 reward" in printed and (ROOT / "runs/kl_placement.html").stat().st_size > 1_000_000
+
+
 def test_readiness(dense: Path) -> None:
     printed = shell(in_readme("mismatch-ext readiness").replace("MODEL_DIR", str(dense)))
     assert re.search(r"^float16: (ready|risky)", printed, flags=re.M), printed
@@ -140,8 +146,15 @@ def test_pip_install(tmp_path: Path) -> None:
     assert "mismatch-ext==" in shell(f"cd {tmp_path} && {tmp_path}/venv/bin/pip list --format freeze")
 
 
-def test_the_python_block_runs(dense: Path, tmp_path: Path) -> None:
-    (block,) = [block for language, block in BLOCKS if language == "python"]
+PYTHON = [block for language, block in BLOCKS if language == "python"]
+
+
+@pytest.mark.parametrize("arguments", ["its own", *range(1, len(PYTHON))])
+def test_the_python_blocks_run(dense: Path, tmp_path: Path, arguments: int | str) -> None:
+    block = PYTHON[0]
+    if isinstance(arguments, int):  # later blocks give other arguments to the first one's trainer
+        block = re.sub(r"^args = .*\n", lambda _: PYTHON[arguments], block, flags=re.M)
+        assert block != PYTHON[0]
     # The README's model, output folder and a real run's length and device are what a reader replaces too.
     code = block.replace("Qwen/Qwen3-0.6B", str(dense)).replace('"run"', repr(str(tmp_path / "run")))
     code = code.replace("use_vllm=True,", "use_vllm=True, **short,")
