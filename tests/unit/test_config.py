@@ -49,7 +49,10 @@ def test_configuration_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"precission": {"dtype": "float16"}}, ["'precission'", "precision, correction, kl, monitor", "Did you mean 'precision'?"]),
+        (
+            {"precission": {"dtype": "float16"}},
+            ["'precission'", "precision, correction, kl, monitor", "Did you mean 'precision'?"],
+        ),
         ({"precision": {"dtyp": "float16"}}, ["mismatch.precision", "'dtyp'", "'float16'", "Did you mean 'dtype'?"]),
         ({"precision": {"dtype": "float8"}}, ["mismatch.precision.dtype", "'float8'", "'float16', 'bfloat16'"]),
         ({"precision": {}}, ["mismatch.precision", "missing key 'dtype'"]),
