@@ -1,0 +1,24 @@
+"""Expert routing of mixture-of-experts models: its record, its way to the trainer, and how far two records agree."""
+
+from mismatch_ext.routing.agreement import ROUTING_MEASURES, Agreement, agreement
+from mismatch_ext.routing.align import align, align_packed
+from mismatch_ext.routing.ingest import ingest_batch
+from mismatch_ext.routing.sharing import Shared, share_prompts
+from mismatch_ext.routing.storage import load_traces, save_traces
+from mismatch_ext.routing.trace import RoutingTrace, storage_dtype, traces_nbytes
+
+__all__ = [
+    "ROUTING_MEASURES",
+    "Agreement",
+    "RoutingTrace",
+    "Shared",
+    "agreement",
+    "align",
+    "align_packed",
+    "ingest_batch",
+    "load_traces",
+    "save_traces",
+    "share_prompts",
+    "storage_dtype",
+    "traces_nbytes",
+]

@@ -1,0 +1,134 @@
+"""Lay traces along the positions of a batch, as a forward pass flattens them.
+
+Shapes: B rows of a batch, S positions, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.trace import RoutingTrace, run_lengths
+
+
+def align(
+    traces: Sequence[RoutingTrace], attention_mask: Tensor, *, device: torch.device | str | None = None
+) -> tuple[RoutingTrace, Tensor]:
+    """Lay one trace per row along a padded batch, left- or right-padded or both.
+
+    Args:
+        traces: One per row.
+        attention_mask: 1 for tokens that are not padding `[B, S]`; a row's tokens, in order, are its sequence.
+        device: Where the result lives; None keeps the traces' device.
+
+    Returns:
+        A trace of B * S rows, row after row of the batch, and a mask `[B * S]` that is True where a route was recorded. The
+        other positions (padding, the last sampled token, a prompt whose rows were left out) hold experts 0 to K - 1, which
+        the mask keeps from being used, and count as of the version before them.
+
+    Raises:
+        RoutingError: The number of traces or their rows do not fit, a row has padding between its tokens, or the traces are
+            of different models.
+    """
+    if attention_mask.dim() != 2 or len(traces) != len(attention_mask):
+        raise RoutingError(
+            f"{len(traces)} routing traces for an attention mask of shape {tuple(attention_mask.shape)}; allowed: one trace per "
+            "row of [B, S]."
+        )
+    real = attention_mask.detach().to(device="cpu", dtype=torch.bool)
+    width = real.shape[1]
+    if not width:
+        raise RoutingError(
+            f"the attention mask of shape {tuple(real.shape)} has no positions to align routing traces with."
+        )
+    flags = real.to(torch.uint8)
+    tokens, firsts = real.sum(1), flags.argmax(1)
+    apart = tokens != torch.where(tokens > 0, width - flags.flip(1).argmax(1) - firsts, 0)
+    if apart.any():
+        raise RoutingError(
+            f"row {int(apart.to(torch.uint8).argmax())}: there is padding between its tokens in the attention mask; pad left or "
+            "right only."
+        )
+    places = [row * width + first for row, first in enumerate(firsts.tolist())]
+    return _lay(traces, places, tokens.tolist(), real.numel(), device)
+
+
+def align_packed(
+    traces: Sequence[RoutingTrace], lengths: Sequence[int], *, device: torch.device | str | None = None
+) -> tuple[RoutingTrace, Tensor]:
+    """Lay traces along a packed row, sequence after sequence; otherwise as `align`.
+
+    Args:
+        traces: One per sequence.
+        lengths: Tokens of each sequence, in the order of the packed row.
+        device: Where the result lives; None keeps the traces' device.
+
+    Raises:
+        RoutingError: As in `align`.
+    """
+    if len(traces) != len(lengths):
+        raise RoutingError(
+            f"{len(traces)} routing traces for {len(lengths)} packed sequences; allowed: one per sequence."
+        )
+    *places, positions = accumulate(lengths, initial=0)
+    return _lay(traces, places, lengths, positions, device)
+
+
+def _lay(
+    traces: Sequence[RoutingTrace],
+    places: Sequence[int],
+    tokens: Sequence[int],
+    positions: int,
+    device: torch.device | str | None,
+) -> tuple[RoutingTrace, Tensor]:
+    """Copy each trace to its place and fill what lies between; places ascend."""
+    if not traces:
+        raise RoutingError("there are no routing traces to align.")
+    head = traces[0]
+    kind = head.parts[0]
+    experts = kind.new_empty((positions, len(head.layers), head.top_k))
+    filler = torch.arange(head.top_k, dtype=torch.int32, device=kind.device).to(kind.dtype)
+    recorded = torch.ones(positions, dtype=torch.bool)
+    filled = 0
+    stamps: list[tuple[int, int]] = []
+    for row, (trace, place, count) in enumerate(zip(traces, places, tokens, strict=True)):
+        _check_fit(row, trace, head, count)
+        if not trace.rows:
+            continue
+        at = place + trace.start
+        stamps += [(at + first, version) for first, version in trace.versions]
+        experts[filled:at] = filler
+        recorded[filled:at] = False
+        for part in trace.parts:
+            experts[at : at + len(part)] = part
+            at += len(part)
+        filled = at
+    experts[filled:] = filler
+    recorded[filled:] = False
+    stamps[:1] = [(0, stamps[0][1] if stamps else head.versions[0][1])]
+    aligned = RoutingTrace(
+        parts=(experts if device is None else experts.to(device),),
+        layers=head.layers,
+        num_experts=head.num_experts,
+        versions=run_lengths(stamps),
+    )
+    return aligned, recorded.to(aligned.parts[0].device)
+
+
+def _check_fit(row: int, trace: RoutingTrace, head: RoutingTrace, tokens: int) -> None:
+    if (trace.layers, trace.num_experts, trace.top_k) != (head.layers, head.num_experts, head.top_k):
+        raise RoutingError(
+            f"row {row}: its routing trace has {trace.top_k} of {trace.num_experts} experts in layers {trace.layers}, that of "
+            f"row 0 has {head.top_k} of {head.num_experts} in layers {head.layers}; align traces of one model."
+        )
+    end = trace.start + trace.rows
+    if end not in (max(tokens - 1, 0), tokens):
+        raise RoutingError(
+            f"row {row}: its routing trace has {trace.rows} rows from position {trace.start} on and ends before {end}, but the "
+            f"row has {tokens} tokens; allowed: an end before {max(tokens - 1, 0)} (engine: no row for the last sampled token) "
+            f"or {tokens} (a full forward pass). Is it the trace of another row, or are tokens masked out of the attention mask?"
+        )

@@ -1,0 +1,205 @@
+"""Strict checks of what an engine recorded, before anything is built on it.
+
+Shapes: R rows, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.trace import RoutingTrace, storage_dtype
+
+Ids = NDArray[np.integer[Any]]
+Flags = NDArray[np.bool_]
+CHUNK = 1 << 17
+"""Ids that are looked at together when duplicates are sought: what fits a core's second-level cache."""
+
+
+def ingest_batch(
+    arrays: Sequence[Any],
+    *,
+    num_experts: int,
+    layers: Sequence[int],
+    tokens: Sequence[int],
+    version: int | Sequence[int],
+    requests: Sequence[str],
+    top_k: int | None = None,
+    start: int | Sequence[int] = 0,
+    last_row: bool | None = None,
+) -> list[RoutingTrace]:
+    """Check and keep what an engine recorded for many sequences; arguments as in `RoutingTrace.ingest`, one per sequence.
+
+    Raises:
+        RoutingError: The lists differ in length, or a sequence is refused; names request, row and layer.
+    """
+    versions = [version] * len(arrays) if isinstance(version, int) else version
+    starts = [start] * len(arrays) if isinstance(start, int) else start
+    lengths = {"routings": arrays, "tokens": tokens, "versions": versions, "requests": requests, "starts": starts}
+    if len({len(values) for values in lengths.values()}) > 1:
+        counts = ", ".join(f"{len(values)} {name}" for name, values in lengths.items())
+        raise RoutingError(f"{counts} in one batch; allowed: one of each per sequence.")
+    return [
+        RoutingTrace.ingest(
+            array,
+            num_experts=num_experts,
+            layers=layers,
+            tokens=count,
+            version=stamp,
+            request=request,
+            top_k=top_k,
+            start=first,
+            last_row=last_row,
+        )
+        for array, count, stamp, request, first in zip(arrays, tokens, versions, requests, starts, strict=True)
+    ]
+
+
+def checked(
+    array: Any,
+    *,
+    num_experts: int,
+    layers: tuple[int, ...],
+    tokens: int,
+    request: str,
+    top_k: int | None,
+    start: int,
+    last_row: bool | None,
+) -> Tensor:
+    """Return a copy of the expert ids `[R, L, K]` in the storage dtype; arguments and errors as in `RoutingTrace.ingest`."""
+    where = f"request {request}"
+    ids = _integers(array, where)
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0:
+        raise RoutingError(
+            f"{where}: layers {layers} are not ascending absolute decoder indices, so it is unknown which routes belong to which "
+            "layer; give the model's MoE layers in order."
+        )
+    if not 0 <= start <= tokens:
+        raise RoutingError(f"{where}: start={start} is outside the sequence; allowed: 0 to {tokens}.")
+    _check_rows(len(ids), tokens - start, last_row, where)
+    ids = _moe_layers(ids, layers, where)
+    if top_k is not None and ids.shape[2] != top_k:
+        raise RoutingError(f"{where}: routing has {ids.shape[2]} experts per token, the model {top_k}.")
+    if not 1 <= ids.shape[2] <= num_experts:
+        raise RoutingError(f"{where}: routing has {ids.shape[2]} experts per token; allowed: 1 to {num_experts}.")
+    _check_range(ids, num_experts, layers, where)
+    # A copy always: the engine may go on using its buffer.
+    narrow: Ids = np.array(ids, dtype=np.uint8 if storage_dtype(num_experts) == torch.uint8 else np.uint16, order="C")
+    if narrow.shape[2] > 1:
+        _check_distinct(narrow, layers, where)
+    return torch.from_numpy(narrow)
+
+
+def _integers(array: Any, where: str) -> Ids:
+    if array is None:
+        raise RoutingError(f"{where}: there is no routing; was the engine told to record it?")
+    shape, kind = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
+    if isinstance(array, Tensor):
+        wrong = array.is_floating_point() or array.is_complex() or array.dtype == torch.bool
+        array = np.empty(0) if wrong else array.detach().cpu().numpy()
+    try:
+        ids = np.asarray(array)
+    except ValueError:
+        ids = np.empty(0)
+    if ids.ndim != 3 or ids.dtype.kind not in "iu":
+        raise RoutingError(
+            f"{where}: routing is {kind} of shape {tuple(ids.shape if shape is None else shape)}; allowed: integers "
+            "[rows, layers, experts per token]."
+        )
+    return ids
+
+
+def _check_rows(rows: int, tokens: int, last_row: bool | None, where: str) -> None:
+    engine, full = max(tokens - 1, 0), tokens
+    allowed = {None: (engine, full), False: (engine,), True: (full,)}[last_row]
+    if rows in allowed:
+        return
+    kind = f"{rows - allowed[-1]} surplus" if rows > allowed[-1] else f"{allowed[0] - rows} missing"
+    meaning = {engine: "the engine has no row for the last sampled token", full: "a full forward pass"}
+    wanted = " or ".join(f"{count} ({meaning[count]})" for count in allowed)
+    raise RoutingError(f"{where}: routing has {rows} rows for {tokens} tokens, {kind}; allowed: {wanted}.")
+
+
+def _moe_layers(ids: Ids, layers: tuple[int, ...], where: str) -> Ids:
+    """Drop the dense layers of an engine that counts all decoder layers, whose ids it leaves at 0."""
+    if ids.shape[1] == len(layers):
+        return ids
+    if ids.shape[1] <= layers[-1]:
+        raise RoutingError(
+            f"{where}: routing has {ids.shape[1]} layers, but the model has MoE layers {layers}; was it recorded in "
+            "another model?"
+        )
+    for layer in sorted(set(range(ids.shape[1])) - set(layers)):
+        if ids[:, layer].any():
+            raise RoutingError(
+                f"{where}, layer {layer}: the engine recorded routes here, but the model's MoE layers are {layers}; was it "
+                "recorded in another model, or are the layers in another order?"
+            )
+    return ids[:, list(layers)]
+
+
+def _check_range(ids: Ids, num_experts: int, layers: tuple[int, ...], where: str) -> None:
+    limits = np.iinfo(ids.dtype)
+    if not ids.size or (limits.min >= 0 and limits.max < num_experts):
+        return
+    if int(ids.min()) >= 0 and int(ids.max()) < num_experts:
+        return
+    row, index, slot = (int(x) for x in np.argwhere((ids < 0) | (ids >= num_experts))[0])
+    raise RoutingError(
+        f"{where}, row {row}, layer {layers[index]}: expert id {int(ids[row, index, slot])} is out of range; allowed: 0 to "
+        f"{num_experts - 1}."
+    )
+
+
+def _check_distinct(narrow: Ids, layers: tuple[int, ...], where: str) -> None:
+    """Look for a row that names an expert twice; a layer of nothing but zeros was not captured at all."""
+    found = first_duplicate(narrow.reshape(-1, narrow.shape[2]))
+    if found is None:
+        return
+    for index, layer in enumerate(layers):
+        if not narrow[:, index].any():
+            raise RoutingError(
+                f"{where}, layer {layer}: all expert ids are zero, so the engine did not capture this layer; look for a fused "
+                "kernel that bypasses its router, or another version of the engine."
+            )
+    row, index = divmod(found, len(layers))
+    raise RoutingError(
+        f"{where}, row {row}, layer {layers[index]}: duplicate expert ids {narrow[row, index].tolist()}; a router picks distinct "
+        "experts, so this row was not recorded or was overwritten."
+    )
+
+
+def first_duplicate(ids: Ids) -> int | None:
+    """Return the first of the rows `[N, K]` that holds a value twice, or None.
+
+    All ids are compared with those 1 to K - 1 places later, along one flat array, and pairs that straddle two rows are
+    dropped: contiguous passes, ten times faster than sorting rows of a few ids.
+    """
+    top_k = ids.shape[1]
+    flat = ids.reshape(-1)
+    inside = _inside(top_k)
+    buffer = np.empty(inside.shape[1], np.bool_)
+    for at in range(0, len(flat), inside.shape[1]):
+        chunk = flat[at : at + inside.shape[1]]
+        for distance in range(1, top_k):
+            pairs = len(chunk) - distance
+            equal = np.equal(chunk[:-distance], chunk[distance:], out=buffer[:pairs])
+            np.logical_and(equal, inside[distance - 1, :pairs], out=equal)
+            if equal.any():
+                rows = np.sort(chunk.reshape(-1, top_k), axis=1)
+                return at // top_k + int((rows[:, 1:] == rows[:, :-1]).any(1).argmax())
+    return None
+
+
+@lru_cache(maxsize=8)
+def _inside(top_k: int) -> Flags:
+    """Return, for each distance 1 to K - 1 and place in a chunk, whether the pair lies in one row."""
+    place = np.arange(max(CHUNK // top_k, 1) * top_k) % top_k
+    return np.stack([place + distance < top_k for distance in range(1, top_k)])

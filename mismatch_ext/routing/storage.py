@@ -1,0 +1,93 @@
+"""Routing traces on disk: one uncompressed `.npz`, a versioned header in JSON, shared parts stored once."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.trace import RoutingTrace
+
+SCHEMA = 1
+UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, NotImplementedError, RuntimeError, MemoryError,
+    OverflowError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+"""What numpy, zipfile and json raise on a file cut short or overwritten."""
+
+
+def save_traces(path: str | Path, traces: Sequence[RoutingTrace]) -> None:
+    """Write traces to a file, complete or not at all.
+
+    Args:
+        path: The file, `.npz`.
+        traces: What to write; parts that several traces share are written once.
+    """
+    path = Path(path)
+    arrays: dict[str, NDArray[Any]] = {}
+    names: dict[int, str] = {}
+    entries = []
+    for trace in traces:
+        for part in trace.parts:
+            if id(part) not in names:
+                names[id(part)] = f"part{len(names)}"
+                arrays[names[id(part)]] = part.cpu().numpy()
+        entries.append(
+            {
+                "parts": [names[id(part)] for part in trace.parts],
+                "layers": trace.layers,
+                "num_experts": trace.num_experts,
+                "start": trace.start,
+                "rows": trace.rows,
+                "versions": trace.versions,
+            }
+        )
+    document = json.dumps({"schema": SCHEMA, "traces": entries}).encode()
+    arrays["header"] = np.frombuffer(document, dtype=np.uint8)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with open(unfinished, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    unfinished.replace(path)
+
+
+def load_traces(path: str | Path) -> list[RoutingTrace]:
+    """Read the traces that `save_traces` wrote; parts that were shared are shared again.
+
+    Raises:
+        RoutingError: The file is missing, truncated, of another schema, or holds something else; names it.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            document = json.loads(archive["header"].tobytes())
+            schema = document.get("schema")
+            if schema == SCHEMA:
+                parts = {name: torch.from_numpy(archive[name]) for name in archive.files if name != "header"}
+                return [_trace(entry, parts) for entry in document["traces"]]
+    except UNREADABLE as error:
+        raise RoutingError(
+            f"routing file {path} cannot be read ({type(error).__name__}: {error}); it is missing, truncated or not a file of "
+            "routing traces. Record the routes again."
+        ) from error
+    raise RoutingError(f"routing file {path} is of schema {schema!r}; this release reads schema {SCHEMA}.")
+
+
+def _trace(entry: dict[str, Any], parts: dict[str, Tensor]) -> RoutingTrace:
+    trace = RoutingTrace(
+        parts=tuple(parts[name] for name in entry["parts"]),
+        layers=tuple(int(layer) for layer in entry["layers"]),
+        num_experts=int(entry["num_experts"]),
+        start=int(entry["start"]),
+        versions=tuple((int(row), int(version)) for row, version in entry["versions"]),
+    )
+    if trace.rows != entry["rows"]:
+        raise RoutingError(f"a trace has {trace.rows} rows, its header says {entry['rows']}.")
+    return trace

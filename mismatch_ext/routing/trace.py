@@ -1,0 +1,272 @@
+"""Which experts each token of a sequence went to: the record that travels from rollout engine to trainer.
+
+Shapes: R rows (tokens with a recorded route), L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import RoutingError
+
+
+def storage_dtype(num_experts: int) -> torch.dtype:
+    """Return the narrowest dtype that holds the expert ids: uint8 up to 256 experts, uint16 beyond."""
+    return torch.uint8 if num_experts <= 256 else torch.uint16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingTrace:
+    """Expert ids of a run of tokens, in the engine's slot order.
+
+    Args:
+        parts: Blocks of rows `[rows, L, K]` in `storage_dtype(num_experts)`; the trace is their concatenation. A block may
+            belong to several traces: the completions of a GRPO group share their prompt's rows.
+        layers: Absolute decoder indices of the MoE layers, ascending, L of them.
+        num_experts: Experts per layer.
+        start: Position in the sequence of row 0; the prompt's length when its rows were left out.
+        versions: Policy versions, run-length: (first row, version), first rows ascending from 0. A trace that several
+            versions of the policy contributed to shows it.
+
+    Raises:
+        RoutingError: The parts disagree with each other or with the other fields.
+    """
+
+    parts: tuple[Tensor, ...]
+    layers: tuple[int, ...]
+    num_experts: int
+    start: int = 0
+    versions: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise RoutingError("a routing trace has no rows: `parts` is empty; give at least one block [rows, L, K].")
+        if not 1 <= self.num_experts <= 65536 or self.top_k > self.num_experts:
+            raise RoutingError(
+                f"a routing trace has num_experts={self.num_experts} and {self.top_k} experts per token; allowed: 1 to 65536 "
+                "experts, and no more of them per token."
+            )
+        dtype = storage_dtype(self.num_experts)
+        for index, part in enumerate(self.parts):
+            if part.dim() != 3 or part.shape[1:] != (len(self.layers), self.top_k) or part.dtype != dtype:
+                raise RoutingError(
+                    f"part {index} of a routing trace is {part.dtype} {tuple(part.shape)}; allowed: {dtype} "
+                    f"[rows, {len(self.layers)}, {self.top_k}] for {self.num_experts} experts."
+                )
+        if list(self.layers) != sorted(set(self.layers)) or (self.layers and self.layers[0] < 0):
+            raise RoutingError(f"layers {self.layers} of a routing trace are not ascending absolute indices.")
+        firsts = [first for first, _ in self.versions]
+        if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= max(self.rows, 1):
+            raise RoutingError(
+                f"versions {self.versions} of a routing trace of {self.rows} rows must be ((0, v), (row, v), ...) with rows "
+                "ascending and inside it."
+            )
+        if self.start < 0:
+            raise RoutingError(f"start={self.start} of a routing trace must be a position >= 0.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch 2.13 pickles uint16 tensors but cannot read them back, so they travel as int16 bits.
+        parts = tuple(part.view(torch.int16) if part.dtype == torch.uint16 else part for part in self.parts)
+        return {**self.__dict__, "parts": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parts = tuple(part.view(torch.uint16) if part.dtype == torch.int16 else part for part in state["parts"])
+        self.__dict__.update(state, parts=parts)
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.parts[0].shape[-1] if self.parts[0].dim() == 3 else 0
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts; a part that other traces share is counted in each (see `traces_nbytes`)."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def experts(self) -> Tensor:
+        """All expert ids `[rows, L, K]`, in the storage dtype."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+    def layer(self, layer: int, device: torch.device | str | None = None) -> Tensor:
+        """Return one layer's expert ids `[rows, K]`, int64: the only widening, so that a device holds one layer at a time.
+
+        Args:
+            layer: Absolute decoder index.
+            device: Where to put them; the narrow ids are moved before they are widened.
+
+        Raises:
+            RoutingError: The trace has no such layer.
+        """
+        try:
+            index = self.layers.index(layer)
+        except ValueError:
+            raise RoutingError(f"layer {layer} is not in the routing trace; it has layers {self.layers}.") from None
+        narrow = [part[:, index] for part in self.parts]
+        ids = narrow[0] if len(narrow) == 1 else torch.cat(narrow)
+        return ids.to(device=device).to(torch.int64)
+
+    def slice(self, first: int, last: int) -> RoutingTrace:
+        """Return rows first to last - 1, without copying; `start` and `versions` follow."""
+        if not 0 <= first <= last <= self.rows:
+            raise RoutingError(f"rows {first}:{last} are outside a routing trace of {self.rows} rows.")
+        kept, at = [], 0
+        for part in self.parts:
+            low, high = max(first - at, 0), min(last - at, len(part))
+            if low < high:
+                kept.append(part if (low, high) == (0, len(part)) else part[low:high])
+            at += len(part)
+        before = [version for row, version in self.versions if row <= first][-1]
+        after = [(row - first, version) for row, version in self.versions if first < row < last]
+        return replace(
+            self,
+            parts=tuple(kept) or (self.parts[0][:0],),
+            start=self.start + first,
+            versions=((0, before), *after),
+        )
+
+    @classmethod
+    def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
+        """Join pieces of one sequence, without copying: turns, or what several policy versions sampled of it.
+
+        Args:
+            traces: At least one; each starts at the position where the one before it ends.
+
+        Raises:
+            RoutingError: The pieces leave a gap or overlap, or are of different models.
+        """
+        if not traces:
+            raise RoutingError("no routing traces to join.")
+        head, at = traces[0], 0
+        parts: list[Tensor] = []
+        versions: list[tuple[int, int]] = []
+        for index, trace in enumerate(traces):
+            trace.expect_model(layers=head.layers, num_experts=head.num_experts, top_k=head.top_k)
+            if trace.start != head.start + at:
+                raise RoutingError(
+                    f"piece {index} of a routing trace starts at position {trace.start}, the one before it ends before "
+                    f"{head.start + at}; the two must be equal."
+                )
+            if trace.rows:
+                parts += trace.parts
+                versions += [(at + row, version) for row, version in trace.versions]
+            at += trace.rows
+        return replace(head, parts=tuple(parts) or head.parts, versions=run_lengths(versions) or head.versions)
+
+    def same_as(self, other: RoutingTrace) -> bool:
+        """Tell whether two traces have equal content, however it is divided into parts."""
+        header = (self.layers, self.num_experts, self.start, self.versions, self.rows, self.top_k)
+        if header != (other.layers, other.num_experts, other.start, other.versions, other.rows, other.top_k):
+            return False
+        mine = self.experts
+        return torch.equal(mine, other.experts.to(mine.device))
+
+    def expect_model(self, *, layers: Sequence[int], num_experts: int, top_k: int) -> None:
+        """Check that the trace was recorded in a model of this shape.
+
+        Raises:
+            RoutingError: Names what differs.
+        """
+        for name, mine, theirs in (
+            ("MoE layers", self.layers, tuple(layers)),
+            ("experts per layer", self.num_experts, num_experts),
+            ("experts per token", self.top_k, top_k),
+        ):
+            if mine != theirs:
+                raise RoutingError(
+                    f"the routing trace has {name} {mine}, the model {theirs}; rollout engine and trainer must run the same "
+                    "architecture."
+                )
+
+    def expect_version(self, version: int, *, allow_mixed: bool = False) -> None:
+        """Check that all rows were recorded under one policy version.
+
+        Args:
+            version: The version that sampled the tokens.
+            allow_mixed: Accept older versions beside it, as partial rollouts have.
+
+        Raises:
+            RoutingError: Another version; names the first row.
+        """
+        for row, found in self.versions:
+            if found != version and not (allow_mixed and found < version):
+                raise RoutingError(
+                    f"row {row} of a routing trace is of policy version {found}, expected {version}: its routes belong to other "
+                    "weights; reset the engine's prefix cache after a weight update and generate again."
+                )
+
+    @classmethod
+    def ingest(
+        cls,
+        array: Any,
+        *,
+        num_experts: int,
+        layers: Sequence[int],
+        tokens: int,
+        version: int,
+        request: str,
+        top_k: int | None = None,
+        start: int = 0,
+        last_row: bool | None = None,
+    ) -> RoutingTrace:
+        """Check what an engine recorded for one sequence and keep it in the narrowest dtype.
+
+        Args:
+            array: Expert ids `[rows, layers, K]`, any integer dtype, numpy or torch; the layer axis has the MoE layers
+                alone or all decoder layers, of which the dense ones (all zero) are dropped. It is copied; the result lives
+                on the CPU.
+            num_experts: Experts per layer.
+            layers: Absolute indices of the MoE layers.
+            tokens: Tokens of prompt and response.
+            version: Policy version that sampled.
+            request: Name of the request, for messages.
+            top_k: Experts per token, if known.
+            start: Position of the first recorded token.
+            last_row: Whether the last token has a row: True for a full forward pass, False for an engine, which never feeds
+                the last sampled token to the model; None allows both.
+
+        Raises:
+            RoutingError: Wrong shape, missing or surplus rows, ids out of range, an all-zero layer or duplicate ids (both for
+                K > 1), or routes in a dense layer; names request, row and layer.
+        """
+        from mismatch_ext.routing.ingest import checked
+
+        experts = checked(
+            array,
+            num_experts=num_experts,
+            layers=tuple(layers),
+            tokens=tokens,
+            request=request,
+            top_k=top_k,
+            start=start,
+            last_row=last_row,
+        )
+        return cls(
+            parts=(experts,), layers=tuple(layers), num_experts=num_experts, start=start, versions=((0, version),)
+        )
+
+
+def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Drop the stamps (first row, policy version) that repeat the version before them."""
+    kept: list[tuple[int, int]] = []
+    for row, version in stamps:
+        if not kept or kept[-1][1] != version:
+            kept.append((row, version))
+    return tuple(kept)
+
+
+def traces_nbytes(traces: Iterable[RoutingTrace]) -> int:
+    """Return the bytes that traces occupy together, with shared parts counted once."""
+    seen = {(part.data_ptr(), part.nbytes): part.nbytes for trace in traces for part in trace.parts}
+    return sum(seen.values())

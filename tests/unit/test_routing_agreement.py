@@ -1,0 +1,110 @@
+"""How agreement is counted, merged and logged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing import ROUTING_MEASURES, Agreement, RoutingTrace, agreement, storage_dtype
+from tests.unit.test_routing_trace import routes, trace
+
+
+def _of(ids: list[list[list[int]]], experts: int = 8) -> RoutingTrace:
+    tensor = torch.tensor(ids).to(storage_dtype(experts))
+    return RoutingTrace(parts=(tensor,), layers=(1, 3), num_experts=experts)
+
+
+RECORDED = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 7], [1, 6]], [[2, 4], [3, 5]]]
+# Token 0: equal. Token 1: layer 1 in another order. Token 2: layer 3 has another expert. Token 3: both layers differ.
+NATIVE = [[[0, 1], [2, 3]], [[5, 4], [6, 7]], [[0, 7], [1, 5]], [[2, 3], [4, 6]]]
+
+
+@pytest.mark.parametrize("shift", [0, 292])
+def test_four_tokens_by_hand(shift: int) -> None:
+    experts = 8 + shift  # with 300 experts, ids of two bytes
+    found = agreement(*(_of((torch.tensor(ids) + shift).tolist(), experts) for ids in (RECORDED, NATIVE)))
+    assert found.set_mismatches == (1, 2)
+    assert found.order_agreements == (2, 2)
+    assert (found.tokens, found.token_mismatches, found.native_rows) == (4, 2, 0)
+    assert found.by_layer() == {1: 0.25, 3: 0.5}
+    assert found.metrics() == {
+        "routing/compared_tokens": 4.0,
+        "routing/native_rows_frac": 0.0,
+        "routing/set_mismatch_frac": 3 / 8,
+        "routing/layer_set_mismatch_max": 0.5,
+        "routing/token_mismatch_frac": 0.5,
+        "routing/order_agreement_frac": 0.5,
+    }
+    assert found.metrics().keys() == ROUTING_MEASURES.keys()
+
+
+def test_ids_of_two_bytes_differ_in_either() -> None:
+    low, high = _of([[[0, 1], [2, 3]]], 300), _of([[[256, 1], [2, 3]]], 300)  # 256 = 0 in the low byte
+    assert agreement(low, high).set_mismatches == (1, 0)
+
+
+def test_rows_without_a_route_are_counted_and_padding_is_not() -> None:
+    recorded, native = _of(RECORDED), _of(NATIVE)
+    found = agreement(recorded, native, torch.tensor([True, False, False, True]))
+    assert (found.tokens, found.native_rows, found.set_mismatches) == (2, 2, (1, 1))
+    found = agreement(recorded, native, torch.tensor([[1, 0], [0, 1]]), real=torch.tensor([1, 1, 0, 0]))
+    assert (found.tokens, found.native_rows, found.token_mismatches) == (1, 1, 0)
+    assert found.metrics()["routing/native_rows_frac"] == 0.5
+
+
+def test_nothing_compared_does_not_read_as_agreement() -> None:
+    found = agreement(_of(RECORDED), _of(RECORDED), torch.zeros(4))
+    assert found.metrics() == {"routing/compared_tokens": 0.0, "routing/native_rows_frac": 1.0}
+    assert found.by_layer() == {}
+
+
+@given(
+    rows=st.integers(0, 20), top_k=st.integers(1, 6), experts=st.sampled_from([8, 300]), seed=st.integers(0, 50),
+    changed=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 1), st.booleans()), max_size=6), cut=st.integers(0, 20),
+)  # fmt: skip
+def test_counts_are_those_of_python_sets_and_add_up(
+    rows: int, top_k: int, experts: int, seed: int, changed: list[tuple[int, int, bool]], cut: int
+) -> None:
+    a = routes(rows, 2, top_k, 8, seed)
+    b = a.clone()
+    for row, layer, reorder in changed:
+        if rows:
+            new = a[row % rows, layer].flip(0) if reorder else (a[row % rows, layer] + 1) % 8
+            b[row % rows, layer] = new
+    mask = torch.arange(rows) % 4 != 3
+    one, two = (
+        RoutingTrace(parts=(ids.to(storage_dtype(experts)),), layers=(1, 3), num_experts=experts) for ids in (a, b)
+    )
+    whole = agreement(one, two, mask)
+    pairs = [(x, y) for x, y, kept in zip(a.tolist(), b.tolist(), mask.tolist(), strict=True) if kept]
+    assert whole == Agreement(
+        layers=(1, 3),
+        tokens=len(pairs),
+        set_mismatches=tuple(sum(set(x[layer]) != set(y[layer]) for x, y in pairs) for layer in (0, 1)),
+        order_agreements=tuple(sum(x[layer] == y[layer] for x, y in pairs) for layer in (0, 1)),
+        token_mismatches=sum(any(set(s) != set(t) for s, t in zip(x, y, strict=True)) for x, y in pairs),
+        native_rows=rows - len(pairs),
+    )
+    at = min(cut, rows)
+    halves = [agreement(one.slice(i, j), two.slice(i, j), mask[i:j]) for i, j in ((0, at), (at, rows))]
+    sent = [Agreement.from_state(json.loads(json.dumps(half.state_dict()))) for half in halves]
+    assert sent == halves
+    assert sent[0].merge(sent[1]) == sent[1].merge(sent[0]) == whole
+
+
+def test_only_the_same_tokens_and_model_are_compared() -> None:
+    with pytest.raises(RoutingError, match=r"\(\(1, 3\), 8, 4, 3\) and \(\(1, 3\), 8, 5, 3\) cannot be compared"):
+        agreement(trace(4), trace(5))
+    with pytest.raises(RoutingError, match="cannot be compared"):
+        agreement(trace(4), trace(4, layers=(1, 2)))
+    with pytest.raises(RoutingError, match="mask has 3 values for 4 rows"):
+        agreement(trace(4), trace(4), torch.ones(3))
+    found = agreement(trace(4), trace(4))
+    other = agreement(trace(4, layers=(1, 2)), trace(4, layers=(1, 2)))
+    with pytest.raises(RoutingError, match=r"\(1, 3\) cannot be merged with .*\(1, 2\)"):
+        found.merge(other)

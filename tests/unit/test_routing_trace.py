@@ -1,0 +1,184 @@
+"""The record itself: parts, slices, pieces, headers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing import RoutingTrace, storage_dtype, traces_nbytes
+
+
+def routes(rows: int, layers: int = 2, top_k: int = 3, experts: int = 8, seed: int = 0) -> Tensor:
+    """Return distinct expert ids per row `[rows, layers, top_k]`, int64."""
+    order = np.random.default_rng(seed).random((rows, layers, min(experts, 300))).argsort(-1)
+    ids = torch.from_numpy(order[..., :top_k].copy())
+    return ids if experts <= 300 else ids + (experts - 300)
+
+
+def trace(
+    rows: int, *, layers: tuple[int, ...] = (1, 3), top_k: int = 3, experts: int = 8, seed: int = 0, **fields: Any
+) -> RoutingTrace:
+    """Return a trace of random routes in one part."""
+    ids = routes(rows, len(layers), top_k, experts, seed).to(storage_dtype(experts))
+    return RoutingTrace(parts=(ids,), layers=layers, num_experts=experts, **fields)
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype", "size"), [(8, torch.uint8, 1), (256, torch.uint8, 1), (257, torch.uint16, 2)]
+)
+def test_ids_take_one_byte_up_to_256_experts(experts: int, dtype: torch.dtype, size: int) -> None:
+    found = trace(5, experts=experts)
+    assert found.experts.dtype == dtype
+    assert found.nbytes == 5 * 2 * 3 * size  # rows x layers x experts per token
+    assert torch.equal(found.layer(3), routes(5, experts=experts)[:, 1])
+    assert found.layer(3).dtype == torch.int64
+
+
+def test_the_largest_ids_survive_widening() -> None:
+    for experts in (256, 65536):
+        ids = torch.tensor([[[experts - 1, 0]]]).to(storage_dtype(experts))
+        found = RoutingTrace(parts=(ids, ids), layers=(0,), num_experts=experts)
+        assert found.layer(0).tolist() == [[experts - 1, 0]] * 2
+
+
+def test_parts_are_concatenated_in_order() -> None:
+    ids = routes(5).to(torch.uint8)
+    found = RoutingTrace(parts=(ids[:2], ids[2:2], ids[2:]), layers=(1, 3), num_experts=8)
+    assert found.rows == 5 and found.top_k == 3
+    assert torch.equal(found.experts, ids)
+    assert found.same_as(RoutingTrace(parts=(ids,), layers=(1, 3), num_experts=8))
+
+
+def test_shared_parts_are_counted_once_together() -> None:
+    prompt, one, two = (routes(n, seed=n).to(torch.uint8) for n in (4, 2, 3))
+    group = [RoutingTrace(parts=(prompt, own), layers=(1, 3), num_experts=8) for own in (one, two)]
+    assert [found.nbytes for found in group] == [(4 + 2) * 6, (4 + 3) * 6]
+    assert traces_nbytes(group) == (4 + 2 + 3) * 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": 1}, {"versions": ((0, 7),)}, {"layers": (1, 4)}, {"num_experts": 9},
+        {"parts": (routes(4, seed=1).to(torch.uint8),)}, {"parts": (routes(4)[:3].to(torch.uint8),)},
+    ],
+)  # fmt: skip
+def test_same_as_sees_every_field(change: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"parts": (routes(4).to(torch.uint8),), "layers": (1, 3), "num_experts": 8}
+    assert RoutingTrace(**fields).same_as(RoutingTrace(**fields))
+    assert not RoutingTrace(**fields).same_as(RoutingTrace(**(fields | change)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parts": ()}, ["no rows"]),
+        ({"parts": (routes(4),)}, ["part 0", "torch.int64", "torch.uint8"]),
+        ({"parts": (routes(4).to(torch.uint8), routes(4, top_k=2).to(torch.uint8))}, ["part 1", "(4, 2, 2)", "[rows, 2, 3]"]),
+        ({"parts": (routes(4).to(torch.uint8)[0],)}, ["part 0", "(2, 3)"]),
+        ({"layers": (3, 1)}, ["(3, 1)", "ascending"]),
+        ({"layers": (1, 1)}, ["(1, 1)", "ascending"]),
+        ({"layers": (-1, 1)}, ["(-1, 1)", "ascending"]),
+        ({"num_experts": 2}, ["num_experts=2", "3 experts per token"]),
+        ({"num_experts": 70000}, ["num_experts=70000", "65536"]),
+        ({"start": -1}, ["start=-1"]),
+        ({"versions": ()}, ["versions ()"]),
+        ({"versions": ((1, 5),)}, ["versions ((1, 5),)"]),
+        ({"versions": ((0, 5), (2, 6), (2, 7))}, ["ascending"]),
+        ({"versions": ((0, 5), (4, 6))}, ["4 rows", "inside"]),
+    ],
+)  # fmt: skip
+def test_fields_that_contradict_each_other(change: dict[str, Any], words: list[str]) -> None:
+    fields: dict[str, Any] = {"parts": (routes(4).to(torch.uint8),), "layers": (1, 3), "num_experts": 8}
+    with pytest.raises(RoutingError) as caught:
+        RoutingTrace(**(fields | change))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_slices_keep_position_and_versions() -> None:
+    # Rows 0-2 of version 5, rows 3-5 of version 6; row 0 is position 10.
+    whole = trace(6, start=10, versions=((0, 5), (3, 6)))
+    assert whole.slice(0, 6).same_as(whole)
+    assert (whole.slice(1, 3).start, whole.slice(1, 3).versions) == (11, ((0, 5),))
+    assert (whole.slice(2, 5).start, whole.slice(2, 5).versions) == (12, ((0, 5), (1, 6)))
+    assert whole.slice(3, 6).versions == ((0, 6),)
+    assert whole.slice(4, 4).rows == 0
+    for first, last in ((-1, 2), (0, 7), (3, 2)):
+        with pytest.raises(RoutingError, match=f"rows {first}:{last} .*6 rows"):
+            whole.slice(first, last)
+
+
+@given(rows=st.integers(0, 12), cuts=st.lists(st.integers(0, 12), max_size=4), start=st.integers(0, 3))
+def test_pieces_of_a_trace_join_to_the_trace(rows: int, cuts: list[int], start: int) -> None:
+    versions = ((0, 1), (rows // 2, 4)) if rows > 1 else ((0, 1),)
+    whole = trace(rows, experts=300, start=start, versions=versions)
+    edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
+    pieces = [whole.slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    joined = RoutingTrace.concat(pieces)
+    assert joined.same_as(whole)
+    # Cuts across parts see the same rows as cuts of one block.
+    for first in range(rows + 1):
+        assert torch.equal(joined.slice(first, rows).experts, whole.experts[first:])
+
+
+def test_pieces_must_follow_each_other_and_be_of_one_model() -> None:
+    whole = trace(6, start=2)
+    with pytest.raises(RoutingError, match="piece 1 .*starts at position 6, .*ends before 5"):
+        RoutingTrace.concat([whole.slice(0, 3), whole.slice(4, 6)])
+    with pytest.raises(RoutingError, match="no routing traces"):
+        RoutingTrace.concat([])
+    with pytest.raises(RoutingError, match="MoE layers"):
+        RoutingTrace.concat([whole, trace(2, start=8, layers=(1, 2))])
+
+
+def test_a_layer_that_is_not_there_is_named() -> None:
+    with pytest.raises(RoutingError, match=r"layer 2 .*\(1, 3\)"):
+        trace(3).layer(2)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"layers": (1, 2)}, "MoE layers (1, 3), the model (1, 2)"),
+        ({"layers": (3, 1)}, "MoE layers (1, 3), the model (3, 1)"),
+        ({"num_experts": 16}, "experts per layer 8, the model 16"),
+        ({"top_k": 2}, "experts per token 3, the model 2"),
+    ],
+)
+def test_a_trace_of_another_model_says_what_differs(model: dict[str, Any], words: str) -> None:
+    fitting: dict[str, Any] = {"layers": [1, 3], "num_experts": 8, "top_k": 3}
+    trace(3).expect_model(**fitting)
+    with pytest.raises(RoutingError) as caught:
+        trace(3).expect_model(**(fitting | model))
+    assert words in str(caught.value)
+
+
+def test_versions_are_expected_and_older_ones_only_when_allowed() -> None:
+    mixed = trace(6, versions=((0, 5), (4, 6)))
+    trace(3, versions=((0, 6),)).expect_version(6)
+    mixed.expect_version(6, allow_mixed=True)
+    with pytest.raises(RoutingError, match="row 0 .*policy version 5, expected 6"):
+        mixed.expect_version(6)
+    with pytest.raises(RoutingError, match="row 4 .*policy version 6, expected 5"):
+        mixed.expect_version(5, allow_mixed=True)  # a newer policy than the one that is trained cannot have sampled
+
+
+def test_a_trace_survives_the_way_to_another_process() -> None:
+    for experts in (8, 300):
+        sent = trace(4, experts=experts, start=2, versions=((0, 1), (2, 3)))
+        for found in (pickle.loads(pickle.dumps(sent)), copy.deepcopy(sent)):
+            assert found.same_as(sent) and found.experts.dtype == sent.experts.dtype
+            assert found.slice(1, 3).same_as(sent.slice(1, 3))
+    prompt = routes(100).to(torch.uint8)
+    group = [RoutingTrace(parts=(prompt,), layers=(1, 3), num_experts=8) for _ in range(2)]
+    one, two = pickle.loads(pickle.dumps(group))
+    assert one.parts[0] is two.parts[0]
