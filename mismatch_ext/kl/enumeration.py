@@ -19,6 +19,9 @@ from torch import Tensor
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, behavior_logprobs), each [rows, T] -> per-token loss terms [rows, T]."""
 
+LogitsTerm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logits, ref_logits, each [rows, T, V], logprobs, behavior_logprobs, each [rows, T]) -> per-token terms [rows, T]."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -188,6 +191,27 @@ def moments(problem: Problem, term: Term) -> Moments:
     # A response passes each of its prefixes once, so the squares of its tokens' gradients add up.
     square = weights @ (per_row**2 * _score_squares(problem)).sum(1)
     return Moments(value=float(weights @ values), gradient=gradient, std=_root(square - (gradient**2).sum(), square))
+
+
+def logits_moments(problem: Problem, term: LogitsTerm) -> Moments:
+    """Return exact moments of a term that reads the distributions themselves, and treats rows independently."""
+    tree = problem.tree
+    count = len(problem.probabilities)
+    # A copy of the table for each response: one backward pass then gives every response's own gradient.
+    policy = problem.policy.expand(count, -1, -1).clone().requires_grad_()
+    logits = policy[torch.arange(count)[:, None], tree.states]
+    logprobs = logits.log_softmax(-1).gather(-1, tree.sequences[..., None])[..., 0]
+    terms = term(logits, problem.reference[tree.states], logprobs, tree.logprobs(problem.behavior))
+    found = torch.autograd.grad(terms.sum(), policy, allow_unused=True)[0] if terms.requires_grad else None
+    per_row = torch.zeros_like(policy) if found is None else found
+    weights = problem.probabilities
+    gradient = torch.einsum("n,npv->pv", weights, per_row)
+    square = weights @ (per_row**2).sum((1, 2))
+    return Moments(
+        value=float(weights @ terms.detach().sum(1)),
+        gradient=gradient,
+        std=_root(square - (gradient**2).sum(), square),
+    )
 
 
 def pair_moments(problem: Problem, term: Term, batch: int) -> Moments:

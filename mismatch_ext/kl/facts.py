@@ -34,6 +34,16 @@ UNBIASED: dict[tuple[str, str], frozenset[tuple[str, str]]] = {
 UNBIASED_VALUES = frozenset({"k1", "k3"})
 """Estimators whose mean over the policy is KL(pi||ref)."""
 
+FULL_UNBIASED: dict[tuple[str, str], frozenset[str]] = {
+    (target, sampling): frozenset({"loss", "both"})
+    if target == "token"
+    else frozenset({"both"} if sampling in ("on-policy", "sequence") else set())
+    for target in TARGETS
+    for sampling in SAMPLINGS
+}
+"""(target, sampling): placements of the estimator "full" whose expected gradient is that of the target's KL(pi||ref). It needs
+no sample of token t, so that for target "token" prefixes are all that is sampled."""
+
 PATHWISE: dict[str, str | None] = {"k1": None, "k2": "KL(pi||ref)", "k3": "KL(ref||pi)", "abs": "2 TV"}
 """Placement "loss": the divergence of next-token distributions whose gradient is the estimator's own, on average."""
 MEAN = {"k1": "KL(pi||ref)", "k2": "E[k2]", "k3": "KL(pi||ref)", "abs": "E[abs]"}
