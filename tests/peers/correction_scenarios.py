@@ -27,7 +27,9 @@ def trained(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any
     return {
         "history": [{k: v for k, v in h.items() if "mismatch/" not in k} for h in history(trainer)],
         "parameters": digest_of(trainer.model),
-        "rollout_metrics": {k: v for k, v in metrics.items() if k.startswith(("mismatch/rollout_is_", "mismatch/rollout_rs_"))},
+        "rollout_metrics": {
+            k: v for k, v in metrics.items() if k.startswith(("mismatch/rollout_is_", "mismatch/rollout_rs_"))
+        },
         "options": {k: v for k, v in vars(trainer.args).items() if k.startswith("vllm_importance_sampling")},
     }
 

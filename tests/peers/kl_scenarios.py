@@ -159,6 +159,35 @@ def rewards_path(model: str, out: str) -> dict[str, Any]:
     }
 
 
+def other_settings(model: str, out: str) -> dict[str, Any]:
+    """Train with LoRA, several iterations, accumulation, bf16 and evaluation, for a sampled and the exact estimator."""
+    from peft import LoraConfig
+
+    result = {}
+    for estimator in ("k1", "full"):
+        block = {"kl": {"estimator": estimator, "coef": 0.1, "ratio": "sequence"}}
+        config = MismatchGRPOConfig(
+            **arguments(
+                f"{out}/{estimator}", use_vllm=False, bf16=True, mismatch=block, num_iterations=2, max_steps=4,
+                gradient_accumulation_steps=2, steps_per_generation=2, gradient_checkpointing=True,
+                per_device_eval_batch_size=8, eval_strategy="steps", eval_steps=2,
+            )
+        )  # fmt: skip
+        trainer = MismatchGRPOTrainer(
+            model=model, reward_funcs=graded, args=config, train_dataset=rows(), eval_dataset=rows(2),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False),
+        )  # fmt: skip
+        trainer.train()
+        history = trainer.state.log_history
+        result[estimator] = {
+            "kl": [e["kl"] for e in history if "loss" in e],
+            "eval_kl": [e["eval_kl"] for e in history if "eval_kl" in e],
+            "eval_loss": [e["eval_loss"] for e in history if "eval_loss" in e],
+            "grad_norm": [e["grad_norm"] for e in history if "loss" in e],
+        }
+    return result
+
+
 def preset(model: str, out: str, cls: str) -> dict[str, Any]:
     """Train stock TRL with beta, or ours with the preset that leaves the KL term to TRL."""
     if cls == "stock":

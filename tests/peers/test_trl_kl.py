@@ -64,6 +64,16 @@ def test_kl_in_rewards_enters_before_group_normalisation(run: Callable[..., Ran]
     assert found["kl_error"] < 1e-5 and found["advantage_error"] < 1e-5
 
 
+def test_lora_iterations_accumulation_half_precision_and_evaluation(
+    run: Callable[..., Ran], dense: Path, tmp_path: Path
+) -> None:
+    for estimator, found in run("other_settings", model=dense, out=tmp_path).expect().items():
+        assert len(found["kl"]) == 4 and len(found["eval_kl"]) == len(found["eval_loss"]) == 2, estimator
+        # The adapters start at random, so that policy and reference differ from the first step on.
+        assert min(found["kl"] + found["eval_kl"]) > 1e-4, estimator
+        assert all(math.isfinite(x) for values in found.values() for x in values), estimator
+
+
 def test_preset_trl_is_bit_for_bit_trls_own_k3(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
     stock, ours = (run("preset", model=dense, out=tmp_path / cls, cls=cls).expect() for cls in ("stock", "ours"))
     assert stock == ours and max(stock["kl"]) > 0
