@@ -22,6 +22,8 @@ class Advice:
         geometric_bounds: The same of the geometric mean.
         token_bounds: The same of a single ratio, keeping that share of tokens.
         outside: Share of sequences (of tokens, for level `token`) beyond the given settings' bounds; None without settings.
+        rejected: Share of sequences (of tokens, for `token_k1`) that each k1 rule of the given settings drops; k2 and k3
+            rules are not judged.
         level: The level to use.
         reason: Why.
     """
@@ -33,6 +35,7 @@ class Advice:
     geometric_bounds: tuple[float, float]
     token_bounds: tuple[float, float]
     outside: float | None
+    rejected: dict[str, float]
     level: str
     reason: str
 
@@ -45,6 +48,7 @@ class Advice:
         ]
         if self.outside is not None:
             lines.append(f"  the given bounds are exceeded by {self.outside:.1%}")
+        lines += [f"  the given rule {name} drops {share:.1%}" for name, share in self.rejected.items()]
         return "\n".join([*lines, f"  advice: {self.level}: {self.reason}"])
 
 
@@ -80,11 +84,14 @@ def advise(
             raise ConfigError(f"advise: {name}={locals()[name]!r} is not allowed; allowed: {allowed}.")
     total, average = (length * mean, math.sqrt(length) * sigma), (mean, sigma / math.sqrt(length))
     bounds = {name: _bounds(*spread, keep) for name, spread in (("s", total), ("g", average), ("t", (mean, sigma)))}
-    outside = None
-    if settings is not None and settings.level != "none":
-        spread = {"sequence": total, "geometric": average, "token": (mean, sigma)}[settings.level]
-        outside = _outside(*spread, settings.lower, settings.upper)
-    level, reason = _choose(bounds["s"], length, keep)
+    spreads = {"sequence": total, "geometric": average, "token": (mean, sigma)}
+    outside, rejected = None, {}
+    if settings is not None:
+        if settings.level != "none":
+            outside = _outside(*spreads[settings.level], settings.lower, settings.upper)
+        rejected = _rejected(settings, spreads)
+    lost = max(outside or 0.0 if settings and settings.level == "sequence" else 0.0, rejected.get("seq_sum_k1", 0.0))
+    level, reason = _choose(bounds["s"], length, keep, lost)
     return Advice(
         sigma=sigma,
         length=length,
@@ -93,14 +100,33 @@ def advise(
         geometric_bounds=bounds["g"],
         token_bounds=bounds["t"],
         outside=outside,
+        rejected=rejected,
         level=level,
         reason=reason,
     )
 
 
-def _choose(sequence: tuple[float, float], length: float, keep: float) -> tuple[str, str]:
+def _rejected(settings: Settings, spreads: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the share that each k1 rule drops."""
+    level = {"token": "token", "sum": "sequence", "mean": "geometric"}
+    shares = {}
+    for rule in settings.rules:
+        if rule.lower is not None:
+            bounds = (rule.lower, rule.upper)
+            if "verl_inverse_k1" in settings.compat:
+                bounds = (1 / rule.upper, 1 / rule.lower)
+            shares[rule.name] = _outside(*spreads[level[rule.over]], *bounds)
+    return shares
+
+
+def _choose(sequence: tuple[float, float], length: float, keep: float, lost: float) -> tuple[str, str]:
     """A weight of the whole sequence is unbiased, and of use while truncating it at 2 leaves most of it alone."""
     upper = sequence[1]
+    if lost > 1 - keep and upper <= 10.0:
+        return "token", (
+            f"the given bounds of the product are exceeded by {lost:.1%} of the sequences, more than {1 - keep:.0%}; token "
+            "weights are biased but keep every sequence."
+        )
     if upper <= 2.0:
         return (
             "sequence",

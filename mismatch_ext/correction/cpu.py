@@ -21,6 +21,8 @@ from mismatch_ext.correction.settings import Settings
 from mismatch_ext.metrics.numerics import SATURATION
 
 Array = np.ndarray[Any, Any]
+# Ratio beyond which a row's sums are taken anew after bounding, instead of correcting them for the few tokens beyond the bounds.
+DOMINANT = 1e3
 
 
 def scan_cpu(
@@ -29,7 +31,7 @@ def scan_cpu(
     """As `rows.scan`, for tensors on the CPU; non-finite values are left for the caller to find in the sums."""
     rows = Rows.zeros(len(mask), settings.rules, mask.device)
     flags: Array = mask.numpy()
-    counts = np.count_nonzero(flags, axis=1)
+    counts = [int(np.count_nonzero(row)) for row in flags]  # along an axis numpy would sum integers
     rows.count.numpy()[:] = rows.left.numpy()[:] = counts
     scanner = _Scanner(
         rollout=_plain(rollout),
@@ -40,7 +42,7 @@ def scan_cpu(
         kept=kept.numpy(),
         rows=rows,
     )
-    scanner.scan(np.flatnonzero(counts).tolist(), counts.tolist())
+    scanner.scan([row for row, count in enumerate(counts) if count], counts)
     return rows
 
 
@@ -80,6 +82,7 @@ class _Scanner:
         """Take the given rows."""
         width = self.flags.shape[1]
         difference, excess = np.empty(width), np.empty(width)
+        narrow = np.empty(width, dtype=np.result_type(self.old, self.rollout))
         out = self.out
         with np.errstate(invalid="ignore", over="ignore"):
             for row in order:
@@ -88,11 +91,12 @@ class _Scanner:
                 whole = bool(np.logical_and.reduce(flags[:count]))
                 old, rollout = self.old[row], self.rollout[row]
                 old, rollout = (old[:count], rollout[:count]) if whole else (old[flags], rollout[flags])
-                d, x = difference[:count], excess[:count]
-                np.subtract(old, rollout, out=d, dtype=np.float64)
+                d, x, own = difference[:count], excess[:count], narrow[:count]
+                np.subtract(old, rollout, out=own)
                 if self.forgiving:
-                    d[np.isnan(rollout)] = 0.0
-                high, low = float(np.maximum.reduce(d)), float(np.minimum.reduce(d))
+                    own[np.isnan(rollout)] = 0.0
+                high, low = float(np.maximum.reduce(own)), float(np.minimum.reduce(own))
+                np.copyto(d, own)
                 total = np.add.reduce(d)
                 out["d_max"][row], out["d_min"][row], out["d"][row] = high, low, total
                 out["old"][row] = np.add.reduce(old)  # pairwise, in its own dtype
@@ -130,20 +134,24 @@ class _Scanner:
         if below:
             out["low"][row] = np.count_nonzero(x < self.low - 1)
         lower = settings.lower if settings.lower is not None else -math.inf
-        cut_low = settings.lower is not None and smallest < lower
-        if not (above or cut_low):
-            np.add(x, 1.0, out=x)
-            out["weight"][row] = raised + count
-            out["weight_squares"][row] = out["ratio_squares"][row]
-            out["weight_max"][row], out["weight_min"][row] = largest, smallest
+        weight, squares = raised + count, out["ratio_squares"][row]
+        monotone = settings.bound in ("truncate", "clip")
+        outside: Array | None = None
+        if above or smallest < lower:
+            outside = np.flatnonzero((x > self.high - 1) | (x < lower - 1) if smallest < lower else x > self.high - 1)
+            before = x[outside] + 1.0
+            after = np.minimum(np.maximum(before, lower), self.high) if monotone else np.zeros_like(before)
+            x[outside] = after - 1.0
+            weight += np.add.reduce(after - before)
+            squares += np.dot(after, after) - np.dot(before, before)
+        np.add(x, 1.0, out=x)
+        if outside is not None and largest > DOMINANT:  # what was taken off would have rounded off the rest
+            weight, squares = np.add.reduce(x), np.dot(x, x)
+        out["weight"][row], out["weight_squares"][row] = weight, squares
+        if monotone or outside is None:
+            out["weight_max"][row] = min(max(largest, lower), self.high)
+            out["weight_min"][row] = min(max(smallest, lower), self.high)
         else:
-            np.add(x, 1.0, out=x)
-            if settings.bound in ("truncate", "clip"):
-                np.clip(x, lower, self.high, out=x)
-            else:
-                x[(x > self.high) | (x < lower)] = 0.0
-            out["weight"][row] = np.add.reduce(x)
-            out["weight_squares"][row] = np.dot(x, x)
             out["weight_max"][row], out["weight_min"][row] = np.maximum.reduce(x), np.minimum.reduce(x)
         self.weights[row][place] = x
 

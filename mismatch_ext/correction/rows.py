@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,6 +108,13 @@ def low_mark(settings: Settings) -> float:
     return 1 / settings.upper if settings.upper else 0.0
 
 
+def zeros(like: Tensor) -> Tensor:
+    """Return float32 zeros of a tensor's shape; on a CPU pages that are never written, as under padding, are never touched."""
+    if like.device.type == "cpu":
+        return torch.from_numpy(np.zeros(like.shape, dtype=np.float32))
+    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+
 def scan(rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor) -> Rows:
     """Sum over rows, and write token-level weights and decisions.
 
@@ -128,7 +136,7 @@ def scan(rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights
     else:
         rows = scan_blocks(rollout, old, mask, settings, weights, kept)
     if not bool(torch.isfinite(rows.d).all() & torch.isfinite(rows.old).all()):
-        raise _offender(rollout, old, mask)
+        raise _offender(rollout, old, mask, "unscored_is_one" in settings.compat)
     return rows
 
 
@@ -144,7 +152,7 @@ def scan_blocks(
             rollout[index, :width], old[index, :width], mask[index, :width], index, settings, rows, weights, kept
         )
     if not bool(torch.isfinite(rows.d).all() & torch.isfinite(rows.old).all()):
-        raise _offender(rollout, old, mask)
+        raise _offender(rollout, old, mask, "unscored_is_one" in settings.compat)
     return rows
 
 
@@ -261,14 +269,22 @@ def _scan_rule(stat: Tensor, mask: Tensor, sums: RuleSums, index: Tensor, bounds
     return ~(above | below)
 
 
-def _offender(rollout: Tensor, old: Tensor, mask: Tensor) -> Exception:
-    """Name the first unmasked log-probability that is not finite."""
-    for name, tensor in (("rollout_logprobs", rollout), ("old_logprobs", old)):
-        bad = (~torch.isfinite(tensor) & mask).nonzero()
-        if len(bad):
-            row, position = (int(x) for x in bad[0])
-            return NonFiniteLogprobError(
-                f"{name}[{row}, {position}] is {float(tensor[row, position])} in an unmasked position; log-probabilities of "
-                "sampled tokens are finite. Mask the token, or find out why it was not scored."
-            )
-    return RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
+def _offender(rollout: Tensor, old: Tensor, mask: Tensor, forgiving: bool) -> Exception:
+    scored = mask & ~rollout.isnan() if forgiving else mask
+    return (
+        not_finite("rollout_logprobs", rollout, scored)
+        or not_finite("old_logprobs", old, scored)
+        or RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
+    )
+
+
+def not_finite(name: str, tensor: Tensor, mask: Tensor) -> NonFiniteLogprobError | None:
+    """Return an error that names the first unmasked value that is not finite, or None."""
+    bad = (~torch.isfinite(tensor) & mask).nonzero()
+    if not len(bad):
+        return None
+    row, position = (int(x) for x in bad[0])
+    return NonFiniteLogprobError(
+        f"{name}[{row}, {position}] is {float(tensor[row, position])} in an unmasked position; log-probabilities of sampled "
+        "tokens are finite. Mask the token, or find out why it was not scored."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -85,6 +86,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         where = "mismatch.correction"
+        if self.loss == "reinforce" and self.mode != "bypass":
+            raise ConfigError(f"{where}.loss='reinforce' needs mode='bypass'.")
         if self.level != "none" and self.upper is None and self.lower is None:
             raise ConfigError(f"{where}: level={self.level!r} without bounds; set upper, lower or both.")
         if self.level != "none" and self.bound == "icepop" and (self.upper is None or self.lower is None):
@@ -93,6 +96,14 @@ class Settings:
             raise ConfigError(
                 f"{where}: bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask'."
             )
+        if self.level == "none":
+            useless = [name for name in ("upper", "lower") if getattr(self, name) is not None]
+            useless += ["normalize"] if self.normalize else []
+            if useless:
+                raise ConfigError(f"{where}.{useless[0]} without a weight: set level to token, sequence or geometric.")
+        threshold = self.off_policy_threshold
+        if threshold is not None and not math.isfinite(threshold):
+            raise ConfigError(f"{where}.off_policy_threshold: {threshold!r} is not allowed; allowed: a finite number.")
         for name in ("upper", "lower", "veto"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -226,7 +237,4 @@ def resolve(config: CorrectionConfig) -> Settings:
         given["compat"] = frozenset(filter(None, re.split(r"[,\s]+", config.compat)))
     if config.preset is None and not given:
         raise ConfigError(f"mismatch.correction is empty; name a preset ({', '.join(PRESETS)}) or set its keys.")
-    settings = dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)
-    if settings.loss == "reinforce" and settings.mode != "bypass":
-        raise ConfigError("mismatch.correction.loss='reinforce' needs mode='bypass'.")
-    return settings
+    return dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)

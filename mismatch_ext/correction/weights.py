@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_of, scan
+from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_of, not_finite, scan, zeros
 from mismatch_ext.correction.settings import Rule, Settings, resolve
 from mismatch_ext.correction.summary import rule_metrics, summarise, weight_metrics
 from mismatch_ext.errors import RecordError
@@ -74,12 +74,15 @@ def correct(
     """
     settings = config if isinstance(config, Settings) else resolve(config)
     mask = _checked(rollout_logprobs, old_logprobs, response_mask)
-    kept = mask.clone()
-    token_level = settings.level == "token"
-    weights = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) if token_level else None
+    # A mask that had to be converted is ours to write to, when nothing reads it after it was written to.
+    read_later = settings.off_policy_threshold is not None or any(rule.over == "token" for rule in settings.rules)
+    kept = mask.clone() if response_mask.dtype == torch.bool or read_later else mask
+    weights = zeros(mask) if settings.level == "token" else None
     rows = scan(rollout_logprobs, old_logprobs, mask, settings, weights, kept)
+    if not bool(rows.count.any()):
+        raise RecordError("response_mask has no unmasked token; there is nothing to correct.")
     if weights is None:
-        weights = (_row_weights(rows, settings)[:, None] * mask).to(torch.float32)
+        weights = torch.where(mask, _row_weights(rows, settings)[:, None].to(torch.float32), 0.0)
     metrics = summarise(rows, settings)
     if settings.level != "none":
         metrics |= weight_metrics(rows, settings)
@@ -88,9 +91,9 @@ def correct(
             weights /= mean
     keep = _kept_rows(rows, settings, metrics)
     if settings.off_policy_threshold is not None:
-        keep &= _on_policy(rollout_logprobs, rows, mask, settings.off_policy_threshold, logprobs, advantages, metrics)
-    if not bool(keep.all()):
-        kept &= keep[:, None]
+        keep &= _on_policy(rollout_logprobs, rows, mask, settings, logprobs, advantages, metrics)
+    for row in (~keep).nonzero()[:, 0].tolist():
+        kept[row] = False
     if settings.rules or settings.veto or settings.off_policy_threshold is not None:
         _kept_metrics(rows, keep, settings, metrics)
     return Correction(weights=weights, mask=kept, metrics=metrics)
@@ -102,10 +105,7 @@ def _checked(rollout: Tensor, old: Tensor, mask: Tensor) -> Tensor:
             f"rollout_logprobs {tuple(rollout.shape)}, old_logprobs {tuple(old.shape)} and response_mask {tuple(mask.shape)} "
             "need one shape [B, T]."
         )
-    mask = mask.bool()
-    if not bool(mask.any()):
-        raise RecordError("response_mask has no unmasked token; there is nothing to correct.")
-    return mask
+    return mask.bool()
 
 
 def _row_weights(rows: Rows, settings: Settings) -> Tensor:
@@ -164,17 +164,21 @@ def _on_policy(
     rollout: Tensor,
     rows: Rows,
     mask: Tensor,
-    threshold: float,
+    settings: Settings,
     logprobs: Tensor | None,
     advantages: Tensor | None,
     metrics: dict[str, float],
 ) -> Tensor:
     """Return which rows DeepSeek-V3.2's mask keeps: advantage >= 0, or mean log(mu/pi) <= threshold."""
+    threshold, forgiving = settings.off_policy_threshold or 0.0, "unscored_is_one" in settings.compat
     if advantages is None:
         raise RecordError("off_policy_threshold needs advantages: only sequences of negative advantage are dropped.")
     drift = -rows.d
     if logprobs is not None:
-        drift = torch.where(mask, rollout.double() - logprobs.double(), 0.0).sum(1)
+        scored = mask & ~rollout.isnan() if forgiving else mask
+        if error := not_finite("logprobs", logprobs, scored):
+            raise error
+        drift = torch.where(scored, rollout.double() - logprobs.double(), 0.0).sum(1)
     advantage = advantages if advantages.dim() == 1 else torch.where(mask, advantages, 0.0).sum(1)
     keep = (advantage >= 0) | (drift / rows.count.clamp(min=1) <= threshold)
     metrics["off_policy_masked_fraction"] = float((~keep).sum() / max(int((rows.count > 0).sum()), 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -179,3 +180,80 @@ def test_off_policy_mask_is_trls() -> None:
         assert torch.equal(ours, mask & theirs.bool())
         dropped += int((theirs == 0).sum())
     assert 0 < dropped < 240
+
+
+def spiked(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `batch` with differences up to 1e4 on either side at a few tokens."""
+    rollout, old, mask = batch(seed, empty=seed % 2 == 0)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for tensor in (rollout, old):
+        tensor[torch.rand(tensor.shape, generator=generator) < 0.03] = -(10.0 ** (1.5 + 2.5 * (seed % 5) / 4))
+    return rollout, old, mask
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_every_preset_equals_verls_with_huge_differences(verl: Any, name: str) -> None:
+    """Every metric that verl itself can represent is compared; where its exponentials overflow, ours are finite."""
+    helper, configs = verl
+    config = getattr(configs, name)()
+    settings = dataclasses.replace(PRESETS[name], compat=QUIRKS)
+    compared = 0
+    for seed in range(20):
+        rollout, old, mask = spiked(seed)
+        proto, kept, metrics = helper.compute_rollout_correction_and_rejection_mask(
+            old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, False, config.rollout_rs,
+            config.rollout_rs_threshold,
+        )  # fmt: skip
+        ours = correct(rollout, old, mask, settings)
+        assert torch.equal(ours.mask, kept.bool())
+        if proto is not None:
+            theirs = proto.batch["rollout_is_weights"].double()
+            assert torch.allclose(ours.weights.double(), theirs, rtol=1e-6, atol=1e-8)
+        for key, value in metrics.items():
+            found = ours.metrics[key.removeprefix("rollout_corr/")]
+            assert math.isfinite(found), (seed, key)
+            if abs(value) < 1e250:  # ours saturate at e^600, about 1e260
+                compared += 1
+                assert found == pytest.approx(value, rel=1e-4, abs=1e-7), (seed, key)
+    assert compared > 20 * 10
+
+
+@pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
+def test_k1_rules_keep_ratios_within_their_bounds(verl: Any, rule: str) -> None:
+    """By default a k1 rule keeps lower <= rho <= upper; verl keeps 1/upper <= rho <= 1/lower, on the same batches otherwise."""
+    settings = Settings(rules=parse_rules(rule, "0.6_1.6"))
+    quirk = dataclasses.replace(settings, compat=QUIRKS)
+    differ = 0
+    for seed in range(20):
+        rollout, old, mask = batch(seed)
+        rollout = old - 6 * (old - rollout)  # wide enough to cross the bounds
+        d = torch.where(mask, old - rollout, 0.0)
+        statistic = {
+            "token_k1": d,
+            "seq_sum_k1": d.sum(1, keepdim=True),
+            "seq_mean_k1": d.sum(1, keepdim=True) / mask.sum(1)[:, None],
+        }
+        rho = statistic[rule].clamp(-20, 20).exp()
+        right = correct(rollout, old, mask, settings).mask
+        assert torch.equal(right, mask & (rho >= 0.6) & (rho <= 1.6))
+        kept, _ = verl[0].compute_rollout_rejection_mask(old - rollout, mask.long(), rule, "0.6_1.6")
+        assert torch.equal(correct(rollout, old, mask, quirk).mask, kept.bool())
+        differ += int(not torch.equal(right, kept.bool()))
+    assert differ > 0
+
+
+def test_unscored_tokens_count_for_nothing_in_the_off_policy_mask() -> None:
+    """TRL takes a NaN of the rollout for a difference of 0; so do we with `unscored_is_one`, with and without `logprobs`."""
+    from trl import GRPOTrainer
+
+    settings = dataclasses.replace(PRESETS["opsm"], compat=frozenset({"unscored_is_one"}))
+    for seed in range(20):
+        rollout, old, mask = batch(seed)
+        generator = torch.Generator().manual_seed(seed)
+        current = old - 1.4 * torch.rand(old.shape, generator=generator, dtype=torch.float64)
+        rollout[torch.rand(old.shape, generator=generator) < 0.05] = math.nan
+        advantages = torch.randn(len(mask), generator=generator)
+        for policy, given in ((current, {"logprobs": current}), (current, {})):
+            theirs = GRPOTrainer.get_off_policy_mask(advantages[:, None], policy, rollout, mask.double(), 0.5)
+            ours = correct(rollout, old if given else current, mask, settings, advantages=advantages, **given).mask
+            assert torch.equal(ours, mask & theirs.bool()), (seed, sorted(given))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, Settings, correct, parse_rules, resolve
+from mismatch_ext.correction import PRESETS, RULES, Settings, correct, parse_rules, resolve
 from mismatch_ext.correction.cpu import scan_cpu
 from mismatch_ext.correction.rows import scan_blocks
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
@@ -253,3 +253,200 @@ def test_huge_log_ratios_stay_finite(preset: str, dtype: torch.dtype) -> None:
     rollout = torch.tensor([[-1.0, -1e4, 0.0], [-1.0, -1.0, -1e4]], dtype=dtype)
     found = correct(rollout, old, torch.ones(2, 3), PRESETS[preset])
     assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
+
+
+def same_scans(chosen: Settings, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
+    """Check every field of both implementations."""
+    found = []
+    for scan in (scan_cpu, scan_blocks):
+        kept = mask.clone()
+        weights = torch.zeros(mask.shape) if chosen.level == "token" else None
+        rows = scan(rollout, old, mask, chosen, weights, kept)
+        values = {k: v for k, v in vars(rows).items() if k != "rules"}
+        values |= {f"{name} {k}": v for name, sums in rows.rules.items() for k, v in vars(sums).items()}
+        found.append((values, kept, weights))
+    (a, kept_a, weights_a), (b, kept_b, weights_b) = found
+    assert torch.equal(kept_a, kept_b) and a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.allclose(value, b[name], rtol=1e-9, atol=1e-9), name
+    assert (weights_a is None) == (weights_b is None)
+    if weights_a is not None and weights_b is not None:
+        assert torch.allclose(weights_a, weights_b, rtol=1e-6)
+
+
+EVERY_RULE = ",".join(RULES)
+EVERY_THRESHOLD = ",".join("0.6_1.6" if name.endswith("k1") else "0.2" for name in RULES)
+MORE_KINDS = {
+    **PRESETS,
+    "every rule": Settings(rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD)),
+    "every rule of verl": Settings(
+        level="token", upper=2.0, rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD),
+        compat=frozenset({"verl_inverse_k1", "verl_empty_rows"}),
+    ),
+    "unscored": Settings(level="token", upper=1.5, compat=frozenset({"unscored_is_one"})),
+    "beyond e^20": Settings(level="token", bound="mask", upper=1e12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+@pytest.mark.parametrize("scale", [1e-4, 0.3, 15.0, 3000.0])
+def test_the_two_implementations_agree_on_every_preset_and_rule(kind: str, scale: float) -> None:
+    for seed in range(6):
+        rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(seed, scale=scale))
+        if kind == "unscored":
+            rollout[::2, ::5] = math.nan
+        same_scans(MORE_KINDS[kind], rollout, old, mask)
+
+
+def test_a_ratio_at_its_bound_is_kept() -> None:
+    # Powers of 2 whose logarithms are symmetric in floating point: rho = 2 and 0.5 stand exactly at their bounds.
+    rollout, old = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 0.5]], dtype=torch.float64).log()
+    ones = torch.ones(1, 2)
+    assert correct(rollout, old, ones, Settings(rules=parse_rules("token_k1", "0.5_2.0"))).mask.all()
+    # The sum of the logarithms is 0: a product of 1 at bounds of 1.
+    assert correct(rollout, old, ones, Settings(rules=parse_rules("seq_sum_k1", "1_1"))).mask.all()
+    # k2 of both is log(2)^2 / 2, which is 0.2402265069591007 in float64.
+    at, below = (Settings(rules=parse_rules("seq_max_k2", x)) for x in (0.2402265069591008, 0.2402265069591))
+    assert correct(rollout, old, ones, at).mask.all() and not correct(rollout, old, ones, below).mask.any()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("scan", [scan_cpu, scan_blocks])
+def test_weights_are_detached_from_policies_that_require_gradients(
+    preset: str, scan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mismatch_ext.correction.weights.scan", scan)  # the blocks are what a GPU takes
+    rollout, old, mask = draw(1)
+    leaf, current = old.clone().requires_grad_(), (old - 0.1).requires_grad_()
+    found = correct(rollout, leaf, mask, PRESETS[preset], logprobs=current, advantages=-torch.ones(len(mask)))
+    plain = correct(rollout, old, mask, PRESETS[preset], logprobs=current.detach(), advantages=-torch.ones(len(mask)))
+    assert not found.weights.requires_grad and not found.as_multiplier().requires_grad
+    assert torch.equal(found.weights, plain.weights) and torch.equal(found.mask, plain.mask)
+    assert found.metrics == plain.metrics
+
+
+@pytest.mark.parametrize("preset", ["decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "slime_mis", "geo_mask"])
+@pytest.mark.parametrize("scale", [1e-4, 0.2])
+def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, scale: float) -> None:
+    chosen = PRESETS[preset]
+    rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(7, rows=24, length=300, scale=scale))
+    found = correct(rollout, old, mask, chosen).metrics
+    sequences = [(old[i][mask[i]], rollout[i][mask[i]]) for i in range(len(mask)) if mask[i].any()]
+    differences = [o - r for o, r in sequences]
+    want = {
+        "training_ppl": [float((-o.mean()).exp()) for o, _ in sequences],
+        "rollout_ppl": [float((-r.mean()).exp()) for _, r in sequences],
+        "training_log_ppl": [float(-o.mean()) for o, _ in sequences],
+        "rollout_log_ppl": [float(-r.mean()) for _, r in sequences],
+        "log_ppl_diff": [float(-d.mean()) for d in differences],
+        "log_ppl_abs_diff": [float(d.mean().abs()) for d in differences],
+        "ppl_ratio": [float((-d.mean()).exp()) for d in differences],
+        "chi2_seq": [math.expm1(2 * min(max(float(d.sum()), -20.0), 20.0)) for d in differences],
+    }
+    for name, values in want.items():
+        assert found[name] == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-12), name
+    flat = torch.cat(differences)
+    assert found["k3_kl"] == pytest.approx(float((flat.expm1() - flat).mean()), rel=1e-6)
+    raw = {
+        "token": [d.exp() for d in differences],
+        "sequence": [d.sum().clamp(-20, 20).exp().expand(len(d)) for d in differences],
+        "geometric": [d.mean().exp().expand(len(d)) for d in differences],
+    }[chosen.level]
+    low, high = chosen.lower or 0.0, chosen.upper or math.inf
+    weights = [
+        w.clamp(min=low, max=high) if chosen.bound in ("truncate", "clip") else w * ((w >= low) & (w <= high)) for w in raw
+    ]  # fmt: skip
+    w = torch.cat(weights)
+    assert found["rollout_is_mean"] == pytest.approx(float(w.mean()), rel=1e-6)
+    assert found["rollout_is_std"] == pytest.approx(float(w.std(correction=0)), rel=1e-5, abs=1e-7)
+    # Kish: the square of the sum over the sum of squares, per token. All weights may be 0.
+    size = float(w.sum() ** 2 / w.square().sum() / len(w)) if w.any() else 0.0
+    assert found["rollout_is_eff_sample_size"] == pytest.approx(size, rel=1e-6)
+    means = torch.stack([x.mean() for x in weights])
+    assert found["rollout_is_seq_mean"] == pytest.approx(float(means.mean()), rel=1e-6)
+    assert found["rollout_is_seq_std"] == pytest.approx(float(means.std()), rel=1e-5, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(sorted(PRESETS)), st.integers(0, 1_000))
+def test_where_the_padding_stands_changes_nothing(seed: int, preset: str, shuffle: int) -> None:
+    # Tokens keep their order within a row; padding columns full of NaN are put anywhere between them.
+    rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(seed, length=20))
+    advantages = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
+    plain = correct(rollout, old, mask, PRESETS[preset], advantages=advantages)
+    place = torch.randperm(33, generator=torch.Generator().manual_seed(shuffle))[:20].sort().values
+
+    def spread(tensor: Tensor, fill: float) -> Tensor:
+        wide = torch.full((len(tensor), 33), fill, dtype=tensor.dtype)
+        wide[:, place] = tensor
+        return wide
+
+    other = correct(
+        spread(rollout, math.nan), spread(old, math.nan), spread(mask, 0), PRESETS[preset], advantages=advantages
+    )
+    assert torch.equal(other.mask[:, place], plain.mask) and other.mask.sum() == plain.mask.sum()
+    assert torch.allclose(other.weights[:, place], plain.weights, rtol=1e-6, atol=0)
+    for name, value in plain.metrics.items():
+        assert other.metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_every_preset_stays_finite_at_1e4(preset: str, dtype: torch.dtype) -> None:
+    old = torch.tensor([[-1e4, -1.0, 0.0], [-1.0, -1e4, -2.0]], dtype=dtype)
+    rollout = torch.tensor([[-1.0, -1e4, 0.0], [-1.0, -1.0, -1e4]], dtype=dtype)
+    found = correct(rollout, old, torch.ones(2, 3), PRESETS[preset], advantages=torch.tensor([-1.0, 1.0]))
+    assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
+
+
+def test_the_culprit_is_named_beside_a_forgiven_token() -> None:
+    # With `unscored_is_one` the NaN at [0, 1] is allowed; the infinity at [1, 2] is what stops the run.
+    rollout, old = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)
+    rollout[0, 1], old[1, 2] = math.nan, -math.inf
+    chosen = dataclasses.replace(PRESETS["tis"], compat=frozenset({"unscored_is_one"}))
+    with pytest.raises(NonFiniteLogprobError, match=r"old_logprobs\[1, 2\] is -inf"):
+        correct(rollout, old, torch.ones(2, 3), chosen)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_present_logprobs_that_are_not_finite_are_named(value: float) -> None:
+    rollout, old, _ = draw(2)
+    current = old.clone()
+    current[3, 5] = value
+    with pytest.raises(NonFiniteLogprobError, match=r"logprobs\[3, 5\]"):
+        correct(rollout, old, torch.ones(9, 70), PRESETS["opsm"], logprobs=current, advantages=-torch.ones(9))
+
+
+@pytest.mark.parametrize("section", [{"upper": 2.0}, {"preset": "decoupled_geo_rs", "upper": 2.0}, {"normalize": True}])
+def test_keys_of_a_weight_without_a_level_are_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="level"):
+        resolve(CorrectionConfig(**section))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_off_policy_threshold_that_is_no_number_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="off_policy_threshold"):
+        resolve(CorrectionConfig(off_policy_threshold=value))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Settings(level="token", upper=1.3, rules=parse_rules("token_k1,token_k2", "0.8_1.25,0.02")),
+        Settings(level="sequence", upper=1.3, rules=parse_rules("token_k1,seq_mean_k3", "0.8_1.25,0.05")),
+        Settings(level="token", upper=1.3, rules=parse_rules("token_k3", 0.02), off_policy_threshold=0.0),
+    ],
+    ids=["token", "sequence", "off-policy"],
+)
+def test_the_dtype_of_the_mask_changes_nothing(chosen: Settings, dtype: torch.dtype) -> None:
+    for seed in range(6):  # odd seeds have holes
+        rollout, old, mask = draw(seed)
+        advantages = -torch.ones(len(mask))
+        plain = correct(rollout, old, mask, chosen, advantages=advantages)
+        typed = mask.to(dtype)
+        before = typed.clone()
+        found = correct(rollout, old, typed, chosen, advantages=advantages)
+        assert torch.equal(typed, before)  # the caller's mask is not written to
+        assert torch.equal(found.mask, plain.mask) and torch.equal(found.weights, plain.weights)
+        assert found.metrics == plain.metrics

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from mismatch_ext.correction import PRESETS, Settings, advise
+from mismatch_ext.correction import PRESETS, Settings, advise, correct, parse_rules
 from mismatch_ext.errors import ConfigError
 
 
@@ -52,3 +53,50 @@ def test_no_gap_needs_no_bounds() -> None:
 def test_numbers_out_of_range_are_named(keys: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(keys))):
         advise(**{"sigma": 0.1, "length": 10.0, **keys})
+
+
+@pytest.mark.parametrize("compat", [frozenset(), frozenset({"verl_inverse_k1"})])
+@pytest.mark.parametrize(
+    ("level", "rule", "bounds", "share"),
+    # Standard deviations at sigma 0.05 and length 64: 0.4 of the sum, 0.00625 of the mean.
+    [("sequence", "seq_sum_k1", "0.8_1.6", "rows"), ("geometric", "seq_mean_k1", "0.99_1.008", "rows"),
+     ("token", "token_k1", "0.95_1.08", "tokens")],
+)  # fmt: skip
+def test_shares_are_those_of_the_correction_itself(
+    level: str, rule: str, bounds: str, share: str, compat: frozenset[str]
+) -> None:
+    # 20,000 sequences through `correct`: what the rule drops, and what a mask with the same bounds sets to 0.
+    sigma, length, mean = 0.05, 64, 0.001
+    generator = torch.Generator().manual_seed(1)
+    old = mean + sigma * torch.randn(20_000, length, generator=generator)
+    low, high = (float(x) for x in bounds.split("_"))
+    chosen = Settings(
+        level=level, bound="mask", lower=low, upper=high, rules=parse_rules(rule, bounds), compat=compat,  # type: ignore[arg-type]
+    )  # fmt: skip
+    found = correct(torch.zeros_like(old), old, torch.ones_like(old), chosen)
+    advice = advise(sigma=sigma, length=length, mean=mean, settings=chosen)
+    dropped = ~found.mask if share == "tokens" else ~found.mask.any(1)
+    zeroed = found.weights == 0 if share == "tokens" else (found.weights == 0).all(1)
+    assert advice.rejected[rule] == pytest.approx(float(dropped.double().mean()), abs=0.012)
+    assert advice.outside == pytest.approx(float(zeroed.double().mean()), abs=0.012)
+    assert f"rule {rule} drops" in str(advice)
+
+
+def test_one_sided_bounds_lose_one_side_only() -> None:
+    # The sum has standard deviation 1: beyond log 2 on either side lies 0.2441.
+    above = advise(sigma=0.05, length=400, settings=Settings(level="sequence", upper=2.0)).outside
+    below = advise(sigma=0.05, length=400, settings=Settings(level="sequence", bound="mask", lower=0.5)).outside
+    both = advise(sigma=0.05, length=400, settings=Settings(level="sequence", bound="mask", lower=0.5, upper=2.0))
+    assert (above, below, both.outside) == pytest.approx((0.2441, 0.2441, 0.4882), abs=1e-4)
+
+
+def test_given_bounds_that_lose_too_much_are_not_advised() -> None:
+    # The sum has standard deviation 0.2; half of the products lie beyond 1.01, hardly any beyond 2 = exp(3.5 * 0.2).
+    wide, tight = (advise(sigma=0.01, length=400, settings=Settings(level="sequence", upper=x)) for x in (2.0, 1.01))
+    assert (wide.level, tight.level) == ("sequence", "token")
+    assert "48.0% of the sequences" in tight.reason
+    rule = Settings(rules=parse_rules("seq_sum_k1", "0.99_1.01"))
+    assert advise(sigma=0.01, length=400, settings=rule).level == "token"
+    assert advise(sigma=0.01, length=400, settings=rule, keep=0.03).level == "sequence"
+    loose = dataclasses.replace(PRESETS["decoupled_geo_rs"], rules=parse_rules("seq_mean_k3", 0.01))
+    assert advise(sigma=0.01, length=400, settings=loose).rejected == {}
