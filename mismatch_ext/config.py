@@ -101,12 +101,13 @@ class KlConfig:
     """KL regularisation towards the reference policy, with the gradient that it claims (arXiv 2512.21852)."""
 
     preset: Literal["trl"] | None = None
-    """`trl` leaves the KL term to TRL, unchanged (k3 in the loss, no sequence credit); the other keys then stay unset."""
+    """`trl` leaves the KL term to TRL, unchanged: k3 in the loss, weighed as its `use_bias_correction_kl` says; the other
+    keys then stay unset. Without the preset `use_bias_correction_kl` has no effect: `ratio` takes its place."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits."""
     placement: Literal["loss", "reward", "both"] | None = None
-    """Path-wise part (`loss`), score-function part (`reward`), or `both`; None takes what is unbiased: `reward` for k1,
-    `loss` for k2 (of tokens), `both` for the others."""
+    """Path-wise part (`loss`), score-function part (`reward`), or `both`; None takes `reward` for k1, `loss` for k2
+    (unbiased for target `token` only) and `both` for the others (abs is biased everywhere)."""
     target: Literal["token", "sequence"] = "sequence"
     """`sequence` credits later KL to earlier tokens; `token` regularises each token given its prefix."""
     ratio: Literal["none", "token", "sequence"] = "none"
@@ -126,12 +127,17 @@ class KlConfig:
                 self.coef > 0, "mismatch.kl.coef", self.coef, "a number > 0, or leave it out to take the host's own"
             )
         self._check_preset()
-        if self.placement is None:
+        if self.placement is None and self.preset is None:
             object.__setattr__(self, "placement", {"k1": "reward", "k2": "loss"}.get(self.estimator, "both"))
+        if self.reward_path == "rewards" and self.placement == "loss":
+            raise ConfigError(
+                f"mismatch.kl.reward_path='rewards' with placement='loss' (estimator={self.estimator!r}): nothing of it "
+                "is a reward; leave out reward_path, or set placement to 'reward' or 'both'."
+            )
         if self.target == "token" and self.reward_path == "rewards" and self.placement != "loss":
             raise ConfigError(
-                "mismatch.kl.reward_path='rewards' with target='token': a reward is credited to all earlier tokens as well; use "
-                "reward_path='surrogate', or target='sequence'."
+                "mismatch.kl.reward_path='rewards' with target='token': a reward is credited to all earlier tokens as "
+                "well; use reward_path='surrogate', or target='sequence'."
             )
 
     def _check_preset(self) -> None:
@@ -165,9 +171,10 @@ class CorrectionConfig:
     normalize: bool | None = None
     """Divide the weights by their mean over the batch."""
     reject: str | None = None
-    """Rejection rules, comma-separated, all must hold: `{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`."""
+    """Rejection rules, comma-separated, all must hold: `{token,seq_sum,seq_mean}_{k1,k2,k3}`, `seq_max_{k2,k3}`."""
     reject_threshold: str | float | None = None
-    """One threshold per rule: `lo_hi` or a number for k1 (ratio bounds), an upper bound for k2 and k3."""
+    """One threshold per rule, comma-separated: `lo_hi` or a number for k1 (ratio bounds), an upper bound for k2 and k3.
+    Quote it: YAML reads a bare 0.5_2 as 0.52."""
     veto: float | None = None
     """Drop a sequence that has any token with ratio below this."""
     off_policy_threshold: float | None = None

@@ -17,7 +17,7 @@ from transformers import Trainer
 from trl import GRPOConfig
 
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
-from mismatch_ext.correction import resolve
+from mismatch_ext.correction import Settings, resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
@@ -118,6 +118,16 @@ class MismatchGRPOConfig(GRPOConfig):
         self.beta = self.beta if kl.coef is None else kl.coef
         if kl.preset is not None or kl.reward_path == "surrogate":
             return
+        if kl.ratio != "none":
+            raise ConfigError(
+                f"mismatch.kl.reward_path='rewards' with ratio={kl.ratio!r}: a reward is weighed with the policy term "
+                "that it is part of; set ratio='none', or reward_path='surrogate'."
+            )
+        if self.mask_truncated_completions:
+            raise ConfigError(
+                "mismatch.kl.reward_path='rewards' with mask_truncated_completions=True: masked completions have no KL "
+                "but stay in their group, so that finishing would be punished; use reward_path='surrogate'."
+            )
         if self.multi_objective_aggregation != "sum_then_normalize":
             raise ConfigError(
                 f"mismatch.kl.reward_path='rewards' with multi_objective_aggregation={self.multi_objective_aggregation!r}: the "
@@ -135,9 +145,11 @@ class MismatchGRPOConfig(GRPOConfig):
         options = native_options(settings)
         if options is None and self.loss_type == "vespo":
             raise ConfigError(
-                "mismatch.correction with loss_type='vespo': VESPO takes the logarithm of the weights, so that only plain token "
-                "weights have a meaning there; use the preset token_truncate or token_mask."
+                "mismatch.correction with loss_type='vespo': VESPO takes the logarithm of the weights, so that only plain "
+                "token weights have a meaning there; use the preset token_truncate or token_mask."
             )
+        if options is None:
+            self._check_own_correction(settings)
         options = own_options() if options is None else options
         if settings.off_policy_threshold is not None:
             options["off_policy_mask_threshold"] = settings.off_policy_threshold
@@ -149,6 +161,35 @@ class MismatchGRPOConfig(GRPOConfig):
                     f"{name}={given!r} contradicts mismatch.correction, which sets it to {value!r}; remove one of the two."
                 )
             setattr(self, name, value)
+
+    def _check_own_correction(self, settings: Settings) -> None:
+        """Refuse what weights of our own would silently not do."""
+        if settings.compat & {"unscored_is_one"}:
+            raise ConfigError(
+                "mismatch.correction.compat='unscored_is_one': rollouts without a log-probability are refused before they are "
+                "corrected; remove it."
+            )
+        if settings.normalize and (settings.loss == "reinforce" or self.world_size > 1):
+            raise ConfigError(
+                "mismatch.correction.normalize: weights would be divided by the mean of a micro-batch or of one process, "
+                "not of the whole batch; it is supported on one process, and not with loss='reinforce'. Remove it."
+            )
+        if settings.loss != "reinforce":
+            return
+        ignored = {
+            "off_policy_mask_threshold": settings.off_policy_threshold is not None
+            or self.off_policy_mask_threshold is not None,
+            "top_entropy_quantile": self.top_entropy_quantile < 1.0,
+            "delta": self.delta is not None,
+            "importance_sampling_level": self.importance_sampling_level != "token",
+            "loss_type": self.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo"),
+        }
+        for name, given in ignored.items():
+            if given:
+                raise ConfigError(
+                    f"mismatch.correction.loss='reinforce' with {name}: it belongs to the policy term that REINFORCE "
+                    "takes the place of, and would be ignored; leave out one of the two."
+                )
 
     def _follow_precision(self, dtype: str) -> None:
         """Derive the host's own precision arguments, refusing those that say otherwise."""

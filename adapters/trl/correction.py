@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ from mismatch_ext.correction import Settings, correct
 
 # TRL's own bound where the weights are ours: it binds nothing, so that TRL's metrics show the plain ratios.
 UNBOUNDED = 1.0e30
+# What is logged of a correction, beside the gap that is measured anyway: the same on every rank.
+METRICS = (
+    "rollout_is_mean", "rollout_is_max", "rollout_is_min", "rollout_is_std", "rollout_is_eff_sample_size",
+    "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low", "rollout_is_oob_ratio", "rollout_is_batch_norm_factor",
+    "rollout_is_veto_fraction", "rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction",
+)  # fmt: skip
 
 
 def native_options(settings: Settings) -> dict[str, Any] | None:
@@ -54,7 +61,7 @@ class CorrectionTerm:
     """
 
     def __init__(self, settings: Settings, gather: Callable[[Tensor], Tensor]) -> None:
-        self.settings = settings
+        self.settings = replace(settings, off_policy_threshold=None)
         self._gather = gather
 
     @property
@@ -72,7 +79,8 @@ class CorrectionTerm:
         """
         rollout, chosen = output["sampling_per_token_logps"], mask.bool()
         if not bool(chosen.any()):
-            return {}
+            # Other ranks may have tokens, and wait for this one's metrics.
+            return self._global({}, rollout.device)
         found = correct(rollout, old_logprobs, chosen, self.settings)
         if self.settings.mode == "bypass":
             # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
@@ -81,7 +89,7 @@ class CorrectionTerm:
         else:
             multiplier = found.as_multiplier()
         output["importance_sampling_ratio"] = torch.where(chosen, multiplier, 1.0)
-        return {name: self._global(name, value) for name, value in found.metrics.items() if name.startswith("rollout_")}
+        return self._global(found.metrics, rollout.device)
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
         """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy.
@@ -96,8 +104,15 @@ class CorrectionTerm:
             return torch.zeros_like(logps)
         return correct(inputs["sampling_per_token_logps"], logps, chosen, self.settings).as_multiplier()
 
-    def _global(self, name: str, value: float) -> float:
-        values = self._gather(torch.tensor([value], dtype=torch.float64))
-        if name.endswith("_max"):
-            return float(values.max())
-        return float(values.min() if name.endswith("_min") else values.mean())
+    def _global(self, metrics: Mapping[str, float], device: torch.device) -> dict[str, float]:
+        """Return the metrics over all ranks, in one collective call that every rank takes part in."""
+        nan = float("nan")
+        mine = torch.tensor([metrics.get(name, nan) for name in METRICS], dtype=torch.float32, device=device)
+        ranks = self._gather(mine[None]).double().cpu()
+        merged = {}
+        for name, values in zip(METRICS, ranks.T, strict=True):
+            values = values[~values.isnan()]
+            if len(values):
+                form = values.max if name.endswith("_max") else values.min if name.endswith("_min") else values.mean
+                merged[name] = float(form())
+        return merged

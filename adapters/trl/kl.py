@@ -29,6 +29,16 @@ class KlTerm:
         self.config = config
         self.controller = KlController(coef, config.controller)
         self._penalties: list[float] = []
+        self._coef_of_batch: float | None = None
+
+    @property
+    def coef(self) -> float:
+        """Coefficient of the present batch, in its loss as in its rewards; the controller's answer counts from the next."""
+        return self.controller.coef if self._coef_of_batch is None else self._coef_of_batch
+
+    def begin(self) -> None:
+        """Start a batch with the coefficient that the controller has arrived at."""
+        self._coef_of_batch = None
 
     @property
     def in_rewards(self) -> bool:
@@ -42,7 +52,10 @@ class KlTerm:
 
     def adapt(self, old_logps: Tensor, reference_logps: Tensor, mask: Tensor, reduce: Reduce) -> None:
         """Move the coefficient by the KL of a fresh batch of completions, over all ranks."""
-        self.controller.update(self.measure(old_logps, reference_logps, mask, reduce)["mismatch/kl_ref_k1"])
+        found = self.measure(old_logps, reference_logps, mask, reduce)
+        self._coef_of_batch = self.controller.coef
+        if found["tokens"]:
+            self.controller.update(found["mismatch/kl_ref_k1"])
 
     def loss(
         self,
@@ -50,6 +63,7 @@ class KlTerm:
         inputs: Mapping[str, Any],
         mask: Tensor,
         logits: Callable[[], tuple[Tensor, Tensor]],
+        temperature: float = 1.0,
     ) -> Tensor:
         """Return the term `[B, T]` to be added to TRL's per-token loss, coefficient included.
 
@@ -58,8 +72,9 @@ class KlTerm:
             inputs: The micro-batch.
             mask: 1 for tokens that are trained on `[B, T]`.
             logits: Computes the policy's and the reference's logits `[B, T, V]`, for the estimator `full`.
+            temperature: Divides those logits.
         """
-        coef, chosen, groups = self.controller.coef, mask.bool(), inputs["prompt_group"]
+        coef, chosen, groups = self.coef, mask.bool(), inputs["prompt_group"]
         behavior = None
         if self.config.ratio != "none":
             behavior = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps"))
@@ -67,7 +82,15 @@ class KlTerm:
         if self.config.estimator == "full":
             policy, reference = logits()
             return kl_full_surrogate(
-                policy, reference, logps, chosen, self.config, behavior_logprobs=behavior, coef=coef, groups=groups
+                policy,
+                reference,
+                logps,
+                chosen,
+                self.config,
+                behavior_logprobs=behavior,
+                coef=coef,
+                groups=groups,
+                temperature=temperature,
             )
         ref_logps = inputs["ref_per_token_logps"]
         if self.in_rewards:
@@ -82,7 +105,7 @@ class KlTerm:
             reference_logps: The reference's `[B, T]`.
             mask: 1 for tokens that are trained on `[B, T]`.
         """
-        penalty = kl_penalty(old_logps, reference_logps, mask.bool(), self.config, coef=self.controller.coef).reward
+        penalty = kl_penalty(old_logps, reference_logps, mask.bool(), self.config, coef=self.coef).reward
         self._penalties = (-penalty.sum(-1)).tolist()
 
     def __call__(self, completions: list[Any], **_: Any) -> list[float]:
@@ -109,7 +132,8 @@ class KlTerm:
         sums = [kl_estimate(policy, reference, name).double().sum() for name in ("k3", "k1")]
         k3, k1, count = reduce(torch.stack([*sums, chosen.sum().double()]), reduction="sum").tolist()
         return {
+            "tokens": count,
             "kl": k3 / max(count, 1.0),
             "mismatch/kl_ref_k1": k1 / max(count, 1.0),
-            "mismatch/kl_coef": self.controller.coef,
+            "mismatch/kl_coef": self.coef,
         }

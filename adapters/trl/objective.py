@@ -18,6 +18,8 @@ from mismatch_ext.adapters.trl.kl import KlTerm
 from torch import Tensor
 from trl.trainer.utils import use_adapter
 
+from mismatch_ext.errors import ConfigError
+
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
 else:
@@ -85,7 +87,7 @@ class ObjectiveMixin(_Host):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
         if self._kl is not None:
-            term = term + self._kl.loss(logps, inputs, mask, lambda: self._both_logits(model, inputs))
+            term = term + self._kl.loss(logps, inputs, mask, lambda: self._both_logits(model, inputs), self.temperature)
             self._log_kl(logps.detach(), inputs["ref_per_token_logps"], mask)
         if self._correction is not None and self._reinforces:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
@@ -96,11 +98,16 @@ class ObjectiveMixin(_Host):
                 return super(ObjectiveMixin, self)._compute_loss(model, probe)
 
         self._scored = []
-        # Masked tokens have weight 0, and their term may be anything but NaN.
+        # Masked tokens have weight 0, and their term is finite.
         return loss + (token_weights(self, aggregate, inputs) * term).sum()
 
     def _both_logits(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the policy's and the reference's logits `[B, T, V]` at the sampling temperature."""
+        """Return the policy's and the reference's logits `[B, T, V]`, before they are divided by the temperature."""
+        if any(key in inputs for key in ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")):
+            raise ConfigError(
+                "mismatch.kl.estimator='full' with multimodal inputs: the logits would be those of a model that sees none "
+                "of them; use another estimator."
+            )
         tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         length = inputs["completion_ids"].size(1)
@@ -113,11 +120,12 @@ class ObjectiveMixin(_Host):
                     peft_model = self.accelerator.unwrap_model(self.model)
                     with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
                         reference = completion_logits(self.model, tokens, attention_mask, length)
-        return policy / self.temperature, reference / self.temperature
+        return policy, reference
 
     def _log_kl(self, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
-        """Log `kl` under TRL's own name and with its meaning, the mean k3 per token over all ranks."""
+        """Log `kl` under TRL's own name: the mean k3 per token over all ranks, without a ratio."""
         assert self._kl is not None
         mode = "train" if self.model.training else "eval"
-        for name, value in self._kl.measure(logps, reference_logps, mask, self.accelerator.reduce).items():
-            self._metrics[mode][name].append(value)
+        found = self._kl.measure(logps, reference_logps, mask, self.accelerator.reduce)
+        for name in ("kl", "mismatch/kl_ref_k1", "mismatch/kl_coef"):
+            self._metrics[mode][name].append(found[name])

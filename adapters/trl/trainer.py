@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,12 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         self._scored: list[Any] = []
         if self._config.kl is not None and self._config.kl.preset is None:
             self._kl = KlTerm(self._config.kl, config.beta)
+            if self._config.kl.baseline == "leave_one_out" and config.per_device_train_batch_size == 1:
+                warnings.warn(
+                    "mismatch.kl.baseline='leave_one_out' with per_device_train_batch_size=1: the baseline is the mean "
+                    "over other completions of a micro-batch, and there are none; the KL term is right but spreads more.",
+                    stacklevel=2,
+                )
         patched = applied(*self._construction_patches(config))
         with config.claimed(), patched as patches, EngineRefusals(self._config):
             with self._kl_reward(config, args, kwargs) as (args, kwargs):
@@ -98,8 +105,11 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         kwargs = dict(kwargs)
         if "reward_funcs" in kwargs:
             kwargs["reward_funcs"] = with_kl
-        if isinstance(kwargs.get("reward_processing_classes"), list):
-            kwargs["reward_processing_classes"] = [*kwargs["reward_processing_classes"], None]
+        if (processing := kwargs.get("reward_processing_classes")) is not None:
+            kwargs["reward_processing_classes"] = [
+                *(processing if isinstance(processing, list) else [processing]),
+                None,
+            ]
         weights = config.reward_weights
         with overridden(config, reward_weights=None if weights is None else [*weights, 1.0]):
             yield args, kwargs
@@ -111,6 +121,8 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         if self._block is None:
             return super()._generate_and_score_completions(inputs)
         self._scored = []
+        if self._kl is not None and self.model.training:
+            self._kl.begin()
         output = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"]
         if "tool_mask" in output:
@@ -127,7 +139,8 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
                     self._metrics[mode][PREFIX + name].append(value)
         if self._kl is not None:
             rows, per_prompt = len(mask), self.num_generations if training else self.num_generations_eval
-            output["prompt_group"] = torch.arange(rows, device=mask.device) // per_prompt
+            first = self.accelerator.process_index * rows
+            output["prompt_group"] = (first + torch.arange(rows, device=mask.device)) // per_prompt
         if self._kl is not None and self._kl.adaptive and training:
             old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
             self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self.accelerator.reduce)
@@ -139,7 +152,7 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._set_kl_rewards(completion_ids_list)
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        column = self.reward_func_names.index(self._kl.__name__)
+        column = next(i for i, function in enumerate(self.reward_funcs) if function is self._kl)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards

@@ -33,8 +33,8 @@ class Rule:
     """One rejection rule.
 
     Args:
-        name: One of `RULES`: over tokens, or over the sum, mean or maximum of a sequence; of k1 = -log rho, k2 = (log rho)^2 / 2
-            or k3 = rho - 1 - log rho, with rho = pi/mu.
+        name: One of `RULES`: over tokens, or over the sum, mean or maximum of a sequence; of k1 = -log rho, k2 = (log
+        rho)^2 / 2 or k3 = rho - 1 - log rho, with rho = pi/mu.
         upper: k1: largest ratio that is kept; k2 and k3: largest divergence that is kept, in nats.
         lower: k1: smallest ratio that is kept.
     """
@@ -88,6 +88,11 @@ class Settings:
         where = "mismatch.correction"
         if self.loss == "reinforce" and self.mode != "bypass":
             raise ConfigError(f"{where}.loss='reinforce' needs mode='bypass'.")
+        if self.mode == "bypass" and self.loss == "ppo_clip" and (self.level != "none" or self.normalize):
+            raise ConfigError(
+                f"{where}: level={self.level!r} with mode='bypass' and loss='ppo_clip', whose clipped ratio pi/mu takes "
+                "no weights; leave out the level, or set loss='reinforce' or mode='decoupled'."
+            )
         if self.level != "none" and self.upper is None and self.lower is None:
             raise ConfigError(f"{where}: level={self.level!r} without bounds; set upper, lower or both.")
         if self.level != "none" and self.bound == "icepop" and (self.upper is None or self.lower is None):
@@ -237,4 +242,11 @@ def resolve(config: CorrectionConfig) -> Settings:
         given["compat"] = frozenset(filter(None, re.split(r"[,\s]+", config.compat)))
     if config.preset is None and not given:
         raise ConfigError(f"mismatch.correction is empty; name a preset ({', '.join(PRESETS)}) or set its keys.")
-    return dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)
+    settings = dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)
+    idle = settings.mode == "decoupled" and settings.level == "none" and not settings.rules
+    if config.preset is None and idle and settings.veto is None and settings.off_policy_threshold is None:
+        raise ConfigError(
+            f"mismatch.correction: {', '.join(given)} alone corrects nothing; set a level with bounds, reject, veto or "
+            "off_policy_threshold, or preset='disabled'."
+        )
+    return settings

@@ -41,14 +41,15 @@ def test_other_corrections_are_the_hand_computed_ones(run: Callable[..., Ran], d
 
 
 def test_metrics_of_our_own_weights_are_logged(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
-    block = {"correction": {"preset": "decoupled_geo_rs_token_tis"}}
+    # The off-policy mask is TRL's own, beside weights that are not.
+    block = {"correction": {"preset": "decoupled_geo_rs_token_tis", "off_policy_threshold": 0.5}}
     found = run(
         "trained", model=dense, out=tmp_path, block=block, vllm_importance_sampling_mode="sequence_mask"
     ).expect()
     metrics = found["rollout_metrics"]
     assert 0.9 < metrics["mismatch/rollout_is_mean"] < 1.1
     assert 0 < metrics["mismatch/rollout_rs_masked_fraction"] <= 1
-    assert metrics["mismatch/rollout_rs_seq_mean_k1_max"] > 1e-3
+    assert metrics["mismatch/rollout_is_max"] > 1.001
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,13 @@ def test_metrics_of_our_own_weights_are_logged(run: Callable[..., Ran], dense: P
         ({"preset": "decoupled_geo_rs"}, {"loss_type": "vespo"}, ["vespo", "token_truncate"]),
         ({"preset": "token_mask"}, {"use_vllm": False}, ["use_vllm=False", "mismatch.correction"]),
         ({}, {}, ["mismatch.correction is empty"]),
+        ({"bound": "mask"}, {}, ["bound alone corrects nothing"]),
+        ({"preset": "bypass_ppo_clip", "level": "token", "upper": 2.0}, {}, ["takes no weights", "reinforce"]),
+        ({"preset": "bypass_pg_is"}, {"top_entropy_quantile": 0.2}, ["reinforce", "top_entropy_quantile"]),
+        ({"preset": "bypass_pg_is", "off_policy_threshold": 0.5}, {}, ["reinforce", "off_policy_mask_threshold"]),
+        ({"preset": "bypass_pg_is"}, {"loss_type": "cispo"}, ["reinforce", "loss_type"]),
+        ({"preset": "bypass_pg_is", "normalize": True}, {}, ["normalize", "micro-batch"]),
+        ({"preset": "tis", "veto": 1e-4, "compat": "unscored_is_one"}, {}, ["unscored_is_one"]),
     ],
 )
 def test_contradictions_are_refused(

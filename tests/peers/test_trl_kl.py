@@ -94,6 +94,17 @@ def test_adaptive_coefficient_resumes_where_it_was(run: Callable[..., Ran], dens
         ({}, {}, ["mismatch.kl without a coefficient", "beta > 0"]),
         ({"coef": 0.1}, {"beta": 0.2}, ["beta=0.2", "mismatch.kl.coef=0.1"]),
         ({"coef": 0.1, "reward_path": "rewards", "estimator": "full"}, {}, ["'rewards'", "'full'", "surrogate"]),
+        ({"coef": 0.1, "reward_path": "rewards", "ratio": "token"}, {}, ["'rewards'", "ratio='token'", "surrogate"]),
+        (
+            {"coef": 0.1, "reward_path": "rewards"},
+            {"mask_truncated_completions": True},
+            ["'rewards'", "mask_truncated_completions", "surrogate"],
+        ),
+        (
+            {"coef": 0.1, "reward_path": "rewards", "estimator": "k2"},
+            {},
+            ["'rewards'", "placement='loss'", "estimator='k2'"],
+        ),
         (
             {"coef": 0.1, "reward_path": "rewards"},
             {"multi_objective_aggregation": "normalize_then_sum"},

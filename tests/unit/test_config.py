@@ -41,6 +41,23 @@ def test_round_trip_through_plain_data() -> None:
     assert "precision" not in MismatchConfig().to_dict()
 
 
+@pytest.mark.parametrize(
+    "kl",
+    [{"preset": "trl", "coef": 0.1}, {"coef": 0.1}, {"estimator": "k3"}, {"estimator": "full", "ratio": "sequence"}],
+)
+def test_kl_survives_a_round_trip(kl: dict[str, object]) -> None:
+    block = MismatchConfig.parse({"kl": kl})
+    assert block is not None and MismatchConfig.parse(json.loads(json.dumps(block.to_dict()))) == block
+
+
+@pytest.mark.parametrize(
+    ("estimator", "placement"), [("k1", "reward"), ("k2", "loss"), ("k3", "both"), ("full", "both")]
+)
+def test_placement_follows_the_estimator(estimator: str, placement: str) -> None:
+    block = MismatchConfig.parse({"kl": {"estimator": estimator}})
+    assert block is not None and block.kl is not None and block.kl.placement == placement
+
+
 def test_configuration_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         EXPECTED.monitor.profile_every = 1  # type: ignore[misc]
