@@ -1,0 +1,121 @@
+"""Simulated response lengths, to see what a surge detector makes of them.
+
+Shapes: S steps, B responses per batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch_ext.lr.settings import SurgeConfig
+from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
+
+Array = NDArray[np.float64]
+Curve = Callable[[np.random.Generator, int], Array]
+"""Median response length per step `[S]`, from a generator and S."""
+
+
+def flat(rng: np.random.Generator, steps: int) -> Array:
+    """No trend."""
+    return np.full(steps, 1000.0)
+
+
+def wandering(rng: np.random.Generator, steps: int) -> Array:
+    """No trend, but batches alike their neighbours: log-length is AR(1) with coefficient 0.95 and standard deviation 0.15."""
+    noise, log_level = rng.normal(size=steps) * 0.15, np.zeros(steps)
+    for step in range(1, steps):
+        log_level[step] = 0.95 * log_level[step - 1] + np.sqrt(1 - 0.95**2) * noise[step]
+    return 1000.0 * np.exp(log_level)
+
+
+def surging(rng: np.random.Generator, steps: int) -> Array:
+    """From 1000 to 3500 tokens over steps 100 to 130, as in arXiv 2602.01826 (from 1000 to 3000-4000 at about 100)."""
+    return np.interp(np.arange(steps), [100, 130], [1000.0, 3500.0])
+
+
+def stepping(rng: np.random.Generator, steps: int) -> Array:
+    """From 1000 to 3500 tokens at step 100."""
+    return np.where(np.arange(steps) < 100, 1000.0, 3500.0)
+
+
+def growing(rng: np.random.Generator, steps: int) -> Array:
+    """From 1000 to 3000 tokens, evenly over all steps."""
+    return np.linspace(1000.0, 3000.0, steps)
+
+
+def spiking(rng: np.random.Generator, steps: int) -> Array:
+    """One batch in 50 with six times the length, at least one after step 60."""
+    spikes = rng.random(steps) < 0.02
+    spikes[rng.integers(60, steps)] = True
+    spikes &= ~np.roll(spikes, 1) & ~np.roll(spikes, 2)
+    return np.where(spikes, 6000.0, 1000.0)
+
+
+def saturating(rng: np.random.Generator, steps: int) -> Array:
+    """The surge at a length limit near its beginning: from 4500 to 15750 tokens over steps 100 to 130."""
+    return 4.5 * surging(rng, steps)
+
+
+def measurements(
+    level: Array, rng: np.random.Generator, *, responses: int = 64, spread: float = 0.7, limit: float = 8192.0
+) -> list[Measurement]:
+    """Return a batch of responses per step: log-normal lengths around the level, cut off at the limit.
+
+    Args:
+        level: Median length per step `[S]`.
+        rng: Source of randomness.
+        responses: B.
+        spread: Standard deviation of a response's log-length.
+        limit: Length limit in tokens.
+    """
+    lengths = level[:, None] * np.exp(spread * rng.normal(size=(len(level), responses)))
+    cut = lengths >= limit
+    means, fractions = np.minimum(lengths, limit).mean(axis=1), cut.mean(axis=1)
+    return [
+        Measurement(step=step, value=float(mean), truncated=float(fraction))
+        for step, (mean, fraction) in enumerate(zip(means, fractions, strict=True))
+    ]
+
+
+def first_surge(config: SurgeConfig, batches: list[Measurement]) -> tuple[int, int] | None:
+    """Return the step of the first surge and the step at which it was found; None without one."""
+    detector, state = SurgeDetector(config, "response_length"), SurgeState()
+    for batch in batches:
+        state, surge = detector.observe(state, batch)
+        if surge is not None:
+            return surge, batch.step
+    return None
+
+
+CASES: tuple[tuple[str, Curve, int], ...] = (
+    ("flat", flat, 64),
+    ("flat", flat, 8),
+    ("flat", flat, 4),
+    ("wandering", wandering, 64),
+    ("spiking", spiking, 64),
+    ("stepping", stepping, 64),
+    ("surging", surging, 64),
+    ("surging", surging, 8),
+    ("saturating", saturating, 64),
+    ("growing", growing, 64),
+)
+
+
+def table(config: SurgeConfig, *, seeds: int, steps: int) -> str:
+    """Return how often, and when, a detector fires on each simulated curve, as Markdown."""
+    rows = ["| curve | responses | fired | step of the surge, median (range) | found |", "|---|---|---|---|---|"]
+    for name, curve, responses in CASES:
+        found = []
+        for seed in range(seeds):
+            rng = np.random.default_rng(seed)
+            found.append(first_surge(config, measurements(curve(rng, steps), rng, responses=responses)))
+        hits = np.array([hit for hit in found if hit is not None])
+        when, seen = "", ""
+        if len(hits):
+            when = f"{np.median(hits[:, 0]):.0f} ({hits[:, 0].min()} to {hits[:, 0].max()})"
+            seen = f"{np.median(hits[:, 1]):.0f}"
+        rows.append(f"| {name} | {responses} | {len(hits)} of {seeds} | {when} | {seen} |")
+    return "\n".join(rows)

@@ -1,0 +1,90 @@
+"""Statistics of a batch of responses, over all ranks.
+
+Shapes: B responses of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mismatch_ext.errors import RecordError
+
+Reduce = Callable[..., Tensor]
+"""Sums a tensor over ranks, called as `reduce(tensor, reduction="sum")`; accelerate's `Accelerator.reduce` is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthStatistics:
+    """Response lengths of one batch over all ranks; the arguments of a controller's `update` by name.
+
+    Args:
+        responses: Number of responses.
+        response_length: Mean length in tokens, truncated responses included; None without a response.
+        truncated_fraction: Fraction of the responses that were cut off at the length limit; None when not known.
+    """
+
+    responses: int
+    response_length: float | None
+    truncated_fraction: float | None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Return the statistics as keyword arguments of `LrController.update` or `LrControl.update`."""
+        return {
+            "responses": self.responses,
+            "response_length": self.response_length,
+            "truncated_fraction": self.truncated_fraction,
+        }
+
+
+def length_statistics(
+    lengths: Tensor, truncated: Tensor | None = None, *, reduce: Reduce | None = None
+) -> LengthStatistics:
+    """Return mean length and truncated fraction over all ranks, from the responses that each rank holds.
+
+        response_length = sum over ranks of sum_b lengths_b / sum over ranks of B
+
+    Ranks may hold different numbers of responses, or none. Counts are summed as integers, so all ranks get the same numbers
+    to the last bit, and with them the same multiplier. Every rank must call this, and must agree on giving `truncated`.
+
+    Args:
+        lengths: Tokens per response of this rank `[B]`, as the trainer counts them: a response cut off at the limit counts
+            with what it has.
+        truncated: True where a response was cut off at the length limit `[B]`.
+        reduce: Sums a tensor over ranks; None takes torch.distributed's default group where one is initialised.
+
+    Raises:
+        RecordError: Wrong shape, or a length that is not a whole number >= 0.
+    """
+    if lengths.dim() != 1:
+        raise RecordError(
+            f"lengths has shape {tuple(lengths.shape)}; give one number of tokens per response, shape [B]."
+        )
+    if truncated is not None and truncated.shape != lengths.shape:
+        raise RecordError(
+            f"truncated has shape {tuple(truncated.shape)}, lengths {tuple(lengths.shape)}; give one flag per response."
+        )
+    whole = lengths.long()
+    wrong = (whole != lengths) | (whole < 0)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise RecordError(f"lengths[{row}] is {lengths[row].item()!r}; a response has a whole number of tokens >= 0.")
+    flags = torch.zeros_like(whole) if truncated is None else truncated.to(whole.device).bool().long()
+    sums = torch.stack([torch.full_like(whole.sum(), whole.numel()), whole.sum(), flags.sum()])
+    responses, tokens, cut = (int(x) for x in (reduce or _sum_over_ranks)(sums, reduction="sum").tolist())
+    return LengthStatistics(
+        responses=responses,
+        response_length=tokens / responses if responses else None,
+        truncated_fraction=cut / responses if responses and truncated is not None else None,
+    )
+
+
+def _sum_over_ranks(tensor: Tensor, reduction: str) -> Tensor:
+    if dist.is_available() and dist.is_initialized():
+        tensor = tensor.clone()
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    return tensor

@@ -1,0 +1,132 @@
+"""Finds the surge of a statistic: a smoothed value against a robust baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from statistics import median
+
+from mismatch_ext.lr.settings import SurgeConfig, Trigger
+
+LEAST: dict[Trigger, float] = {"response_length": 1.0, "mismatch_kl": 1e-3, "grad_norm": 0.0, "f_tau": 0.01}
+"""Least value of a surge per trigger, where the settings name none."""
+MAD_TO_STD = 1.4826
+"""Standard deviation over median absolute deviation of a normal distribution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One batch.
+
+    Args:
+        step: Step at which it was measured.
+        value: The trigger's statistic.
+        truncated: Fraction of truncated responses, where it is known.
+    """
+
+    step: int
+    value: float
+    truncated: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A baseline.
+
+    Args:
+        center: Median of its measurements.
+        spread: Their robust standard deviation.
+    """
+
+    center: float
+    spread: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Level:
+        """Return the level of some values."""
+        center = median(values)
+        return cls(center=center, spread=MAD_TO_STD * median(abs(x - center) for x in values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurgeState:
+    """What the detector remembers.
+
+    Args:
+        history: Last measurements, oldest first.
+        baseline: Level of the statistic; None until enough was measured.
+        truncated_baseline: Level of the truncated fraction, where it is known.
+    """
+
+    history: tuple[Measurement, ...] = ()
+    baseline: Level | None = None
+    truncated_baseline: Level | None = None
+
+
+class SurgeDetector:
+    """Tells at which step a statistic surged; see `SurgeConfig` for the rule.
+
+    Args:
+        config: The rule.
+        trigger: Which statistic it is; decides the least value and whether truncated responses count.
+    """
+
+    def __init__(self, config: SurgeConfig, trigger: Trigger) -> None:
+        self.config = config
+        self.least = LEAST[trigger] if config.least is None else config.least
+        self.truncated_rise = config.truncated_rise if trigger == "response_length" else None
+
+    def threshold(self, baseline: Level) -> float:
+        """Return the smoothed value that is a surge over a baseline; 0 means that nothing is."""
+        margin = self.config.noise_margin * baseline.spread
+        return max(self.config.ratio * baseline.center, baseline.center + margin, self.least)
+
+    def truncated_threshold(self, baseline: Level) -> float:
+        """Return the smoothed truncated fraction that is a surge over a baseline; above 1 nothing is."""
+        return baseline.center + max(self.truncated_rise or 2.0, self.config.noise_margin * baseline.spread)
+
+    def observe(self, state: SurgeState, new: Measurement, *, armed: bool = True) -> tuple[SurgeState, int | None]:
+        """Take a measurement, and return the new state and the step of the surge, if there is one.
+
+        The step is that of the earliest smoothed measurement that reaches the threshold by itself, so that smoothing does
+        not delay it; not before `min_step`.
+
+        Args:
+            state: State before.
+            new: The measurement.
+            armed: False only remembers.
+        """
+        state = self._remember(state, new)
+        recent = state.history[-self.config.smoothing :]
+        if state.baseline is None or not armed or new.step < self.config.min_step:
+            return state, None
+        threshold = self.threshold(state.baseline)
+        reaching = [m.step for m in recent if m.value >= threshold]
+        if threshold > 0 and median(m.value for m in recent) >= threshold:
+            return state, max(reaching[0], self.config.min_step)
+        cut = [m.truncated for m in recent if m.truncated is not None]
+        if state.truncated_baseline is not None and len(cut) == len(recent):
+            threshold = self.truncated_threshold(state.truncated_baseline)
+            reaching = [m.step for m, fraction in zip(recent, cut, strict=True) if fraction >= threshold]
+            if median(cut) >= threshold:
+                return state, max(reaching[0], self.config.min_step)
+        return state, None
+
+    def _remember(self, state: SurgeState, new: Measurement) -> SurgeState:
+        config = self.config
+        history = (*state.history, new)
+        if config.baseline == "rolling":
+            history = history[-config.baseline_window - config.smoothing :]
+            window = history[: -config.smoothing]
+        elif state.baseline is not None:
+            return dataclasses.replace(state, history=history[-config.smoothing :])
+        else:
+            window = history
+        if len(window) < config.baseline_window:
+            return dataclasses.replace(state, history=history)
+        cut = [m.truncated for m in window if m.truncated is not None]
+        return SurgeState(
+            history=history[-config.smoothing :] if config.baseline == "first" else history,
+            baseline=Level.of([m.value for m in window]),
+            truncated_baseline=Level.of(cut) if self.truncated_rise and len(cut) == len(window) else None,
+        )
