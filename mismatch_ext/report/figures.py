@@ -136,8 +136,9 @@ def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
         steps = _overflows(run)
         if not steps:
             continue
-        known = dict(zip(*run.series(PREFIX + "loss_scale"), strict=True))
-        trace = trace_of(name, index, steps, [known.get(step) or 1.0 for step in steps])
+        pairs = zip(*run.series(PREFIX + "loss_scale"), strict=True)
+        known = {step: scale for step, scale in pairs if drawable(scale, log=True)}
+        trace = trace_of(name, index, steps, [known.get(step, 1.0) for step in steps])
         look = {"symbol": "x", "size": 10, "color": style(index)["color"]}
         trace |= {"mode": "markers", "marker": look}
         trace["hovertemplate"] = "overflow at step %{x}<extra>%{fullData.name}</extra>"

@@ -16,6 +16,7 @@ from typing import Any
 from mismatch_ext.rundata import RunData, find_runs, read_run
 
 PREFIX = "mismatch/"
+NATIVE = "native/"
 ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
@@ -123,7 +124,10 @@ def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
 
 def pooled(run: RunData, column: str, split: str = "train") -> float | None:
     """Pool one metric over the steps of a split: the maximum, or the mean weighted by tokens or sequences."""
-    count_name = WEIGHTS.get(column, "tokens")
+    plain = column.removeprefix(NATIVE)
+    count_name = WEIGHTS.get(plain, "tokens")
+    if count_name and plain != column:
+        count_name = NATIVE + count_name
     values: list[float] = []
     weights: list[float | None] = []
     for record in run.steps:
@@ -133,7 +137,7 @@ def pooled(run: RunData, column: str, split: str = "train") -> float | None:
             weights.append(record.metrics.get(f"{PREFIX}{count_name}") if count_name else None)
     if not values:
         return None
-    if column in MAXIMA:
+    if plain in MAXIMA:
         return max(values)
     known = [weight for weight in weights if weight is not None and weight > 0]
     if len(known) < len(values):

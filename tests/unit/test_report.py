@@ -453,6 +453,16 @@ lines = st.fixed_dictionaries(
 )
 
 
+def test_an_overflow_at_a_scale_that_cannot_be_drawn_is_still_marked(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "step", "segment": 0, "step": 0, "split": "train", "metrics": {"mismatch/loss_scale": 4.0}},
+        {"kind": "step", "segment": 0, "step": 1, "split": "train", "metrics": {"mismatch/loss_scale": -2.0}},
+        {"kind": "event", "segment": 0, "step": 1, "level": "info", "name": "overflow", "message": ""},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert "overflow at step" in render(tmp_path).read_text(encoding="utf-8")
+
+
 # Shrinking renders thousands of pages; the failing lines are short enough as they are.
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(content=st.lists(lines, max_size=8))
