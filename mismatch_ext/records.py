@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, ProvenanceError, RecordError
+from mismatch_ext.routing import RoutingTrace
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -127,6 +128,7 @@ class RolloutRecord:
         finish_reason: Why generation ended, or None when unknown.
         provenance: Where the record comes from.
         request_id: The engine's or caller's name for the request, used in messages.
+        routing: Experts of every token but the last, or of the response's alone; None when they were not recorded.
 
     Raises:
         RecordError: Lengths differ, or a token id is negative.
@@ -141,6 +143,7 @@ class RolloutRecord:
     finish_reason: str | None
     provenance: Provenance
     request_id: str | None = None
+    routing: RoutingTrace | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout_logprobs, tuple):
@@ -174,6 +177,16 @@ class RolloutRecord:
             raise ProvenanceError(
                 f"rollout {self.request_id} has no provenance (found {self.provenance!r}); rollouts of unknown origin "
                 "are not trained on."
+            )
+        self._check_routing()
+
+    def _check_routing(self) -> None:
+        tokens = len(self.prompt_ids) + len(self.response_ids)
+        if self.routing is not None and tokens - self.routing.start - self.routing.rows not in (0, 1):
+            raise RecordError(
+                f"rollout {self.request_id}: {tokens} tokens of prompt and response, but routing of positions "
+                f"{self.routing.start} to {self.routing.start + self.routing.rows - 1}; it must end at the last token or the "
+                "one before."
             )
 
 

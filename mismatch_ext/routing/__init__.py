@@ -3,6 +3,7 @@
 from mismatch_ext.routing.agreement import ROUTING_MEASURES, Agreement, agreement
 from mismatch_ext.routing.align import align, align_packed
 from mismatch_ext.routing.ingest import ingest_batch
+from mismatch_ext.routing.plausibility import check_plausible, expert_overlap
 from mismatch_ext.routing.sharing import Shared, share_prompts
 from mismatch_ext.routing.storage import load_traces, save_traces
 from mismatch_ext.routing.trace import RoutingTrace, storage_dtype, traces_nbytes
@@ -15,6 +16,8 @@ __all__ = [
     "agreement",
     "align",
     "align_packed",
+    "check_plausible",
+    "expert_overlap",
     "ingest_batch",
     "load_traces",
     "save_traces",

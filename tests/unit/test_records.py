@@ -12,6 +12,7 @@ import torch
 
 from mismatch_ext.errors import NonFiniteLogprobError, ProvenanceError, RecordError
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, collate
+from mismatch_ext.routing import RoutingTrace
 
 ORIGIN = Provenance(
     engine="vllm", engine_version="0.30.0", dtype="float16", kv_cache_dtype="float16", weight_version=3,
@@ -97,6 +98,31 @@ def test_bias_of_the_ratio_is_said_exactly_when_there_is_one() -> None:
     assert SamplingSettings(min_p=0.1).truncates_support
     penalty = SamplingSettings(repetition_penalty=1.1)
     assert not penalty.truncates_support and "repetition_penalty=1.1" in (penalty.ratio_bias() or "")
+
+
+@pytest.mark.parametrize(
+    ("start", "rows", "fits"),
+    # Five tokens in all: routes of all of them, or of all but the last, from the start or from the response on.
+    [
+        (0, 5, True),
+        (0, 4, True),
+        (2, 3, True),
+        (2, 2, True),
+        (0, 3, False),
+        (0, 6, False),
+        (2, 4, False),
+        (1, 2, False),
+    ],
+)
+def test_routing_must_end_at_the_last_token_or_the_one_before(start: int, rows: int, fits: bool) -> None:
+    trace = RoutingTrace(parts=(torch.zeros(rows, 1, 1, dtype=torch.uint8),), layers=(0,), num_experts=4, start=start)
+    if fits:
+        assert record(routing=trace).routing is trace
+    else:
+        with pytest.raises(
+            RecordError, match=f"rollout r1: 5 tokens .* routing of positions {start} to {start + rows - 1}"
+        ):
+            record(routing=trace)
 
 
 def test_errors_survive_pickling() -> None:
