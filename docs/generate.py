@@ -20,6 +20,7 @@ SECTIONS = {
     "CorrectionConfig": "mismatch.correction",
     "KlConfig": "mismatch.kl",
     "KlControllerConfig": "mismatch.kl.controller",
+    "RoutingConfig": "mismatch.routing",
     "MonitorConfig": "mismatch.monitor",
 }
 
@@ -57,8 +58,20 @@ def config_page() -> str:
     return "\n".join(lines)
 
 
+def routing_page(table: str) -> str:
+    """Return docs/routing.md, written by hand, with the table of model families between its two marks."""
+    before, begin, rest = (HERE / "routing.md").read_text(encoding="utf-8").partition("<!-- begin generated -->\n")
+    _, end, after = rest.partition("<!-- end generated -->\n")
+    assert begin and end, "docs/routing.md has lost a mark"
+    return f"{before}{begin}{table}\n{end}{after}"
+
+
 PAGES = {"config.md": config_page, "kl.md": conformance_page, "metrics.md": metrics_page, "patches.md": patches_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (HERE / name).write_text(page() + "\n", encoding="utf-8")
+    # Not among the pages above: it imports transformers and proves every family, which takes a minute.
+    from mismatch_ext.adapters.transformers.routing.families import families_page
+
+    (HERE / "routing.md").write_text(routing_page(families_page()), encoding="utf-8")

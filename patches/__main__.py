@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from mismatch_ext.patches.torch.checkpoint import NON_REENTRANT, REENTRANT
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 
 from mismatch_ext.patching import Patch
 
-# When each patch is active; nothing is patched outside these moments, and nothing without a mismatch block.
+# When each patch is active; nothing is patched outside these moments.
 DECLARED: tuple[tuple[Patch, str], ...] = (
-    (engine_arguments({"dtype": "float16"}), "while TRL builds its trainer"),
-    (CPU_MOE_REPACK, "while TRL builds its trainer, and during each weight update, on a CPU"),
+    (engine_arguments({"dtype": "float16"}), "while TRL builds its trainer; only with a `mismatch` block"),
+    (CPU_MOE_REPACK, "while TRL builds its trainer with a `mismatch` block, and during `update_weights`, on a CPU"),
+    (REENTRANT, "inside `replay_routing`"),
+    (NON_REENTRANT, "inside `replay_routing`"),
 )
 
 
@@ -27,7 +30,7 @@ def table() -> str:
             f"## {patch.name}",
             "",
             f"- **Symbol**: `{patch.target}`, {patch.peer} `{patch.supports}`",
-            f"- **Active**: {active}; only with a `mismatch` block",
+            f"- **Active**: {active}",
             f"- **Why**: {patch.reason}",
             f"- **Not covered**: {patch.not_covered}",
             f"- **Can go when**: {patch.remove_when}",

@@ -1,8 +1,32 @@
-"""transformers models: token scores, dtypes read back, FP16 readiness, vocabulary checks."""
+"""transformers models: token scores, dtypes read back, FP16 readiness, vocabulary checks, routing record and replay."""
 
 from mismatch_ext.adapters.transformers.readiness import scan_checkpoint
 from mismatch_ext.adapters.transformers.reading import read_trainer
+from mismatch_ext.adapters.transformers.routing import (
+    GenerationRecording,
+    MoeLayout,
+    Recording,
+    Replay,
+    moe_layout,
+    record_generation,
+    record_routing,
+    replay_routing,
+)
 from mismatch_ext.adapters.transformers.scoring import score_tokens
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, vocabulary_surplus
 
-__all__ = ["VocabularySurplus", "read_trainer", "scan_checkpoint", "score_tokens", "vocabulary_surplus"]
+__all__ = [
+    "GenerationRecording",
+    "MoeLayout",
+    "Recording",
+    "Replay",
+    "VocabularySurplus",
+    "moe_layout",
+    "read_trainer",
+    "record_generation",
+    "record_routing",
+    "replay_routing",
+    "scan_checkpoint",
+    "score_tokens",
+    "vocabulary_surplus",
+]

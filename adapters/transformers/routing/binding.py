@@ -1,0 +1,275 @@
+"""Puts a session between a model's routers and their top-k, for the time of a context.
+
+What is done at a router depends on the session of the running thread, which a recomputation sets anew (see `checkpointing`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from mismatch_ext.adapters.transformers.routing.checkpointing import in_backward, runs_unbound
+from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, Router, moe_layout
+from mismatch_ext.adapters.transformers.routing.session import Forward, Session
+from mismatch_ext.adapters.transformers.routing.shadow import Around, Instead, shadow, uncompiled
+from mismatch_ext.adapters.transformers.routing.topk import AnsweredTopK
+from mismatch_ext.patches.torch.checkpoint import checkpoints_bound
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReplayError
+
+Call = Callable[..., Any]
+
+
+class _Running(threading.local):
+    """What this thread is doing: autograd recomputes in threads of its own."""
+
+    session: Session | None = None
+    forward: Forward | None = None
+    bound: int = 0  # depth of checkpointed functions that know their session
+
+
+class Binding:
+    """Stands in for the forward of the decoder, its routers and its experts; one for all contexts of a model.
+
+    Args:
+        layout: Where they are.
+    """
+
+    def __init__(self, layout: MoeLayout) -> None:
+        self.layout = layout
+        self._running = _Running()
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo = ExitStack()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Binding:
+        """Return the model's binding: the present one as long as a context or a graph needs it.
+
+        Args:
+            model: The model, possibly wrapped.
+
+        Raises:
+            ReplayError: The model's routing cannot be recorded or replayed.
+        """
+        layout = moe_layout(model)
+        with _BINDINGS_LOCK:
+            binding = _BINDINGS.get(id(layout.decoder))
+            if binding is None or binding.layout.places() != layout.places():
+                binding = _BINDINGS[id(layout.decoder)] = cls(layout)
+            return binding
+
+    @contextmanager
+    def active(self, session: Session) -> Iterator[None]:
+        """Put a session at the routers, in this thread.
+
+        Args:
+            session: Says what is done there.
+
+        Raises:
+            ReplayError: Another one is there.
+        """
+        running = self._running
+        if running.session is not None:
+            raise ReplayError(
+                f"{self.layout.family}: routing of this model is already being recorded or replayed; leave that context first "
+                "(to see the model's own routing during replay, use replay_routing(..., native=True))."
+            )
+        with self._installed(), ExitStack() as stack:
+            if session.replays:
+                stack.enter_context(checkpoints_bound(_Bound(self, session)))
+            running.session, running.bound = session, 0
+            try:
+                yield
+            finally:
+                running.session = None
+
+    @contextmanager
+    def resumed(self, session: Session) -> Iterator[None]:
+        """Put a session at the routers for a function that a checkpoint runs, for the first time or again."""
+        running = self._running
+        with self._installed(), self.checkpointing():
+            before = running.session, running.forward
+            # Run again in a backward pass, a layer belongs to no forward that may be going on.
+            running.session, running.forward = session, None if in_backward() else running.forward
+            try:
+                yield
+            finally:
+                running.session, running.forward = before
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Note that what runs is in a checkpoint that knows its session."""
+        running = self._running
+        running.bound += 1
+        try:
+            yield
+        finally:
+            # The generator of a checkpoint whose function failed is closed late, possibly after a new session began.
+            running.bound = max(0, running.bound - 1)
+
+    def is_running(self, session: Session) -> bool:
+        """Tell whether a session is this thread's."""
+        return self._running.session is session
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Stand in for the methods until the last user is gone, who restores what was there before."""
+        with self._lock:
+            if not self._users:
+                with ExitStack() as stack:
+                    self._install(stack)
+                    self._undo = stack.pop_all()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()
+
+    def _install(self, stack: ExitStack) -> None:
+        layout = self.layout
+        shadow(stack, layout.decoder, "forward", Around(enter=self._begin, leave=self._end))
+        for router in layout.routers:
+            shadow(stack, router.module, router.method, Instead(call=partial(self._run_router, router)))
+        for experts, layer in {r.experts: r.layer for r in layout.routers if r.experts is not None}.items():
+            around = Around(enter=partial(self._check_experts, layer), leave=lambda state, returned: None)
+            shadow(stack, experts, "forward", around)
+
+    def _session(self) -> Session | None:
+        """Return the session, or None where the model is to behave as if there were none."""
+        session = self._running.session
+        # A recomputation that no session is bound to belongs to a forward that ran before this context.
+        return None if session is None or (not self._running.bound and in_backward()) else session
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Session, Forward] | None:
+        session, running = self._session(), self._running
+        if session is None:
+            return None
+        running.forward = Forward(
+            arguments=(args, kwargs),
+            gradients=torch.is_grad_enabled(),
+            recomputed=bool(running.bound) and in_backward(),
+            outer=running.forward,
+        )
+        return session, running.forward
+
+    def _end(self, begun: tuple[Session, Forward] | None, returned: bool) -> None:
+        if begun is None:
+            return
+        session, forward = begun
+        self._running.forward = forward.outer
+        if not returned:
+            return
+        if any(forward.hits.get(layer, 0) != 1 for layer in self.layout.layers) or forward.chosen:
+            raise ReplayError(self._wrong_hits(forward))
+        if not forward.recomputed:
+            session.finish(forward)
+
+    def _wrong_hits(self, forward: Forward) -> str:
+        family = self.layout.family
+        wrong = {layer: n for layer in self.layout.layers if (n := forward.hits.get(layer, 0)) != 1}
+        if wrong:
+            missed, again = [n for n, hits in wrong.items() if not hits], [n for n, hits in wrong.items() if hits]
+            parts = [f"not that of layers {missed}"] if missed else []
+            parts += [f"several times that of layers {again}"] if again else []
+            return (
+                f"{family}: one forward pass ran {' and '.join(parts)}; every MoE layer's router must run exactly once, or "
+                "routes are not what was asked for. Is a layer skipped, repeated or replaced, or its block run by a fused or "
+                "hub kernel that bypasses the router?"
+            )
+        return (
+            f"{family}: in layers {sorted(forward.chosen)} the router ran but its experts did not; something else computes "
+            "the layer (a fused or hub kernel?), and whether it keeps to the routes is not known."
+        )
+
+    def _run_router(self, router: Router, plain: Call, *args: Any, **kwargs: Any) -> Any:
+        session, forward = self._session(), self._running.forward
+        if session is None:
+            return plain(*args, **kwargs)
+        layer, layout = router.layer, self.layout
+        if forward is None and not self._running.bound:
+            raise ReplayError(f"{layout.family}: the router of layer {layer} ran outside a forward of the decoder.")
+        if session.replays and forward and not self._running.bound and runs_unbound(forward.gradients):
+            raise ReplayError(
+                f"{layout.family}: layer {layer} runs in a checkpoint that is not torch.utils.checkpoint's, or without "
+                "gradients in a forward pass with them; recomputed in the backward pass it could not be given the same routes. "
+                "Use the model's gradient_checkpointing_enable()."
+            )
+        answer = AnsweredTopK(
+            layout.num_experts,
+            layout.top_k,
+            partial(session.select, layer, forward),
+            one_group=getattr(router.module, "n_group", None) == 1,
+        )
+        with answer:
+            output = plain(*args, **kwargs)
+        if answer.chosen is None or answer.calls != 1:
+            raise ReplayError(
+                f"{layout.family}: the router of layer {layer} ({type(router.module).__name__}.{router.method}) asked "
+                f"{answer.calls} times for the top {layout.top_k} of {layout.num_experts} scores, not once; its choice of "
+                f"experts cannot be replayed. Top-k calls seen: {answer.others or 'none'}."
+            )
+        if forward is not None:
+            forward.hits[layer] = forward.hits.get(layer, 0) + 1
+            if router.experts is not None:
+                forward.chosen[layer] = answer.chosen
+        return output
+
+    def _check_experts(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forward = self._running.forward
+        chosen = forward.chosen.pop(layer, None) if forward and self._session() else None
+        if chosen is None:
+            return
+        for given in (*args, *kwargs.values()):
+            if not isinstance(given, Tensor) or given.shape != chosen.shape or given.is_floating_point():
+                continue
+            # Nearly always the very same memory; comparing would wait for the device.
+            if given.data_ptr() != chosen.data_ptr() and not torch.equal(given.to(chosen.dtype), chosen):
+                raise ReplayError(
+                    f"{self.layout.family}: the experts of layer {layer} were given others than the router chose; code "
+                    "between the two overrides the routes (an expert-parallel plan?)."
+                )
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Ties checkpointed functions to the session of the context that they first ran in."""
+
+    binding: Binding
+    session: Session
+
+    def bound(self, function: Call) -> Call:
+        if not self.binding.is_running(self.session):
+            return function
+        enter, leave = uncompiled(self._enter), uncompiled(ExitStack.close)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            stack = enter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                leave(stack)
+
+        return uncompiled(run, inside=True)
+
+    def _enter(self) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(self.binding.resumed(self.session))
+        return stack
+
+    def checkpointing(self) -> Any:
+        return self.binding.checkpointing()
+
+
+_BINDINGS: WeakValueDictionary[int, Binding] = WeakValueDictionary()
+_BINDINGS_LOCK = threading.Lock()

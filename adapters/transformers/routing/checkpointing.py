@@ -1,0 +1,28 @@
+"""Gradient checkpointing: what is recomputed in a backward pass must find the session of its own forward pass.
+
+torch.utils.checkpoint, in both modes, keeps the function that it will run again. While routing is replayed that function is
+wrapped as the forward runs (patches/torch/checkpoint.py), so that its session lives as long as the graph does: there is no
+queue, and backward passes may come in any order, inside or after the context. Since it is torch's function that is wrapped, it
+does not matter when or by whom checkpointing was enabled; a checkpoint of another make is refused where a router runs in it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is in a backward pass: a forward in it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint asks in this way
+
+
+def runs_unbound(gradients: bool) -> bool:
+    """Tell whether the running code is in a checkpoint, given that none that we know of is.
+
+    Args:
+        gradients: Whether gradients were on when the decoder's forward began.
+    """
+    if gradients and not torch.is_grad_enabled():
+        return True  # as reentrant checkpoints run
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")

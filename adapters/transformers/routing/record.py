@@ -1,0 +1,91 @@
+"""Record the experts that a transformers model chooses.
+
+Shapes: R rows (tokens of a forward pass, batch-first), L MoE layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from mismatch_ext.adapters.transformers.routing.binding import Binding
+from mismatch_ext.adapters.transformers.routing.layout import MoeLayout
+from mismatch_ext.adapters.transformers.routing.session import Forward
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReplayError
+from mismatch_ext.routing import RoutingTrace, storage_dtype
+
+
+class Recording:
+    """Routes of the forward passes under `record_routing`.
+
+    Args:
+        layout: The model's routers.
+        version: Version of the policy that runs.
+    """
+
+    replays = False
+
+    def __init__(self, layout: MoeLayout, version: int = 0) -> None:
+        self.layout = layout
+        self._dtype = storage_dtype(layout.num_experts)
+        self._version = version
+        self._parts: list[Tensor] = []
+
+    @property
+    def trace(self) -> RoutingTrace:
+        """Routes of all forward passes so far, in order, rows of a pass batch-first.
+
+        Raises:
+            ReplayError: Nothing was recorded.
+        """
+        if not self._parts:
+            raise ReplayError(
+                f"{self.layout.family}: no forward pass was recorded. Was the model built anew, or a copy of it called?"
+            )
+        return RoutingTrace(
+            parts=tuple(self._parts),
+            layers=self.layout.layers,
+            num_experts=self.layout.num_experts,
+            versions=((0, self._version),),
+        )
+
+    def select(
+        self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Let the router choose, and remember its choice."""
+        values, indices = plain()
+        if forward is not None:
+            self.keep(layer, forward, indices)
+        return values, indices
+
+    def keep(self, layer: int, forward: Forward, indices: Tensor) -> None:
+        """Remember a choice."""
+        forward.seen[layer] = indices.detach().reshape(-1, self.layout.top_k).to(self._dtype)
+
+    def finish(self, forward: Forward) -> None:
+        """Take a pass's layers together, in the order of the layout."""
+        self._parts.append(torch.stack([forward.seen[layer] for layer in self.layout.layers], dim=1))
+
+
+@contextmanager
+def record_routing(model: nn.Module, *, version: int = 0) -> Iterator[Recording]:
+    """Record the experts of every forward pass of a model; nothing that it computes changes.
+
+    Args:
+        model: A transformers model, possibly wrapped (PEFT, DDP, FSDP).
+        version: Version of the policy that runs, for the trace.
+
+    Yields:
+        The recording; `recording.trace` afterwards. Recomputation in a backward pass is not recorded again.
+
+    Raises:
+        ReplayError: The model's routing cannot be recorded; names family, module and reason. Or a forward pass did not run
+            each layer's router once.
+    """
+    binding = Binding.of(model)
+    recording = Recording(binding.layout, version)
+    with binding.active(recording):
+        yield recording

@@ -1,0 +1,188 @@
+"""Replay recorded experts in a transformers model.
+
+Replay changes which experts run. Gate weights are computed from the router's present scores by the model's own code, whatever
+its formula, so that gradients reach the router: only the answer of its top-k is another.
+
+Shapes: R rows (tokens of a forward pass, batch-first: row b * S + s is token s of sample b), L MoE layers, K experts per token,
+E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from mismatch_ext.adapters.transformers.routing.binding import Binding
+from mismatch_ext.adapters.transformers.routing.layout import MoeLayout
+from mismatch_ext.adapters.transformers.routing.record import Recording
+from mismatch_ext.adapters.transformers.routing.session import Forward
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.routing import RoutingTrace
+
+
+class Replay:
+    """Routes that the forward passes under `replay_routing` were given.
+
+    Args:
+        layout: The model's routers.
+        trace: Routes, a row per token.
+        mask: True where a row is replayed `[R]`; None for all.
+        native: Whether to record the model's own choice beside the replayed one.
+
+    Attributes:
+        forwards: Forward passes of the decoder.
+        rows: Tokens routed, over all passes.
+        native_rows: Those of them that the mask left to the model's own routing.
+
+    Raises:
+        RoutingError: Trace or mask do not fit the model or each other, or the trace has ids that no router can choose.
+    """
+
+    replays = True
+
+    def __init__(self, layout: MoeLayout, trace: RoutingTrace, mask: Tensor | None, native: bool) -> None:
+        layout.expect(trace)
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != (trace.rows,)):
+            raise RoutingError(
+                f"mask is {mask.dtype} {tuple(mask.shape)}; allowed: torch.bool, one per row of the trace, ({trace.rows},)."
+            )
+        _refuse_ids(trace, mask)
+        self.layout = layout
+        self.forwards = self.rows = self.native_rows = 0
+        self._trace = trace
+        self._left = 0 if mask is None else trace.rows - int(mask.sum())
+        # A mask without gaps is none: the model's own top-k then need not run at all.
+        self._mask = mask if self._left else None
+        self._native = Recording(layout) if native else None
+        self._placed: dict[torch.device, tuple[RoutingTrace, Tensor | None]] = {}
+
+    @property
+    def native(self) -> RoutingTrace:
+        """What the model itself would have chosen, with the replayed routes in the layers before.
+
+        Raises:
+            ReplayError: It was not asked for, or no forward pass was run.
+        """
+        if self._native is None:
+            raise ReplayError("the model's own routing was not recorded; use replay_routing(..., native=True).")
+        return self._native.trace
+
+    def select(
+        self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Give the router the trace's experts, with the scores that it has for them now.
+
+        Args:
+            layer: Absolute decoder index.
+            forward: The running pass; None when a layer is recomputed.
+            scores: What the router ranks experts by `[..., E]`, R rows in all.
+            plain: Computes the top-k of the scores.
+
+        Returns:
+            The scores of the trace's experts, and their ids, int64, both `[..., K]`.
+
+        Raises:
+            ReplayError: The trace has another number of rows.
+        """
+        tokens = scores.numel() // scores.shape[-1]
+        if tokens != self._trace.rows:
+            raise ReplayError(
+                f"{self.layout.family}, layer {layer}: the routing trace has {self._trace.rows} rows, the forward pass {tokens} "
+                "tokens, padding included; pass the rows of exactly these tokens, as mismatch_ext.routing.align makes them."
+            )
+        trace, mask = self._on(scores.device)
+        # One layer is widened at a time, here and again when it is recomputed: the graph never holds int64 ids for all.
+        indices = trace.layer(layer).view(*scores.shape[:-1], -1)
+        native = self._native if forward is not None and not forward.recomputed else None
+        if mask is not None or native is not None:
+            with torch.no_grad():
+                own = plain()[1]
+            if native is not None and forward is not None:
+                native.keep(layer, forward, own)
+            if mask is not None:
+                indices = torch.where(mask.view(*scores.shape[:-1], 1), indices, own)
+        return scores.gather(-1, indices), indices
+
+    def finish(self, forward: Forward) -> None:
+        """Count a pass."""
+        self.forwards += 1
+        self.rows += self._trace.rows
+        self.native_rows += self._left
+        if self._native is not None:
+            self._native.finish(forward)
+
+    def _on(self, device: torch.device) -> tuple[RoutingTrace, Tensor | None]:
+        """Return trace and mask on a device. They are moved once, still narrow: each copy would wait for the device."""
+        if device not in self._placed:
+            moved = replace(self._trace, parts=(self._trace.experts.to(device),))
+            self._placed[device] = moved, None if self._mask is None else self._mask.to(device)
+        return self._placed[device]
+
+
+@contextmanager
+def replay_routing(
+    model: nn.Module, trace: RoutingTrace, mask: Tensor | None = None, *, native: bool = False
+) -> Iterator[Replay]:
+    """Route the tokens of the forward passes in this context as a trace says.
+
+    One micro-batch a context: its backward pass may come at any time and in any order, inside or after the context, and
+    recomputes checkpointed activations, in both modes, with the same routes.
+
+    Args:
+        model: A transformers model, possibly wrapped (PEFT, DDP, FSDP).
+        trace: A row per token of the micro-batch, batch-first, padding included, as `align` or `align_packed` makes it.
+        mask: True for rows that are replayed `[R]`, bool; the others are routed by the model. None replays all.
+        native: Also record what the model itself would choose; costs a top-k per layer.
+
+    Yields:
+        Counts, and `native`.
+
+    Raises:
+        RoutingError: The trace does not fit the model, or has ids that no router can choose.
+        ReplayError: The model's routing cannot be replayed; a forward pass has other tokens than the trace, did not run each
+            layer's router once, or did not obey it; or no forward pass went through the model.
+    """
+    binding = Binding.of(model)
+    replay = Replay(binding.layout, trace, mask, native)
+    with binding.active(replay):
+        yield replay
+    if not replay.forwards:
+        raise ReplayError(
+            f"{replay.layout.family}: no forward pass went through the model that the routing trace was bound to, so nothing "
+            "was replayed. Was the model built anew, a copy of it called, or is it run by a compiled graph?"
+        )
+
+
+def _refuse_ids(trace: RoutingTrace, mask: Tensor | None) -> None:
+    """Refuse ids that no router chooses. Ingested traces have none; models would run with them, or fail far from here."""
+    first = 0
+    for part in trace.parts:
+        wrong = _wrong(part, trace.num_experts)
+        rows = wrong.any(1)
+        if mask is not None:
+            rows = rows & mask[first : first + len(part)].to(rows.device)
+        if bool(rows.any()):
+            row = int(rows.nonzero()[0])
+            layer = int(wrong[row].nonzero()[0])
+            raise RoutingError(
+                f"row {first + row}, layer {trace.layers[layer]} of the routing trace is {part[row, layer].tolist()}; allowed: "
+                f"distinct ids from 0 to {trace.num_experts - 1}."
+            )
+        first += len(part)
+
+
+def _wrong(part: Tensor, num_experts: int) -> Tensor:
+    """Tell which routes have an id out of range or twice `[rows, L]`."""
+    # torch has little arithmetic for uint16, which the storage dtype is for more than 256 experts.
+    ids = part.view(torch.int16).to(torch.int32) & 0xFFFF if part.dtype == torch.uint16 else part
+    # Slot against slot: this runs for every micro-batch, and is several times faster than sorting the K ids of each route.
+    slots = ids.movedim(-1, 0).contiguous().unbind()
+    wrong = torch.stack([slot > num_experts - 1 for slot in slots]).any(0)
+    for one, other in combinations(slots, 2):
+        wrong |= one == other
+    return wrong

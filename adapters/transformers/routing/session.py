@@ -1,0 +1,46 @@
+"""What recording and replay have in common: a session, asked at each router, and the forward pass that it is asked in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Forward:
+    """One pass through the decoder.
+
+    Args:
+        arguments: What the decoder was called with: positional and named.
+        gradients: Whether gradients were on when it began.
+        recomputed: Whether it runs again, in a backward pass.
+        outer: The pass that it interrupts, if any.
+        hits: Times that each layer's router ran.
+        chosen: Experts chosen in a layer, until its experts were seen to get them.
+        seen: What the session keeps per layer.
+    """
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    gradients: bool
+    recomputed: bool
+    outer: Forward | None
+    hits: dict[int, int] = field(default_factory=dict)
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    seen: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """What is done at a router."""
+
+    replays: bool
+
+    def select(
+        self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the values and indices of the top-k of `scores`; `forward` is None when a layer is recomputed."""
+
+    def finish(self, forward: Forward) -> None:
+        """Take note of a complete pass."""

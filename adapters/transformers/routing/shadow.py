@@ -1,0 +1,122 @@
+"""Methods of a model's own objects that others stand in for, for the time of a context.
+
+torch.compile does not trace a stand-in: traced, it would be compiled for every layer, and anew for what differs between traces.
+What it stands for is found by the object that it is called on, and not kept in it, since copying a model copies it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mismatch_ext.errors import ReplayError
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What is done before and after a method, which itself may be compiled.
+
+    Args:
+        enter: Takes the arguments (positional, named); returns a state.
+        leave: Takes that state, and whether the method returned.
+    """
+
+    enter: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    leave: Callable[[Any, bool], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instead:
+    """What is run in the place of a method; nothing in it is compiled.
+
+    Args:
+        call: Takes the method, and its arguments.
+    """
+
+    call: Call
+
+
+def shadow(stack: ExitStack, module: nn.Module, name: str, by: Around | Instead) -> None:
+    """Put a stand-in before a module's method until a stack is closed, which restores what was there.
+
+    Args:
+        stack: Takes the restoration.
+        module: The module.
+        name: Of its method.
+        by: The stand-in.
+
+    Raises:
+        ReplayError: The method has one already.
+    """
+    key, attributes = (id(module), name), vars(module)
+    if key in _SHADOWS:
+        raise ReplayError(
+            f"{type(module).__name__}.{name} is already part of a context that records or replays routing, and the model was "
+            "wrapped or changed since; leave that context first."
+        )
+    _SHADOWS[key] = by, getattr(module, name)
+    stack.callback(_restore, key, attributes, attributes.get(name, _ABSENT))
+    attributes[name] = MethodType(_stand_in(name, isinstance(by, Around)), module)
+
+
+def uncompiled(function: Call, *, inside: bool = False) -> Call:
+    """Return a function that torch.compile does not trace.
+
+    Args:
+        function: The function.
+        inside: Whether what it calls in turn may be compiled.
+    """
+    # Imports torch._dynamo, which takes seconds, but which transformers' models have imported before.
+    compiler: Any = torch.compiler
+    return compiler.disable(function, recursive=not inside)
+
+
+@cache
+def _stand_in(name: str, around: bool) -> Call:
+    def instead(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        by, plain = _found(module, name)
+        return plain(*args, **kwargs) if by is None else by.call(plain, *args, **kwargs)
+
+    if not around:
+        return uncompiled(instead)
+    find = uncompiled(_found)
+    enter = uncompiled(lambda by, args, kwargs: by and by.enter(args, kwargs))
+    leave = uncompiled(lambda by, state, returned: by and by.leave(state, returned))
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        by, plain = find(module, name)
+        state, returned = enter(by, args, kwargs), False
+        try:
+            output = plain(*args, **kwargs)
+            returned = True
+        finally:
+            leave(by, state, returned)
+        return output
+
+    return uncompiled(run, inside=True)
+
+
+def _found(module: nn.Module, name: str) -> tuple[Any, Call]:
+    # A copy that was made of the model under the context has its stand-ins, but is no part of the context.
+    return _SHADOWS.get((id(module), name)) or (None, getattr(type(module), name).__get__(module))
+
+
+_ABSENT = object()
+_SHADOWS: dict[tuple[int, str], tuple[Around | Instead, Call]] = {}
+
+
+def _restore(key: tuple[int, str], attributes: dict[str, Any], before: Any) -> None:
+    del _SHADOWS[key]
+    if before is _ABSENT:
+        attributes.pop(key[1], None)
+    else:
+        attributes[key[1]] = before

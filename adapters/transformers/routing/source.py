@@ -1,0 +1,44 @@
+"""What the code of a module's forward says about how it chooses experts, read without running it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType
+
+from torch import nn
+
+# Ways of choosing that are no top-k over scores: a sampler, the best one, or a table of token ids.
+_OTHERS = {"sparsemixer", "argmax", "max", "route_tokens", "tid2eid", "multinomial"}
+
+
+@cache
+def calls_topk(kind: type[nn.Module]) -> bool:
+    """Tell whether a class's forward, or a method of its own that it calls, directly or not, names `topk`."""
+    methods: dict[str, set[str]] = {}
+    for owner in reversed(kind.__mro__):
+        if owner in nn.Module.__mro__:
+            continue
+        for name, value in vars(owner).items():
+            function = getattr(value, "__func__", value)
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            if isinstance(code, CodeType):
+                methods[name] = set(_names(code))
+    reached = {"forward"} & set(methods)
+    while more := {name for method in reached for name in methods[method] & methods.keys()} - reached:
+        reached |= more
+    return any("topk" in methods[method] for method in reached)
+
+
+def chooses_by(kind: type[nn.Module]) -> str:
+    """Name what a router's forward calls, for want of a top-k."""
+    code = inspect.unwrap(kind.forward).__code__
+    return ", ".join(name for name in code.co_names if name in _OTHERS) or "not by its forward alone"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

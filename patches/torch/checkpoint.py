@@ -1,0 +1,132 @@
+"""Tell torch's activation checkpoints, in both modes, whose function they will run again in the backward pass.
+
+The replacements are made for the time of a context, around single forward passes. A set of patches looks for everybody who
+holds the symbol by value each time that it is applied, a tenth of a second in a large process; here all checks run once, and the
+two symbols, whose only use is inside their own module, are then written and restored as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any, Protocol
+
+from mismatch_ext.patching import Patch, PatchSet
+
+Call = Callable[..., Any]
+
+
+class Binder(Protocol):
+    """Knows the context that checkpointed functions belong to, if they are its own."""
+
+    def bound(self, function: Call) -> Call:
+        """Return a function that finds the context when it is run again; the function itself if that is none of its."""
+
+    def checkpointing(self) -> AbstractContextManager[None]:
+        """Return the context in which such a function first runs."""
+
+
+_LOCK = threading.Lock()
+_BINDERS: list[Binder] = []
+_UNDO = ExitStack()
+
+
+def _bound(function: Call) -> Call:
+    for binder in tuple(_BINDERS):
+        function = binder.bound(function)
+    return function
+
+
+@cache
+def _reentrant(original: Any) -> Any:
+    class CheckpointFunction(original):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, function: Call, *args: Any) -> Any:
+            return original.apply(_bound(function), *args)
+
+    return CheckpointFunction
+
+
+@cache
+def _non_reentrant(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    @wraps(original)
+    def generator(function: Call, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        # The first run is torch's own, between this generator's two steps, and is of the function as it was.
+        with ExitStack() as stack:
+            for binder in tuple(_BINDERS):
+                stack.enter_context(binder.checkpointing())
+            yield from original(_bound(function), *args, **kwargs)
+
+    return generator
+
+
+REENTRANT = Patch(
+    name="torch/reentrant_checkpoint",
+    peer="torch",
+    supports=">=2.13.0,<=2.13.0",
+    target="torch.utils.checkpoint:CheckpointFunction",
+    make=_reentrant,
+    upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
+    reason="a layer that is computed again in the backward pass has to get the routes of its own forward pass.",
+    not_covered="Checkpoints of another make (DeepSpeed's); a router that runs in one is refused in the forward pass.",
+    remove_when="torch.utils.checkpoint has a hook on the function that it will run again.",
+)
+NON_REENTRANT = Patch(
+    name="torch/non_reentrant_checkpoint",
+    peer="torch",
+    supports=">=2.13.0,<=2.13.0",
+    target="torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    make=_non_reentrant,
+    upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
+    reason="as torch/reentrant_checkpoint, in the mode that saves no inputs through autograd.",
+    not_covered="torch.distributed._composable.checkpoint, which holds the generator by value and is refused likewise.",
+    remove_when="torch.utils.checkpoint has a hook on the function that it will run again.",
+    allow_aliases=("torch.distributed._composable.checkpoint_activation",),
+)
+
+
+@contextmanager
+def checkpoints_bound(binder: Binder) -> Iterator[None]:
+    """Wrap what torch.utils.checkpoint will run again, however `checkpoint` was imported.
+
+    torch's functions are the whole process's, and contexts of several threads may end in any order: they are replaced for the
+    first and restored after the last.
+
+    Args:
+        binder: Wraps the functions that are checkpointed in the meantime.
+
+    Raises:
+        PatchError: This version of torch was not tested, or its functions are not as they were.
+    """
+    with _LOCK:
+        if not _BINDERS:
+            _check()
+            _UNDO.enter_context(_replaced())
+        _BINDERS.append(binder)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _BINDERS.remove(binder)
+            if not _BINDERS:
+                _UNDO.close()
+
+
+@cache
+def _check() -> None:
+    PatchSet(REENTRANT, NON_REENTRANT).check()
+
+
+@contextmanager
+def _replaced() -> Iterator[None]:
+    with ExitStack() as stack:
+        for patch in (REENTRANT, NON_REENTRANT):
+            module, _, name = patch.target.partition(":")
+            owner = import_module(module)
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, patch.make(original))
+        yield
