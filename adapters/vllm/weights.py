@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from mismatch_ext.adapters.vllm.engine import runner
+from mismatch_ext.adapters.vllm.routing import reset_prefix_cache
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from torch import Tensor
 
@@ -28,18 +29,25 @@ SAMPLED_ROWS = 1024
 def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Load new weights through vLLM's layer-wise reload, which undoes and redoes its weight packing.
 
+    The prefix cache is reset as well: what it holds is of the weights before.
+
     Loading tensor by tensor into a CPU engine fails (its packed linear layers have lost their weight loader) or, for
     mixture-of-experts layers, silently leaves unpacked weights in a packed layout.
 
     Args:
         llm: An engine in this process.
         named_parameters: Checkpoint names and tensors of the whole model.
+
+    Raises:
+        EngineError: Unfinished requests hold blocks of the prefix cache.
     """
     # Copies: vLLM keeps a tensor until its layer is complete, for a padded vocabulary until the very end, and TRL has then
     # unmerged the LoRA adapters from it again.
     copies = ((name, parameter.detach().clone()) for name, parameter in named_parameters)
     with applied(CPU_MOE_REPACK):
         runner(llm).reload_weights(weights_iterator=copies, is_checkpoint_format=True)
+    # vLLM leaves that to the caller: cached prompts would keep keys, values and routes of the weights before.
+    reset_prefix_cache(llm)
 
 
 def is_comparable(name: str) -> bool:

@@ -1,0 +1,176 @@
+"""Routing that vLLM recorded while it sampled, as routing traces.
+
+vLLM keeps the routes of a token beside its KV-cache slot. A prefix-cache hit returns the routes that were recorded when the
+block was computed, by whatever weights the engine had then: after a weight update the prefix cache must be reset. vLLM leaves
+that to its caller, and declines it, by a return value alone, while a request holds blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from mismatch_ext.errors import EngineError, RoutingError
+from mismatch_ext.routing import RoutingTrace
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+FLAG = "enable_return_routed_experts"
+
+# Version of the weights that every cached block of an engine was computed with, where a capture has made sure of it.
+_cached_versions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def require_routing(llm: LLM) -> None:
+    """Check that an engine records routing.
+
+    Raises:
+        RoutingError: It was started without the flag; names it.
+    """
+    if not getattr(llm.llm_engine.model_config, FLAG, False):
+        raise RoutingError(f"the vLLM engine does not record routing; start it with LLM(..., {FLAG}=True).")
+
+
+def reset_prefix_cache(llm: LLM) -> None:
+    """Forget all cached prefixes, and the routes with them; to be called after every weight update.
+
+    Raises:
+        EngineError: vLLM declined, because a request still holds blocks.
+    """
+    _cached_versions.pop(llm, None)
+    if not llm.reset_prefix_cache():
+        raise EngineError(
+            "vLLM did not reset its prefix cache, because unfinished requests hold blocks of it: their prompts' keys, values and "
+            "routes would be those of the weights before; finish or abort them, then reset it again."
+        )
+
+
+@contextmanager
+def captured_outputs(llm: LLM, *, version: int | Callable[[], int] | None = None) -> Iterator[list[RequestOutput]]:
+    """Collect what an engine returns while somebody else calls its `generate`.
+
+    TRL keeps token ids and log-probabilities of the outputs and drops the rest, routing included.
+
+    Args:
+        llm: The engine; its `generate` is shadowed on this object alone, for the time of the block.
+        version: Version of the engine's weights, or a function that returns it when `generate` is called. Where it is another
+            than at the last capture on this engine, the prefix cache is reset first, so that no route of other weights can
+            come from it. None leaves that to the caller.
+
+    Yields:
+        The outputs of all calls that returned, in order; those of a call that raised are lost, as they are to its caller.
+
+    Raises:
+        EngineError: The prefix cache had to be reset and could not be.
+    """
+    outputs: list[RequestOutput] = []
+    before = vars(llm).get("generate")
+    plain = llm.generate
+    depth, ended = 0, False
+
+    @wraps(plain)
+    def generate(*args: Any, **kwargs: Any) -> list[RequestOutput]:
+        nonlocal depth
+        if version is not None and not depth and not ended:
+            _forget_other_versions(llm, version() if callable(version) else version)
+        depth += 1
+        try:
+            result = plain(*args, **kwargs)
+        finally:
+            depth -= 1
+        # A call from within a call is part of what the outer one returns.
+        if not depth and not ended:
+            outputs.extend(result)
+        return result
+
+    llm.generate = generate  # type: ignore[method-assign, assignment]
+    try:
+        yield outputs
+    finally:
+        ended = True
+        # Whoever shadowed it after us still calls us: that shadow stays, and we only pass its calls on.
+        if vars(llm).get("generate") is generate:
+            if before is None:
+                del llm.generate  # type: ignore[method-assign]
+            else:
+                llm.generate = before  # type: ignore[method-assign]
+
+
+def _forget_other_versions(llm: LLM, version: int) -> None:
+    if _cached_versions.get(llm) != version:
+        reset_prefix_cache(llm)
+        _cached_versions[llm] = version
+
+
+def to_traces(
+    outputs: Sequence[RequestOutput],
+    *,
+    layers: Sequence[int],
+    num_experts: int,
+    top_k: int,
+    version: int,
+    prompt_start: int | Sequence[int] = 0,
+) -> list[RoutingTrace]:
+    """Turn vLLM's outputs into one trace per completion, in the order of the outputs.
+
+    vLLM returns `[prompt + completion - 1, layers, top_k]`: prompt rows included, also after a prefix-cache hit, and no row
+    for the last sampled token, which never passed through the model. Each trace owns its prompt rows. For a GRPO group
+    `mismatch_ext.routing.share_prompts(traces, prompt_lengths, groups)` stores them once, where they are equal, with the
+    prompt's token ids as a tuple for the group's key.
+
+    Args:
+        outputs: What `LLM.generate` returned, finished requests only.
+        layers: Absolute indices of the model's MoE layers; the engine's other layers are dropped. Ids alone cannot tell two
+            layers that were swapped: take the layers from the model that replays (`moe_layout(model).layers`).
+        num_experts: Experts per layer.
+        top_k: Experts per token.
+        version: Weight version that the engine sampled with; that its prefix cache held no others is up to
+            `captured_outputs(llm, version=...)` or `reset_prefix_cache`.
+        prompt_start: What the requests had as `SamplingParams.routed_experts_prompt_start`, one for all or one per output:
+            prompt rows before it are absent.
+
+    Raises:
+        RoutingError: Routing is missing or malformed; names request, row and layer.
+    """
+    starts = [prompt_start] * len(outputs) if isinstance(prompt_start, int) else prompt_start
+    if len(starts) != len(outputs):
+        raise RoutingError(
+            f"{len(starts)} values of prompt_start for {len(outputs)} outputs; allowed: one, or one per output."
+        )
+    traces = []
+    for output, start in zip(outputs, starts, strict=True):
+        for completion in output.outputs:
+            request = f"{output.request_id}/{completion.index}"
+            if output.prompt_token_ids is None:
+                raise RoutingError(
+                    f"request {request}: its prompt has no token ids (prompt embeddings?), so its rows cannot be counted; prompt "
+                    "with token ids."
+                )
+            if completion.routed_experts is None:
+                raise RoutingError(f"request {request}: vLLM returned no routing; {_why_none(completion)}")
+            traces.append(
+                RoutingTrace.ingest(
+                    completion.routed_experts,
+                    num_experts=num_experts,
+                    layers=layers,
+                    tokens=len(output.prompt_token_ids) + len(completion.token_ids),
+                    version=version,
+                    request=request,
+                    top_k=top_k,
+                    start=start,
+                    last_row=False,
+                )
+            )
+    return traces
+
+
+def _why_none(completion: Any) -> str:
+    if completion.finish_reason is None:
+        return "it comes with the last output of a request, and this one is not finished."
+    if not completion.token_ids:
+        return f"the request ended ({completion.finish_reason}) before its first token; leave it out."
+    return f"start the engine with LLM(..., {FLAG}=True)."
