@@ -184,6 +184,30 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """Replay of the experts that a mixture-of-experts model chose before (R3, arXiv 2510.11370; R2, arXiv 2512.01374)."""
+
+    mode: Literal["R2", "R3"]
+    """`R3` replays the choice of whoever sampled the tokens, `R2` the trainer's own of its old-logprob pass."""
+    reference: bool = False
+    """Replay in the reference model too."""
+    agreement_rate: float = 0.05
+    """Share of replayed forward passes in which the model's own choice is measured as well, at the cost of a top-k per layer."""
+    native_gap_rate: float = 0.0
+    """Share of rollout batches that are scored once more without replay: the gap there is what replay closes."""
+
+    def __post_init__(self) -> None:
+        for name in ("agreement_rate", "native_gap_rate"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"mismatch.routing.{name}", value, "0 <= x <= 1")
+        if self.mode == "R2" and self.native_gap_rate:
+            raise ConfigError(
+                f"mismatch.routing.native_gap_rate={self.native_gap_rate} with mode='R2': the pass that is measured there is "
+                "the one that R2 records, and is native already; leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
     """What is measured and checked while training; the host's own numbers stay as they are.
 
@@ -225,6 +249,8 @@ class MismatchConfig:
     """Importance weights; absent leaves the host's own correction alone."""
     kl: KlConfig | None = None
     """KL regularisation; absent leaves the host's own KL term alone."""
+    routing: RoutingConfig | None = None
+    """Expert routing replay; absent lets every forward pass route for itself."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Measurement; on with its defaults whenever a block is given, even an empty one."""
 

@@ -77,18 +77,25 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], run_dir: Path) -> s
         lines.append("  precision  not asked for: the dtypes of both sides are the host's own choice")
     else:
         lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides")
-    lines += _mitigations(block, trainer_seam="subclass")
+    lines += _mitigations(block, trainer_seam="subclass", sampled_by_engine=engine is not None)
     measured = f"gap measured at every generation; weight sync check: {block.monitor.weight_sync}; " if engine else ""
     lines.append(f"  monitor    {measured}metrics in {run_dir}")
     lines += [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]]
     return "\n".join(lines)
 
 
-def _mitigations(block: MismatchConfig, trainer_seam: str) -> list[str]:
+def _mitigations(block: MismatchConfig, trainer_seam: str, *, sampled_by_engine: bool) -> list[str]:
     """Return a line for each mitigation that is on."""
     lines = []
     if block.correction is not None:
         lines.append(f"  correction {block.correction.preset or 'custom'}   [{trainer_seam}]")
+    if block.routing is not None:
+        source = "the trainer's old-logprob pass"
+        if block.routing.mode == "R3":
+            source = "vllm" if sampled_by_engine else "transformers' generation"
+        where = "old-logprob pass, update" if block.routing.mode == "R3" else "update"
+        where += ", reference" if block.routing.reference else ""
+        lines.append(f"  routing    {block.routing.mode}: recorded by {source}, replayed in {where}   [{trainer_seam}]")
     if block.kl is not None:
         kl = block.kl
         form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{trainer_seam}]"

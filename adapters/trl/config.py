@@ -16,7 +16,7 @@ from mismatch_ext.adapters.trl.correction import native_options, own_options
 from transformers import Trainer
 from trl import GRPOConfig
 
-from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
+from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig, RoutingConfig
 from mismatch_ext.correction import Settings, resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
@@ -58,6 +58,8 @@ class MismatchGRPOConfig(GRPOConfig):
                 self._follow_kl(block.kl)
             if block.correction is not None:
                 self._follow_correction(block.correction)
+            if block.routing is not None:
+                self._check_routing(block.routing)
         super().__post_init__()
 
     def mismatch_block(self) -> MismatchConfig | None:
@@ -90,8 +92,8 @@ class MismatchGRPOConfig(GRPOConfig):
     def _check_host(self, block: MismatchConfig) -> None:
         if not self.use_vllm:
             needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
-            if needing or block.kl is None:
-                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl"
+            if needing or (block.kl is None and block.routing is None):
+                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl or routing"
                 raise ConfigError(
                     f"use_vllm=False with {what}: generation by transformers reports no rollout log-probabilities, "
                     "so there is no gap to measure or correct; set use_vllm=True or remove it."
@@ -107,6 +109,31 @@ class MismatchGRPOConfig(GRPOConfig):
                 "vllm_enable_sleep_mode=True with mismatch.monitor.weight_sync="
                 f"{block.monitor.weight_sync!r}: the weights of a sleeping engine cannot be verified; set "
                 "vllm_enable_sleep_mode=False, or mismatch.monitor.weight_sync='off' to go on unverified."
+            )
+
+    def _check_routing(self, routing: RoutingConfig) -> None:
+        """Refuse ways of generating whose routes cannot be followed."""
+        if not self.use_vllm and routing.native_gap_rate:
+            raise ConfigError(
+                f"mismatch.routing.native_gap_rate={routing.native_gap_rate} with use_vllm=False: generation by transformers "
+                "reports no rollout log-probabilities, so there is no gap to measure; leave it out."
+            )
+        if routing.mode != "R3":
+            return
+        if not self.use_vllm and self.use_transformers_continuous_batching:
+            raise ConfigError(
+                "mismatch.routing.mode='R3' with use_transformers_continuous_batching=True: it packs the tokens of several "
+                "completions into one row, whose routes are not told apart; set it to False, or use_vllm=True."
+            )
+        if self.use_vllm and self.vllm_tensor_parallel_size != 1:
+            raise ConfigError(
+                f"mismatch.routing.mode='R3' with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: routes are "
+                "followed on engines of one rank only; set it to 1, or mode='R2'."
+            )
+        for key in (key for key in self.generation_kwargs or {} if key.startswith("routed_experts")):
+            raise ConfigError(
+                f"generation_kwargs[{key!r}]={self.generation_kwargs[key]!r} with mismatch.routing.mode='R3', which needs the "
+                "routes of all tokens; remove it from generation_kwargs."
             )
 
     def _follow_kl(self, kl: KlConfig) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.vllm.engine import is_cpu
 from mismatch_ext.adapters.vllm.weights import SentTensor
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import EngineError, MismatchError
+from mismatch_ext.errors import EngineError, MismatchError, RecordError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker
 
 
@@ -52,6 +54,7 @@ class CheckedGeneration:
         sampling: Settings that the engine samples with.
         vocabulary: Token ids `[V]` that probes may use, int64, on the model's device.
         patch_digest: Digest of the patches that are active.
+        layout: Routers of the trainer's model, when the engine is to record its routing; None records none.
     """
 
     def __init__(
@@ -63,12 +66,16 @@ class CheckedGeneration:
         sampling: SamplingSettings,
         vocabulary: Tensor,
         patch_digest: str,
+        layout: MoeLayout | None = None,
     ) -> None:
         self.inner = inner
         self.trainer = trainer
         self.monitor = monitor
         self.sampling = sampling
         self.patch_digest = patch_digest
+        self.layout = layout
+        if layout is not None:
+            engine.require_routing(inner.llm)
         self.weight_version = 0
         self.reading = engine.read_engine(inner.llm)
         self.records: list[RolloutRecord] = []
@@ -132,7 +139,6 @@ class CheckedGeneration:
         with self._engine_failures_named("updating weights"):
             if is_cpu(self.inner.llm):
                 engine.update_weights(self.inner.llm, self._sent_parameters())
-                self.inner.llm.reset_prefix_cache()
             else:
                 self._plain_sync()
         self.weight_version += 1
@@ -201,7 +207,11 @@ class CheckedGeneration:
         if self.verifies and fingerprint(self.trainer.named_parameters()) != self._fingerprint:
             # The weights changed without a step, as when the best checkpoint is loaded at the end; TRL goes by steps.
             self.sync_weights()
-        with self._engine_failures_named("generating"):
+        # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
+        capture: AbstractContextManager[list[Any]] = nullcontext([])
+        if self.layout is not None:
+            capture = engine.captured_outputs(self.inner.llm, version=lambda: self.weight_version)
+        with self._engine_failures_named("generating"), capture as outputs:
             prompt_ids, completion_ids, logprobs, logprob_token_ids = self.inner.generate(prompts, *args, **kwargs)
         self.records.extend(
             engine.to_records(
@@ -209,9 +219,27 @@ class CheckedGeneration:
                 completion_ids,
                 [[math.nan if top[0] is None else top[0] for top in row] for row in logprobs],
                 self.provenance(),
+                self._routing(outputs, len(completion_ids)),
             )
         )
         return prompt_ids, completion_ids, logprobs, logprob_token_ids
+
+    def _routing(self, outputs: Sequence[Any], completions: int) -> list[RoutingTrace] | None:
+        """Return the routes of the completions that were just sampled, in their order."""
+        if self.layout is None:
+            return None
+        if len(outputs) != completions:
+            raise RecordError(
+                f"{completions} completions, but {len(outputs)} outputs of LLM.generate were seen: something else stands in for "
+                "it, so the routes of the completions are not known. Remove it, or mismatch.routing."
+            )
+        return engine.to_traces(
+            outputs,
+            layers=self.layout.layers,
+            num_experts=self.layout.num_experts,
+            top_k=self.layout.top_k,
+            version=self.weight_version,
+        )
 
     def take_records(self) -> list[RolloutRecord]:
         """Return the rollouts since the last call and forget them."""

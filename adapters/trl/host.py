@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, PrecisionError
+from mismatch_ext.errors import ConfigError, PrecisionError, RoutingError
 from mismatch_ext.records import SamplingSettings
 
 # Keys of `generation_kwargs` that change the engine's distribution and leave the trainer's as it is.
@@ -85,10 +85,10 @@ def step_of_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: st
 
 
 class EngineRefusals(AbstractContextManager[None]):
-    """Turn vLLM's refusal of a dtype into a `PrecisionError` that names the setting.
+    """Turn vLLM's refusal of what a block asked for into an error that names the setting.
 
     Args:
-        block: The block that asked for the dtype.
+        block: The block.
     """
 
     def __init__(self, block: MismatchConfig) -> None:
@@ -100,4 +100,9 @@ class EngineRefusals(AbstractContextManager[None]):
             raise PrecisionError(
                 f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
                 "Choose a dtype that both sides support."
+            ) from error
+        if isinstance(error, ValueError) and self.block.routing is not None and "outed-experts" in str(error):
+            raise RoutingError(
+                f"mismatch.routing.mode={self.block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "
+                "Remove mismatch.routing if the model is not a mixture of experts."
             ) from error

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl.aggregation import overridden, token_weights
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.routing import RoutingMixin
 from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from mismatch_ext.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Host
-else:
-    _Host = object
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -38,7 +34,7 @@ class Scored:
     scores: Scores
 
 
-class ObjectiveMixin(_Host):
+class ObjectiveMixin(RoutingMixin):
     """Overrides the methods of GRPOTrainer that make its loss; `MismatchTrainerMixin` sets what is active."""
 
     _kl: KlTerm | None = None
@@ -112,15 +108,19 @@ class ObjectiveMixin(_Host):
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         length = inputs["completion_ids"].size(1)
         with self.accelerator.autocast():
-            policy = completion_logits(model, tokens, attention_mask, length)
+            policy = self._logits(model, tokens, attention_mask, length)
             with torch.no_grad():
                 if self.ref_model is not None:
-                    reference = completion_logits(self.ref_model, tokens, attention_mask, length)
+                    reference = self._logits(self.ref_model, tokens, attention_mask, length)
                 else:
                     peft_model = self.accelerator.unwrap_model(self.model)
                     with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
-                        reference = completion_logits(self.model, tokens, attention_mask, length)
+                        reference = self._logits(self.model, tokens, attention_mask, length)
         return policy, reference
+
+    def _logits(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> Tensor:
+        with self._routed(model, attention_mask, length):
+            return completion_logits(model, tokens, attention_mask, length)
 
     def _log_kl(self, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
         """Log `kl` under TRL's own name: the mean k3 per token over all ranks, without a ratio."""

@@ -15,6 +15,8 @@ from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
 from mismatch_ext.adapters.trl.recorder import RunRecorder
+from mismatch_ext.adapters.trl.routing import RoutingReplay
+from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from torch import Tensor
@@ -44,6 +46,7 @@ class PreflightMixin(_Host):
     _audit_report: AuditReport | None
     _verdict: SyncVerdict | None
     _sync_audited: bool
+    _routing: RoutingReplay | None
     vllm_generation: Any
 
     @property
@@ -60,6 +63,8 @@ class PreflightMixin(_Host):
         patches = []
         if self._config.precision is not None:
             arguments["dtype"] = self._config.precision.dtype
+        if self._config.routing is not None and self._config.routing.mode == "R3":
+            arguments[FLAG] = True
         if config.device.type == "cpu":
             # Compiling costs a CPU engine far more at its start than it saves in a short run.
             arguments["enforce_eager"] = True
@@ -97,6 +102,8 @@ class PreflightMixin(_Host):
             rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
         )
+        if self._config.routing is not None:
+            self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
         self._audit()
         self._scan_readiness()
         if self.use_vllm:
@@ -127,6 +134,7 @@ class PreflightMixin(_Host):
             sampling=self._sampling,
             vocabulary=vocabulary,
             patch_digest=patch_digest,
+            layout=self._routing.layout if self._routing is not None and self._routing.config.mode == "R3" else None,
         )
         self._check_vocabulary(vocabulary)
 

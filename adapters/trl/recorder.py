@@ -85,7 +85,7 @@ class RunRecorder:
         self._aside: Path | None = None
         self._created = 0
         self._early_events: list[tuple[Any, ...]] = []
-        self._accumulators: dict[str, MismatchAccumulator] = {}
+        self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
         self._flushes: dict[str, int] = {}
 
     def start(self, resume_step: int | None = None) -> None:
@@ -121,15 +121,24 @@ class RunRecorder:
         for event in evaluated.events:
             self._stream.event(resume_step, event.level, event.name, event.message, event.data)
 
-    def observe(self, split: str, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> None:
+    def observe(
+        self, split: str, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, native: bool = False
+    ) -> None:
         """Add a batch of `[B, T]` log-probabilities to a split.
+
+        Args:
+            split: "train" or "eval/<name>".
+            old_logprobs: The trainer's.
+            rollout_logprobs: The engine's.
+            response_mask: True at tokens that count.
+            native: Whether the trainer's are those without routing replay, which are kept apart.
 
         Raises:
             NonFiniteLogprobError: A log-probability in an unmasked position is not finite.
         """
-        if split not in self._accumulators:
-            self._accumulators[split] = self._new()
-        self._accumulators[split].update(old_logprobs, rollout_logprobs, response_mask)
+        if (split, native) not in self._accumulators:
+            self._accumulators[split, native] = self._new()
+        self._accumulators[split, native].update(old_logprobs, rollout_logprobs, response_mask)
 
     def flush(self, split: str, step: int) -> dict[str, float]:
         """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
@@ -139,20 +148,28 @@ class RunRecorder:
             step: Finished optimizer steps.
 
         Returns:
-            Metrics with the prefix "mismatch/"; empty when nothing was observed.
+            Metrics with the prefix "mismatch/", those without routing replay with "mismatch/native/"; empty when nothing was
+            observed.
         """
-        accumulator = self._accumulators.pop(split, None)
-        if self._world_size > 1:
-            states = gather_object([None if accumulator is None else accumulator.state_dict()])
-            accumulator = self._merged([state for state in states if state is not None])
-        if accumulator is None or accumulator.is_empty:
-            return {}  # nothing was generated, or every completion was masked
-        summary = accumulator.compute()
+        summary, native = self._take(split, native=False), self._take(split, native=True)
+        if summary is None:
+            return {}
         count = self._flushes.get(split, 0)
         self._flushes[split] = count + 1
         if split != "train" or count % self.monitor.profile_every == 0:
             self._write_profiles(split, step, summary)
-        return {PREFIX + name: value for name, value in summary.scalars.items()}
+        scalars = {PREFIX + name: value for name, value in summary.scalars.items()}
+        if native is not None:
+            scalars |= {f"{PREFIX}native/{name}": value for name, value in native.scalars.items()}
+        return scalars
+
+    def _take(self, split: str, *, native: bool) -> MismatchSummary | None:
+        """Return what was observed since the last flush, over all ranks; None when nothing was, or all of it masked."""
+        accumulator = self._accumulators.pop((split, native), None)
+        if self._world_size > 1:
+            states = gather_object([None if accumulator is None else accumulator.state_dict()])
+            accumulator = self._merged([state for state in states if state is not None])
+        return None if accumulator is None or accumulator.is_empty else accumulator.compute()
 
     def step(self, split: str, step: int, metrics: dict[str, Any]) -> None:
         """Write what the trainer logged."""

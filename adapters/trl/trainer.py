@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
@@ -22,6 +23,7 @@ from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.recorder import PREFIX, ensure_writable
+from mismatch_ext.adapters.trl.routing import KEY
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -34,6 +36,7 @@ from mismatch_ext.records import collate
 from mismatch_ext.versions import require
 
 STATE_FILE = "mismatch.json"
+OLD = "old_per_token_logps"
 FORWARD_KEYS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
@@ -77,6 +80,7 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
                     "over other completions of a micro-batch, and there are none; the KL term is right but spreads more.",
                     stacklevel=2,
                 )
+        self._check_routing(model, config, kwargs)
         patched = applied(*self._construction_patches(config))
         with config.claimed(), patched as patches, EngineRefusals(self._config):
             with self._kl_reward(config, args, kwargs) as (args, kwargs):
@@ -87,6 +91,19 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
             if native_options(settings) is None:
                 self._correction = CorrectionTerm(settings, self.accelerator.gather)
         self._begin(patch_digest)
+
+    def _check_routing(self, model: Any, config: Any, kwargs: Any) -> None:
+        """Refuse what routing cannot follow; a model that is loaded already, before an engine is started."""
+        if self._config.routing is None:
+            return
+        for key in ("tools", "rollout_func", "environment_factory"):
+            if kwargs.get(key):
+                raise ConfigError(
+                    f"mismatch.routing with {key}: completions are stitched from several generations, whose routes are not "
+                    "joined yet; remove mismatch.routing."
+                )
+        if isinstance(model, torch.nn.Module):
+            moe_layout(model)
 
     @contextlib.contextmanager
     def _kl_reward(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -120,10 +137,22 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         """Generate, then measure the gap between the engine's log-probabilities and the trainer's."""
         if self._block is None:
             return super()._generate_and_score_completions(inputs)
+        if self.use_vllm:
+            self.vllm_generation.take_records()  # of a batch that failed on the way
+        with contextlib.nullcontext() if self._routing is None else self._routing.batch():
+            return self._generated(inputs)
+
+    def _generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Generate and score a batch as TRL does, then measure it, correct it and adapt to it."""
         self._scored = []
         if self._kl is not None and self.model.training:
             self._kl.begin()
         output = super()._generate_and_score_completions(inputs)
+        if self._routing is not None:
+            if self._sampled_routes() is None:
+                # TRL took no pass that R2 could record.
+                self._old_logprobs({k: v for k, v in output.items() if k != OLD})
+            output[KEY] = self._routing.traces
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
@@ -133,6 +162,10 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
             old_logprobs = self._old_logprobs(output)
             split = "train" if training else self._eval_split
             self._recorder.observe(split, old_logprobs, output["sampling_per_token_logps"], mask.bool())
+            if self._routing is not None and self._routing.compares_gap():
+                with overridden(self, _routing=None):
+                    native = self._old_logprobs({k: v for k, v in output.items() if k != OLD})
+                self._recorder.observe(split, native, output["sampling_per_token_logps"], mask.bool(), native=True)
             if self._correction is not None:
                 mode = "train" if training else "eval"
                 for name, value in self._correction.apply(output, old_logprobs, mask).items():
@@ -181,8 +214,8 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
 
     def _old_logprobs(self, output: dict[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
-        if "old_per_token_logps" in output:
-            return output["old_per_token_logps"]
+        if OLD in output:
+            return output[OLD]
         completion_ids = output["completion_ids"]
         # TRL skips this forward when importance sampling is off; measuring must then not move its random numbers.
         with torch.no_grad(), torch.random.fork_rng():
@@ -191,7 +224,12 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
                 torch.cat([output["prompt_ids"], completion_ids], dim=1),
                 torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
                 completion_ids.size(1),
-                batch_size=self.args.per_device_train_batch_size,
+                # As TRL's own pass: another batch size can round otherwise.
+                batch_size=(
+                    self.args.per_device_train_batch_size
+                    if self.model.training
+                    else self.args.per_device_eval_batch_size
+                ),
                 **{key: output[key] for key in FORWARD_KEYS if key in output},
             )
         return logps
@@ -218,6 +256,7 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         split, prefix = ("train", "") if training else (self._eval_split, "eval_")
         step = self.state.global_step
         extra = self._recorder.flush(split, step)
+        extra |= {PREFIX + name: value for name, value in self._routing_metrics(split).items()}
         if training and "loss" in logs:
             extra |= self._training_metrics()
         logs.update({prefix + name: value for name, value in extra.items()})

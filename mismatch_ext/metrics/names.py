@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mismatch_ext.routing.agreement import ROUTING_MEASURES
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -81,4 +83,18 @@ def table() -> str:
         formula = m.formula.replace("|", "\\|")
         meaning = m.meaning.replace("|", "\\|")
         lines.append(f"| `{name}` | {formula} | {meaning} | {m.verl and f'`{m.verl}`'} | {m.trl and f'`{m.trl}`'} |")
+    lines += [
+        "",
+        "## With routing replay",
+        "",
+        "The gap above is that under replay. A share `mismatch.routing.native_gap_rate` of the batches is scored once more under the",
+        "trainer's own routing: the same measures of the tokens of those batches, as `native/<name>`. Of a share",
+        "`mismatch.routing.agreement_rate` of the replayed forward passes the model's own choice is kept as well and compared with",
+        "the recorded one, layer by layer, each given the replayed experts of the layers before. These counts are over old-logprob",
+        "and update passes: with several updates per batch they also hold how far the weights have moved.",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in ROUTING_MEASURES.items()]
     return "\n".join(lines)

@@ -68,7 +68,7 @@ def test_configuration_is_frozen() -> None:
     [
         (
             {"precission": {"dtype": "float16"}},
-            ["'precission'", "precision, correction, kl, monitor", "Did you mean 'precision'?"],
+            ["'precission'", "precision, correction, kl, routing, monitor", "Did you mean 'precision'?"],
         ),
         ({"precision": {"dtyp": "float16"}}, ["mismatch.precision", "'dtyp'", "'float16'", "Did you mean 'dtype'?"]),
         ({"precision": {"dtype": "float8"}}, ["mismatch.precision.dtype", "'float8'", "'float16', 'bfloat16'"]),
@@ -86,6 +86,16 @@ def test_configuration_is_frozen() -> None:
         (
             {"precision": {"dtype": "float16", "loss_scale": {"init_scale": float("inf")}}},
             ["mismatch.precision.loss_scale.init_scale", "inf", "a finite number"],
+        ),
+        ({"routing": {"mode": "R4"}}, ["mismatch.routing.mode", "'R4'", "'R2', 'R3'"]),
+        ({"routing": {}}, ["mismatch.routing", "missing key 'mode'"]),
+        (
+            {"routing": {"mode": "R3", "agreement_rate": 1.5}},
+            ["mismatch.routing.agreement_rate", "1.5", "0 <= x <= 1"],
+        ),
+        (
+            {"routing": {"mode": "R2", "native_gap_rate": 0.5}},
+            ["mismatch.routing.native_gap_rate", "0.5", "mode='R2'", "leave it out"],
         ),
         ({"monitor": {"profile_every": 0}}, ["mismatch.monitor.profile_every", "0", ">= 1"]),
         ({"monitor": {"profile_every": True}}, ["mismatch.monitor.profile_every", "expected int", "bool"]),
