@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONSTRAINTS := requirements/constraints-cpu.txt
 STAMP := .venv/.installed
-MODEL ?= dense
+MODEL ?= both
 RUN_DIR ?= runs/demo
 STEPS ?=
 

@@ -1,11 +1,11 @@
-"""The main job, three settings side by side: stock bf16, uniform FP16, and float32 as the oracle.
+"""The main job, settings side by side: stock bf16, uniform FP16, float32 as the oracle; routing replay where there are experts.
 
-    python -m examples.demo --model dense --run-dir runs/demo
+    python -m examples.demo --model both --run-dir runs/demo
 
 Each setting is a real GRPO run of `examples.trl_grpo` in a process of its own: TRL's trainer, vLLM as the rollout
-engine in the same process, the same checkpoint and prompts. Before training, when all three still hold the same
-weights, the gap is measured on prompts of the trained distribution and on unfamiliar, longer ones. Every figure
-printed comes from the runs of this call.
+engine in the same process, the same checkpoint and prompts. Before training, when all still hold the same
+weights, the gap is measured on prompts of the trained distribution and on unfamiliar, longer ones. Beside the dense model,
+the mixture of experts is measured only; `--model moe` trains it. Every figure printed comes from the runs of this call.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from rich.table import Table
 
 from examples.arithmetic.pretrain import ensure_model
 from mismatch_ext.report import Summary, build, load_runs, summarise
+from mismatch_ext.report.summary import pooled
+from mismatch_ext.rundata import RunData
 
 CONFIG = "examples/configs/arithmetic.yaml"
 
@@ -46,17 +48,25 @@ class Setting:
     steps: int
 
 
-SETTINGS = (
-    Setting(name="bf16", title="TRL's own dtypes: bf16 autocast, engine dtype auto", block={}, steps=24),
-    Setting(
-        name="fp16",
-        title="uniform FP16",
-        # A first scale that a small model's gradients do not overflow at: few steps are no time to search for one.
-        block={"precision": {"dtype": "float16", "loss_scale": {"init_scale": 4096.0}}},
-        steps=12,
+# A first scale that a small model's gradients do not overflow at: few steps are no time to search for one.
+FP16 = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 4096.0}}}
+R3 = {"routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0}}
+BF16 = Setting(name="bf16", title="TRL's own dtypes: bf16 autocast, engine dtype auto", block={}, steps=24)
+FP32 = {"precision": {"dtype": "float32"}}
+SETTINGS = {
+    "dense": (
+        BF16,
+        Setting(name="fp16", title="uniform FP16", block=FP16, steps=12),
+        Setting(name="fp32", title="float32, the oracle", block=FP32, steps=24),
     ),
-    Setting(name="fp32", title="float32, the oracle", block={"precision": {"dtype": "float32"}}, steps=24),
-)
+    "moe": (
+        BF16,
+        Setting(name="bf16-r3", title="bf16 with routing replay", block=R3, steps=24),
+        Setting(name="fp16-r3", title="uniform FP16 with routing replay", block={**FP16, **R3}, steps=6),
+        Setting(name="fp32-r3", title="float32 with routing replay, the oracle", block={**FP32, **R3}, steps=24),
+    ),
+}
+TITLES = {"dense": "dense model", "moe": "mixture of experts"}
 COLUMNS = (
     ("mean|Δlogp|", ("logp_abs_diff_mean", "1e")),
     ("max|Δlogp|", ("logp_abs_diff_max", "1e")),
@@ -90,9 +100,9 @@ def train(setting: Setting, model: Path, run_dir: Path, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def print_table(summary: Summary, console: Console) -> None:
+def print_table(summary: Summary, title: str, console: Console) -> None:
     """Print the rows for a person, evaluation sets first."""
-    table = Table(title="Gap between rollout engine (vLLM) and trainer (TRL), in nats")
+    table = Table(title=f"Gap between rollout engine (vLLM) and trainer (TRL), in nats: {title}")
     for heading in ("run", "on", *(heading for heading, _ in COLUMNS), "reward"):
         table.add_column(heading, justify="left" if heading in ("run", "on") else "right", no_wrap=True)
     for split, label in SPLITS:
@@ -112,45 +122,86 @@ def print_ratios(summary: Summary, console: Console) -> None:
     """Print how many times larger the bf16 gap is than the FP16 one, and how far the oracle is from zero."""
     for split, label in SPLITS:
         for ratio in summary.ratios:
-            if (ratio.split, ratio.run, ratio.over) == (split, "bf16", "fp16"):
+            if (ratio.split, ratio.run) == (split, "bf16") and ratio.over.startswith("fp16"):
                 mean, k3 = ratio.values["logp_abs_diff_mean"], ratio.values["k3_kl"]
-                console.print(f"bf16 over FP16, {label}: mean|Δlogp| {mean:.1f}x, k3 {k3:.0f}x")
-    largest = max(row.values["logp_abs_diff_max"] for row in summary.rows if row.run == "fp32")
+                name = ratio.over.replace("fp16", "FP16").replace("-r3", " with replay")
+                console.print(f"bf16 over {name}, {label}: mean|Δlogp| {mean:.1f}x, k3 {k3:.0f}x")
+    largest = max(row.values["logp_abs_diff_max"] for row in summary.rows if row.run.startswith("fp32"))
     console.print(f"float32, the oracle: largest |Δlogp| of any token {largest:.1e}")
 
 
+def replay_rows(runs: dict[str, RunData]) -> list[dict[str, Any]]:
+    """Return what replay changed on the same tokens: the gap under the trainer's own routes, and under vLLM's."""
+    rows = []
+    for name, data in runs.items():
+        for split, label in SPLITS:
+            names = ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")
+            pairs = {key: (pooled(data, f"native/{key}", split), pooled(data, key, split)) for key in names}
+            if pairs["k3_kl"][0] is not None:
+                flips = pooled(data, "routing/set_mismatch_frac", split)
+                rows.append({"run": name, "split": split, "label": label, "flips": flips, **pairs})
+    return rows
+
+
+def print_replay(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print what replay changed on the same tokens."""
+    if not rows:
+        return
+    table = Table(title="The same tokens, routed by the trainer itself -> replayed")
+    for heading in ("run", "on", "mean|Δlogp|", "max|Δlogp|", "k3", "flips"):
+        table.add_column(heading, justify="left" if heading in ("run", "on") else "right", no_wrap=True)
+    for row in rows:
+        figures = [
+            f"{row[key][0]:.1e} → {row[key][1]:.1e}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")
+        ]
+        table.add_row(row["run"], row["label"], *figures, f"{row['flips']:.2%}")
+    console.print(table)
+
+
+def demonstrate(kind: str, run_dir: Path, cache: Path, steps: int | None, console: Console) -> None:
+    """Run the settings of a model, print the tables, write summary and report."""
+    model = ensure_model(kind, cache)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    seconds = {}
+    for number, setting in enumerate(SETTINGS[kind], start=1):
+        console.rule(f"{TITLES[kind]} [{number}/{len(SETTINGS[kind])}] {setting.name}: {setting.title}")
+        seconds[setting.name] = train(setting, model, run_dir, setting.steps if steps is None else steps)
+    runs = load_runs(run_dir)
+    summary, replay = summarise(runs), replay_rows(runs)
+    header = runs["bf16"].header
+    document = {
+        "model": kind,
+        "measured_on": header["run"]["device"],
+        "versions": header["versions"],
+        "seconds": seconds,
+        "replay": replay,
+        **summary.to_dict(),
+    }
+    (run_dir / "summary.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    report = build(run_dir)
+    print_table(summary, TITLES[kind], console)
+    print_replay(replay, console)
+    print_ratios(summary, console)
+    console.print(report.verdict)
+    console.print(f"training and measuring took {sum(seconds.values()):.0f} s on {header['run']['device']}")
+    console.print(f"report: {report.path}", soft_wrap=True)
+
+
 def main() -> None:
-    """Train the three settings, print the table, write summary and report."""
+    """Run the settings of one model, or those of the dense one and the same measurements with experts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("dense", "moe"), default="dense")
+    parser.add_argument("--model", choices=("dense", "moe", "both"), default="both")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"))
     parser.add_argument("--steps", type=int, default=None, help="GRPO steps of every setting (default: each its own)")
     args = parser.parse_args()
     console = Console(width=180)
-    model = ensure_model(args.model, args.model_cache)
-    args.run_dir.mkdir(parents=True, exist_ok=True)
-    seconds = {}
-    for number, setting in enumerate(SETTINGS, start=1):
-        console.rule(f"[{number}/{len(SETTINGS)}] {setting.name}: {setting.title}")
-        seconds[setting.name] = train(setting, model, args.run_dir, args.steps or setting.steps)
-    runs = load_runs(args.run_dir)
-    summary = summarise(runs)
-    header = runs[SETTINGS[0].name].header
-    document = {
-        "model": args.model,
-        "measured_on": header["run"]["device"],
-        "versions": header["versions"],
-        "seconds": seconds,
-        **summary.to_dict(),
-    }
-    (args.run_dir / "summary.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-    report = build(args.run_dir)
-    print_table(summary, console)
-    print_ratios(summary, console)
-    console.print(report.verdict)
-    console.print(f"training and measuring took {sum(seconds.values()):.0f} s on {header['run']['device']}")
-    console.print(f"report: {report.path}", soft_wrap=True)
+    if args.model in ("dense", "both"):
+        demonstrate("dense", args.run_dir, args.model_cache, args.steps, console)
+    if args.model == "moe":
+        demonstrate("moe", args.run_dir, args.model_cache, args.steps, console)
+    if args.model == "both":
+        demonstrate("moe", args.run_dir / "moe", args.model_cache, 0, console)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Dataset
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
@@ -38,6 +38,10 @@ class ScriptArguments:
     )
     model_cache: str = field(default=".cache/models", metadata={"help": "Where trained models are kept."})
     eval_prompts: int = field(default=256, metadata={"help": "Prompts per evaluation set; 0 skips evaluation."})
+    eval_when: Literal["before", "after"] = field(
+        default="before", metadata={"help": "Whether the gap is measured before training or after it."}
+    )
+    save_model: bool = field(default=False, metadata={"help": "Save the trained model in the output folder."})
 
 
 class GapProgress(ProgressCallback):
@@ -58,7 +62,8 @@ def main() -> None:
     model = script.model_name_or_path
     if model in ("dense", "moe"):
         model = str(ensure_model(model, Path(script.model_cache)))
-    rows = config.max_steps * config.generation_batch_size // config.num_generations
+    # No step at all is an evaluation of the checkpoint as it is.
+    rows = max(config.max_steps, 1) * config.generation_batch_size // config.num_generations
     evaluation = None
     if script.eval_prompts:
         evaluation = {
@@ -75,9 +80,14 @@ def main() -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GapProgress)
-    if evaluation is not None:
+    if evaluation is not None and script.eval_when == "before":
         trainer.evaluate()
-    trainer.train()
+    if config.max_steps > 0:
+        trainer.train()
+    if evaluation is not None and script.eval_when == "after":
+        trainer.evaluate()
+    if script.save_model:
+        trainer.save_model()
     shutdown(trainer.vllm_generation.llm)
 
 

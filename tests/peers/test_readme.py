@@ -28,6 +28,8 @@ RUN_BY = {
     'pip install "mismatch-ext[trl,report]"': "test_pip_install",
     "python -m examples.trl_grpo": "test_script_then_report",
     "mismatch-ext report runs/mine/mismatch": "test_script_then_report",
+    "python -m examples.r3_loop --steps 2": "test_r3_loop_lowers_the_gap_on_the_same_tokens",
+    "python -m examples.replay_gap --out runs/replay_gap": "test_replay_gap_shows_the_claim",
     "python -m examples.kl_placement --out runs/kl_placement.html": "test_kl_placement_example",
     'mismatch-ext readiness MODEL_DIR --prompt "386+47="': "test_readiness",
 }
@@ -71,6 +73,9 @@ def rows_of(summary: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["run"], row["split"]): row for row in summary["rows"]}
 
 
+WITH_EXPERTS = ("bf16", "bf16-r3", "fp16-r3", "fp32-r3")
+
+
 def test_make_demo_shows_the_claim(demo: tuple[str, dict[str, Any]]) -> None:
     printed, summary = demo
     rows = rows_of(summary)
@@ -101,9 +106,27 @@ def test_demo_report_is_one_file_with_the_tables_figures(demo: tuple[str, dict[s
 def test_make_demo_with_experts() -> None:
     shell(in_readme("make demo MODEL=moe"))
     rows = rows_of(json.loads((ROOT / "runs/moe/summary.json").read_text()))
-    for split in ("eval/familiar", "train"):
-        gaps = [rows[run, split]["values"]["logp_abs_diff_mean"] for run in ("bf16", "fp16", "fp32")]
-        assert gaps == sorted(gaps, reverse=True) and gaps[2] <= 1e-4
+    assert {run for run, _ in rows} == set(WITH_EXPERTS)
+    assert {split for _, split in rows} == {"eval/familiar", "eval/unfamiliar", "train"}
+    for split in ("eval/familiar", "eval/unfamiliar"):
+        gaps = [rows[run, split]["values"]["logp_abs_diff_mean"] for run in ("bf16", "fp16-r3", "fp32-r3")]
+        assert gaps == sorted(gaps, reverse=True) and gaps[2] <= 1e-4, split
+
+
+def test_make_demo_measures_experts_too(demo: tuple[str, dict[str, Any]]) -> None:
+    summary = json.loads((ROOT / "runs/demo/moe/summary.json").read_text())
+    rows = rows_of(summary)
+    assert set(rows) == {(run, split) for run in WITH_EXPERTS for split in ("eval/familiar", "eval/unfamiliar")}
+    for split in ("eval/familiar", "eval/unfamiliar"):
+        k3 = [rows[run, split]["values"]["k3_kl"] for run in WITH_EXPERTS]
+        assert k3 == sorted(k3, reverse=True), split
+        assert rows["fp32-r3", split]["values"]["logp_abs_diff_max"] <= 1e-3
+    replay = {(row["run"], row["split"]): row for row in summary["replay"]}
+    for split in ("eval/familiar", "eval/unfamiliar"):
+        assert replay["fp32-r3", split]["flips"] == 0 < replay["fp16-r3", split]["flips"]
+        assert replay["bf16-r3", split]["k3_kl"][1] < 0.6 * replay["bf16-r3", split]["k3_kl"][0]
+    assert "The same tokens, routed by the trainer itself -> replayed" in demo[0]
+    assert "report: runs/demo/moe/report.html" in demo[0]
 
 
 def test_make_test_is_what_runs_this() -> None:
@@ -133,6 +156,36 @@ def test_kl_placement_example() -> None:
     assert "K1 reward" in printed and (ROOT / "runs/kl_placement.html").stat().st_size > 1_000_000
 
 
+def test_r3_loop_lowers_the_gap_on_the_same_tokens() -> None:
+    line = re.compile(r"step (\d+): reward (\S+), k3 (\S+) -> (\S+) with replay, max\|Δlogp\| (\S+) -> (\S+)")
+    printed = shell(in_readme("python -m examples.r3_loop"))
+    steps = [[float(value) for value in match] for match in line.findall(printed)]
+    assert [step[0] for step in steps] == [1, 2]
+    for _, correct, native, replayed, *_ in steps:
+        assert 0 < correct < 1
+        assert 0 < replayed < native < 1e-2
+
+
+def test_replay_gap_shows_the_claim() -> None:
+    printed = shell(in_readme("python -m examples.replay_gap"), timeout=1400)
+    runs = json.loads((ROOT / "runs/replay_gap/summary.json").read_text())["runs"]
+
+    def left(run: str, split: str, name: str) -> float:
+        return runs[run][split][name] / runs[run][split][f"native/{name}"]
+
+    for split in ("eval/familiar", "eval/unfamiliar"):
+        assert runs["bf16"][split]["native/tokens"] == runs["bf16"][split]["tokens"] >= 100_000
+    assert left("bf16", "eval/familiar", "k3_kl") <= 1 / 2
+    assert left("bf16", "eval/familiar", "logp_abs_diff_max") <= 1 / 2
+    assert left("bf16", "eval/unfamiliar", "k3_kl") <= 1 / 4
+    # About 1/5; one token decides it, and in other draws it was 0.13 to 0.21.
+    assert left("bf16", "eval/unfamiliar", "logp_abs_diff_max") <= 1 / 4
+    assert runs["bf16"]["eval/unfamiliar"]["f_2"] < 0.1 * runs["bf16"]["eval/unfamiliar"]["native/f_2"]
+    for split, found in runs["float32"].items():
+        assert found["routing/set_mismatch_frac"] == 0 and found["routing/compared_tokens"] > 10_000, split
+    assert "trained distribution: replay leaves" in printed
+
+
 def test_readiness(dense: Path) -> None:
     printed = shell(in_readme("mismatch-ext readiness").replace("MODEL_DIR", str(dense)))
     assert re.search(r"^float16: (ready|risky)", printed, flags=re.M), printed
@@ -150,13 +203,14 @@ PYTHON = [block for language, block in BLOCKS if language == "python"]
 
 
 @pytest.mark.parametrize("arguments", ["its own", *range(1, len(PYTHON))])
-def test_the_python_blocks_run(dense: Path, tmp_path: Path, arguments: int | str) -> None:
+def test_the_python_blocks_run(dense: Path, moe: Path, tmp_path: Path, arguments: int | str) -> None:
     block = PYTHON[0]
     if isinstance(arguments, int):  # later blocks give other arguments to the first one's trainer
         block = re.sub(r"^args = .*\n", lambda _: PYTHON[arguments], block, flags=re.M)
         assert block != PYTHON[0]
     # The README's model, output folder and a real run's length and device are what a reader replaces too.
-    code = block.replace("Qwen/Qwen3-0.6B", str(dense)).replace('"run"', repr(str(tmp_path / "run")))
+    model = moe if '"routing"' in block else dense
+    code = block.replace("Qwen/Qwen3-0.6B", str(model)).replace('"run"', repr(str(tmp_path / "run")))
     code = code.replace("use_vllm=True,", "use_vllm=True, **short,")
     setup = """
 import os
