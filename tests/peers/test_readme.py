@@ -124,7 +124,8 @@ def test_make_demo_measures_experts_too(demo: tuple[str, dict[str, Any]]) -> Non
     replay = {(row["run"], row["split"]): row for row in summary["replay"]}
     for split in ("eval/familiar", "eval/unfamiliar"):
         assert replay["fp32-r3", split]["flips"] == 0 < replay["fp16-r3", split]["flips"]
-        assert replay["bf16-r3", split]["k3_kl"][1] < 0.6 * replay["bf16-r3", split]["k3_kl"][0]
+        native, replayed = replay["bf16-r3", split]["k3_kl"]
+        assert replayed < (0.8 if split == "eval/familiar" else 0.4) * native, split
     assert "The same tokens, routed by the trainer itself -> replayed" in demo[0]
     assert "report: runs/demo/moe/report.html" in demo[0]
 
@@ -141,7 +142,7 @@ def test_make_check() -> None:
 
 
 def test_make_bench_prints_json_lines() -> None:
-    rows = [json.loads(line) for line in shell("make bench").splitlines() if not line.startswith("make")]
+    rows = [json.loads(line) for line in shell("make bench", timeout=1400).splitlines() if not line.startswith("make")]
     assert rows and all(set(row) == {"name", "ours", "theirs", "ratio", "equal"} for row in rows)
 
 
