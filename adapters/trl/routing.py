@@ -317,16 +317,16 @@ class RoutingMixin(_Host):
         assert self._routes is not None
         return routing.replaying(model, attention_mask, length, self._routes, None if reference else self._split)
 
-    def _routing_metrics(self, split: str) -> dict[str, float]:
-        """Return the agreement since the last log, over all ranks."""
+    def _routing_agreement(self, split: str) -> Agreement | None:
+        """Return the agreement since the last log, over all ranks; None where nothing was measured."""
         if self._routing is None:
-            return {}
+            return None
         mine = self._routing.agreements(split)
         found = [] if mine is None else [mine]
         if self.accelerator.num_processes > 1:
             states = gather_object([None if mine is None else mine.state_dict()])
             found = [Agreement.from_state(state) for state in states if state is not None]
-        return functools.reduce(Agreement.merge, found).metrics() if found else {}
+        return functools.reduce(Agreement.merge, found) if found else None
 
 
 def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:

@@ -256,14 +256,18 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         split, prefix = ("train", "") if training else (self._eval_split, "eval_")
         step = self.state.global_step
         extra = self._recorder.flush(split, step)
-        extra |= {PREFIX + name: value for name, value in self._routing_metrics(split).items()}
+        agreement = self._routing_agreement(split)
+        by_layer = {}
+        if agreement is not None:
+            extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
+            by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
         if training and "loss" in logs:
             extra |= self._training_metrics()
         logs.update({prefix + name: value for name, value in extra.items()})
         super().log(logs, start_time)
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
         if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
-            self._recorder.step(split, step, names)
+            self._recorder.step(split, step, names | by_layer)
         bias = ratio_bias(self, self._sampling)
         if extra and bias is not None and not getattr(self, "_bias_told", False):
             self._bias_told = True

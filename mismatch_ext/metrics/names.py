@@ -97,4 +97,7 @@ def table() -> str:
         "|---|---|",
     ]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in ROUTING_MEASURES.items()]
+    lines.append(
+        "| `routing/layer_<n>_set_mismatch` | share of tokens whose sets differ in layer n; in `metrics.jsonl` alone |"
+    )
     return "\n".join(lines)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, present, style, trace_of
+from mismatch_ext.report.over_steps import over_steps, step_traces
 from mismatch_ext.report.profiles import Pooled, pool_profile
+from mismatch_ext.report.routing import replay
 from mismatch_ext.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, PREFIX
 from mismatch_ext.rundata import RunData
 
@@ -39,6 +41,7 @@ def sections(runs: Mapping[str, RunData]) -> list[Section]:
             figures=_training(runs),
             absent="No reward and no completion length were recorded.",
         ),
+        Section(id="routing", title="Routing replay", figures=replay(runs), absent=""),
         Section(id="loss-scale", title="Loss scale", figures=_loss_scale(runs), absent=""),
         Section(id="weight-sync", title="Weight sync", figures=_weight_sync(runs), absent=""),
         Section(
@@ -64,7 +67,7 @@ def sections(runs: Mapping[str, RunData]) -> list[Section]:
 
 def _gap(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
     return present(
-        _over_steps(
+        over_steps(
             runs,
             "gap-mean",
             PREFIX + ABS_DIFF_MEAN,
@@ -73,7 +76,7 @@ def _gap(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             "Lower is better: 1e-4 and below is rounding, healthy bfloat16 runs report 0.01 to 0.02.",
             log=True,
         ),
-        _over_steps(
+        over_steps(
             runs,
             "gap-max",
             PREFIX + ABS_DIFF_MAX,
@@ -87,7 +90,7 @@ def _gap(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
 
 def _kl(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
     return present(
-        _over_steps(
+        over_steps(
             runs,
             "k3",
             PREFIX + "k3_kl",
@@ -96,7 +99,7 @@ def _kl(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             "Grows with the square of the gap; a slow rise over the run is how a collapse announces itself.",
             log=True,
         ),
-        _over_steps(
+        over_steps(
             runs,
             "ess",
             PREFIX + "ess_seq",
@@ -109,7 +112,7 @@ def _kl(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
 
 def _training(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
     return present(
-        _over_steps(
+        over_steps(
             runs,
             "reward",
             "reward",
@@ -117,7 +120,7 @@ def _training(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             "mean reward",
             "Whether training still learns while the gap moves.",
         ),
-        _over_steps(
+        over_steps(
             runs,
             "length",
             "completions/mean_length",
@@ -129,7 +132,7 @@ def _training(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
 
 
 def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    traces = _step_traces(runs, PREFIX + "loss_scale", log=True)
+    traces = step_traces(runs, PREFIX + "loss_scale", log=True)
     for trace in traces:
         trace["line"] |= {"shape": "hv"}
     for index, (name, run) in enumerate(runs.items()):
@@ -155,25 +158,6 @@ def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
     )
 
 
-def _over_steps(
-    runs: Mapping[str, RunData], id: str, metric: str, title: str, unit: str, caption: str, log: bool = False
-) -> Figure | None:
-    traces = _step_traces(runs, metric, log=log)
-    y = log_axis(traces, unit) if log else {"title": unit}
-    return figure_of(id, title, caption, traces, x={"title": "optimizer step"}, y=y, unified=True)
-
-
-def _step_traces(runs: Mapping[str, RunData], metric: str, *, log: bool) -> list[dict[str, Any]]:
-    traces = []
-    for index, (name, run) in enumerate(runs.items()):
-        for order, split in enumerate(run.splits):
-            steps, values = run.series(metric, split)
-            if any(drawable(value, log) for value in values):
-                shown = [value if drawable(value, log) else None for value in values]
-                traces.append(trace_of(name, index, steps, shown, split=split, order=order))
-    return traces
-
-
 def _overflows(run: RunData) -> list[int]:
     """Return the steps that overflowed: by event, or because the loss scale fell since the step before."""
     steps, scales = run.series(PREFIX + "loss_scale")
@@ -183,7 +167,7 @@ def _overflows(run: RunData) -> list[int]:
 
 def _weight_sync(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
     return present(
-        _over_steps(
+        over_steps(
             runs,
             "weight-sync",
             PREFIX + "weight_sync_gap",

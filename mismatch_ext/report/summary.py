@@ -21,6 +21,7 @@ ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
 # Metric -> the count that weighs it, tokens by default. ESS describes one batch: a plain mean over steps.
+ROUTING_WEIGHT = "routing/compared_tokens"
 WEIGHTS = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None}
 COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq")
 RATIO_COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "k3_kl", "seq_kl", "seq_k3_kl")
@@ -125,7 +126,7 @@ def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
 def pooled(run: RunData, column: str, split: str = "train") -> float | None:
     """Pool one metric over the steps of a split: the maximum, or the mean weighted by tokens or sequences."""
     plain = column.removeprefix(NATIVE)
-    count_name = WEIGHTS.get(plain, "tokens")
+    count_name = WEIGHTS.get(plain, ROUTING_WEIGHT if plain.startswith("routing/") else "tokens")
     if count_name and plain != column:
         count_name = NATIVE + count_name
     values: list[float] = []

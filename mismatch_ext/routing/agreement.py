@@ -86,6 +86,10 @@ class Agreement:
             }
         return scalars
 
+    def layer_metrics(self) -> dict[str, float]:
+        """Return `by_layer` under the names that a run's metrics file holds them by."""
+        return {f"routing/layer_{layer}_set_mismatch": share for layer, share in self.by_layer().items()}
+
     def by_layer(self) -> dict[int, float]:
         """Return the share of tokens whose sets of experts differ, by layer; empty where no token was compared."""
         if not self.tokens:

@@ -67,6 +67,8 @@ def test_evaluation_is_replayed_and_counted_apart(run: Callable[..., Ran], moe: 
     # One evaluation before training and one after each of three steps.
     assert len(found["tokens"]) >= 3 and min(found["tokens"]) > 50 and set(found["mismatch"]) == {0.0}
     # A training step holds 8 completions of at most 16 tokens and their prompts, which no evaluation's tokens are added to.
+    by_layer = [f"mismatch/routing/layer_{layer}_set_mismatch" for layer in (0, 1)]
+    assert found["layers"] == {"train": by_layer, "eval/default": by_layer} and not found["logged"]
     assert len(found["train tokens"]) == 3 and max(found["train tokens"]) < 8 * (16 + 12)
 
 

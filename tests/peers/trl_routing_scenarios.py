@@ -13,6 +13,7 @@ from mismatch_ext.adapters.trl.aggregation import overridden
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.rundata import read_run
 from tests.peers.scenarios import arguments, digest_of, graded, main, rows
 
 R2, R3 = {"mode": "R2", "agreement_rate": 1.0}, {"mode": "R3", "agreement_rate": 1.0}
@@ -109,7 +110,18 @@ def evaluation(model: str, out: str) -> dict[str, Any]:
 def outcome_of_eval(trainer: Any) -> dict[str, Any]:
     """Return the tokens that were compared, of each evaluation and of each step."""
     name = ROUTING + "compared_tokens"
-    return {"tokens": logged(trainer, f"eval_{name}", "eval_loss"), "train tokens": logged(trainer, name)}
+    layers = {
+        split: sorted(
+            m for r in read_run(trainer._run_dir).steps if r.split == split for m in r.metrics if "layer_" in m
+        )
+        for split in ("train", "eval/default")
+    }
+    return {
+        "tokens": logged(trainer, f"eval_{name}", "eval_loss"),
+        "train tokens": logged(trainer, name),
+        "layers": {split: sorted(set(names)) for split, names in layers.items()},
+        "logged": [name for entry in trainer.state.log_history for name in entry if "layer_1" in name],
+    }
 
 
 def failed_batch(model: str, out: str) -> dict[str, Any]:

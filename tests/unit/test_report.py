@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.report import build, level_of, load_runs, render, summarise, verdict
 from mismatch_ext.report.profiles import Pooled, pool_profile
+from mismatch_ext.report.routing import replay
 from mismatch_ext.report.text import plain_dtype, quantity
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, STALE_ABS_DIFF, side_dtype
 from mismatch_ext.stream import RunStream, read_run
@@ -432,7 +433,8 @@ lines = st.fixed_dictionaries(
         "split": st.sampled_from(["train", "eval/a"]),
         "metrics": st.dictionaries(
             st.sampled_from(["mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/tokens", "mismatch/loss_scale"])
-            | st.sampled_from(["reward", "mismatch/f_2", "mismatch/f_nan", "mismatch/support_truncated"]),
+            | st.sampled_from(["reward", "mismatch/f_2", "mismatch/f_nan", "mismatch/support_truncated"])
+            | st.sampled_from(["mismatch/native/k3_kl", "mismatch/routing/layer_3_set_mismatch"]),
             st.floats() | st.just(1e308) | st.integers(),
         ),
         "profiles": st.dictionaries(profile_names, profiles),
@@ -473,6 +475,35 @@ def test_whatever_can_be_read_can_be_rendered(
     (run / "metrics.jsonl").write_text("\n".join(re.sub("NaN|-?Infinity", "1e999", json.dumps(c)) for c in content))
     page = rendered(run)
     assert page.tags["h1"] == 1 and page.tags["html"] == 1
+
+
+def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
+    def step(number: int, **metrics: float) -> dict[str, Any]:
+        named = {f"mismatch/{name}": value for name, value in metrics.items()}
+        return {"kind": "step", "segment": 0, "step": number, "split": "train", "metrics": named}
+
+    flips = "routing/layer_12_set_mismatch"
+    runs = {
+        "stock": [step(1, k3_kl=1e-3), step(2, k3_kl=2e-3)],
+        "replayed": [
+            step(1, **{"k3_kl": 1e-4, "native/k3_kl": 1e-3, "routing/set_mismatch_frac": 0.02}),
+            step(2, **{"routing/compared_tokens": 100, flips: 0.25, "routing/layer_3_set_mismatch": 0.0}),
+            step(3, **{"routing/compared_tokens": 300, flips: 0.05, "routing/layer_3_set_mismatch": 0.0}),
+        ],
+    }
+    for name, lines in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    figures = {figure.id: json.loads(figure.json) for figure in replay(load_runs(tmp_path))}
+    assert set(figures) == {"flips", "replay-k3", "flips-by-layer"}
+    (by_layer,) = figures["flips-by-layer"]["data"]
+    # Layer 12: (100 * 0.25 + 300 * 0.05) / 400.
+    assert by_layer["x"] == [3, 12] and by_layer["y"] == pytest.approx([0.0, 0.1])
+    k3 = {trace["name"]: trace["y"] for trace in figures["replay-k3"]["data"]}
+    assert {name: y[0] for name, y in k3.items()} == {"replayed, replayed": 1e-4, "replayed, its own routing": 1e-3}
+    page = (render(tmp_path)).read_text(encoding="utf-8")
+    assert "Routing replay" in page
+    assert not replay({"stock": load_runs(tmp_path)["stock"]})
 
 
 def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_four_tokens_by_hand(shift: int) -> None:
     assert found.order_agreements == (2, 2)
     assert (found.tokens, found.token_mismatches, found.native_rows) == (4, 2, 0)
     assert found.by_layer() == {1: 0.25, 3: 0.5}
+    assert found.layer_metrics() == {"routing/layer_1_set_mismatch": 0.25, "routing/layer_3_set_mismatch": 0.5}
     assert found.metrics() == {
         "routing/compared_tokens": 4.0,
         "routing/native_rows_frac": 0.0,

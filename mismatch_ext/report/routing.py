@@ -1,0 +1,77 @@
+"""What routing replay does: how often engine and trainer choose other experts, and the gap with and without it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mismatch_ext.report.charts import Figure, figure_of, log_axis, present, trace_of
+from mismatch_ext.report.over_steps import over_steps, step_traces
+from mismatch_ext.report.summary import NATIVE, PREFIX, pooled
+from mismatch_ext.rundata import RunData
+
+ROUTING = "routing/"
+LAYER = re.compile(re.escape(PREFIX + ROUTING) + r"layer_(\d{1,6})_set_mismatch")
+
+
+def replay(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
+    """Plot what was measured of routing replay; nothing where none was."""
+    return present(
+        over_steps(
+            runs,
+            "flips",
+            PREFIX + ROUTING + "set_mismatch_frac",
+            "Other experts",
+            "share of (token, layer) pairs",
+            "How often the trainer would have chosen other experts than those that it replays; 0 in float32.",
+        ),
+        _saved(runs),
+        _layers(runs),
+    )
+
+
+def _saved(runs: Mapping[str, RunData]) -> Figure | None:
+    """Plot k3 with and without replay, of the runs that measured both."""
+    native = PREFIX + NATIVE + "k3_kl"
+    both = [any(native in record.metrics for record in run.steps) for run in runs.values()]
+    traces = []
+    for kind, metric in (("replayed", PREFIX + "k3_kl"), ("its own routing", native)):
+        for trace in step_traces(runs, metric, log=True):
+            if not both[trace["meta"]["run"]]:
+                continue
+            trace["name"] += f", {kind}"
+            if kind != "replayed":
+                trace["line"] |= {"dash": "dot"}
+                trace["marker"] |= {"symbol": trace["marker"]["symbol"].removesuffix("-open") + "-open"}
+            traces.append(trace)
+    return figure_of(
+        "replay-k3",
+        "k3 with and without replay",
+        "The same tokens under the trainer's own routing (dotted): the distance is what replay saves.",
+        traces,
+        x={"title": "optimizer step"},
+        y=log_axis(traces, "k3 (nat per token)"),
+        unified=True,
+    )
+
+
+def _layers(runs: Mapping[str, RunData]) -> Figure | None:
+    """Plot the share of tokens with other experts, by layer."""
+    traces: list[dict[str, Any]] = []
+    for index, (name, run) in enumerate(runs.items()):
+        for order, split in enumerate(run.splits):
+            found = {metric for record in run.steps if record.split == split for metric in record.metrics}
+            layers = sorted(int(match[1]) for metric in found if (match := LAYER.fullmatch(metric)))
+            values = [pooled(run, f"{ROUTING}layer_{layer}_set_mismatch", split) for layer in layers]
+            if any(value is not None for value in values):
+                traces.append(trace_of(name, index, layers, values, split=split, order=order))
+    return figure_of(
+        "flips-by-layer",
+        "Other experts, by layer",
+        "Share of tokens; a layer far above the others has close scores, or an engine that routes it in another way.",
+        traces,
+        x={"title": "layer"},
+        y={"title": "share of tokens", "rangemode": "tozero"},
+        unified=True,
+    )
