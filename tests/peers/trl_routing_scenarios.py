@@ -112,7 +112,11 @@ def outcome_of_eval(trainer: Any) -> dict[str, Any]:
     name = ROUTING + "compared_tokens"
     layers = {
         split: sorted(
-            m for r in read_run(trainer._run_dir).steps if r.split == split for m in r.metrics if "layer_" in m
+            m
+            for r in read_run(trainer._run_dir).steps
+            if r.split == split
+            for m in r.metrics
+            if m.endswith("_set_mismatch")
         )
         for split in ("train", "eval/default")
     }
