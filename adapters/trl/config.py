@@ -113,6 +113,11 @@ class MismatchGRPOConfig(GRPOConfig):
 
     def _check_routing(self, routing: RoutingConfig) -> None:
         """Refuse ways of generating whose routes cannot be followed."""
+        if routing.reference and self.beta == 0.0:
+            raise ConfigError(
+                "mismatch.routing.reference=True with beta=0 and no mismatch.kl: there is no reference model whose routing could "
+                "be replayed; set reference=False, or a KL coefficient."
+            )
         if not self.use_vllm and routing.native_gap_rate:
             raise ConfigError(
                 f"mismatch.routing.native_gap_rate={routing.native_gap_rate} with use_vllm=False: generation by transformers "

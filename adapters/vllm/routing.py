@@ -1,8 +1,9 @@
 """Routing that vLLM recorded while it sampled, as routing traces.
 
 vLLM keeps the routes of a token beside its KV-cache slot. A prefix-cache hit returns the routes that were recorded when the
-block was computed, by whatever weights the engine had then: after a weight update the prefix cache must be reset. vLLM leaves
-that to its caller, and declines it, by a return value alone, while a request holds blocks.
+block was computed, by whatever weights the engine had then: after a weight update the prefix cache must be reset. vLLM's own
+update leaves that to the caller, and declines it, by a return value alone, while a request holds blocks; `update_weights` of
+this package does both, and `captured_outputs(version=...)` makes sure for updates by others.
 """
 
 from __future__ import annotations

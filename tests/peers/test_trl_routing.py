@@ -181,12 +181,13 @@ R3 = {"mode": "R3"}
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
         ({"routing": {**R3, "native_gap_rate": 0.5}}, "native_gap_rate=0.5 with use_vllm=False"),
+        ({"routing": {**R3, "reference": True}}, "reference=True with beta=0"),
         (
             {"use_vllm": True, "generation_kwargs": {"routed_experts_prompt_start": 3}},
             r"generation_kwargs\['routed_experts_prompt_start'\]=3",
         ),
     ],
-    ids=["tools", "bypassed", "tensor parallel", "continuous batching", "no gap", "no prompt rows"],
+    ids=["tools", "bypassed", "tensor parallel", "continuous batching", "no gap", "no reference", "no prompt rows"],
 )
 def test_what_routing_cannot_follow_is_refused(
     run: Callable[..., Ran], moe: Path, tmp_path: Path, settings: dict[str, Any], message: str
