@@ -15,7 +15,7 @@ from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
 from mismatch_ext.adapters.trl.recorder import RunRecorder
-from mismatch_ext.adapters.trl.routing import RoutingReplay
+from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK

@@ -7,23 +7,20 @@ and are replayed in the old-logprob pass and in every update. R2: the trainer's 
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
-from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.transformers.routing.generate import record_generation
 from mismatch_ext.adapters.trl.aggregation import overridden
-from torch import Tensor, nn
+from mismatch_ext.adapters.trl.replay import RoutingReplay, Scores, on_cpu, share
+from torch import Tensor
 from transformers.utils import is_peft_available
 
-from mismatch_ext.config import RoutingConfig
-from mismatch_ext.errors import ConfigError, ReplayError, RoutingError
-from mismatch_ext.routing import Agreement, RoutingTrace, agreement, align, check_plausible, share_prompts
+from mismatch_ext.errors import ConfigError, ReplayError
+from mismatch_ext.routing import Agreement, RoutingTrace
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -31,176 +28,6 @@ else:
     _Host = object
 
 KEY = "routing"
-Scores = tuple[Tensor, Tensor | None, Tensor | None]
-Score = Callable[..., Scores]
-
-
-class RoutingReplay:
-    """Records or replays routing around TRL's scoring passes, and counts how far it differs from the model's own.
-
-    Args:
-        config: The `routing` section.
-        model: The trainer's model.
-        seed: Seed of the choice of passes that are measured; the same on every rank.
-
-    Attributes:
-        in_batch: Whether a batch is being sampled and scored.
-        traces: Routes of its completions, a row of the batch each; None until they are known.
-        forwards: Forward passes that were replayed.
-
-    Raises:
-        ReplayError: The model's routing cannot be replayed.
-    """
-
-    def __init__(self, config: RoutingConfig, model: nn.Module, seed: int) -> None:
-        self.config = config
-        self.layout = moe_layout(model)
-        self.in_batch = False
-        self.traces: list[RoutingTrace] | None = None
-        self.forwards = 0
-        self._random = random.Random(seed)
-        self._agreement: dict[str, Agreement] = {}
-        self._checked = config.mode == "R2"  # the model's own routes need no such check
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Hold the routes of one batch while it is sampled and scored."""
-        self.in_batch, self.traces = True, None
-        try:
-            yield
-        finally:
-            self.in_batch, self.traces = False, None
-
-    def compares_gap(self) -> bool:
-        """Draw whether a rollout batch is scored without replay as well."""
-        return self._random.random() < self.config.native_gap_rate
-
-    def agreements(self, split: str) -> Agreement | None:
-        """Return what was measured in a split since the last call, and forget it."""
-        return self._agreement.pop(split, None)
-
-    @contextmanager
-    def replaying(
-        self, model: nn.Module, attention_mask: Tensor, length: int, traces: Sequence[RoutingTrace], split: str | None
-    ) -> Iterator[None]:
-        """Run the forward pass of a padded micro-batch under the routes of its rows.
-
-        Args:
-            model: The model, possibly wrapped.
-            attention_mask: 1 for tokens that are not padding `[B, S]`.
-            length: Completion positions per row, padding included.
-            traces: Routes of each row.
-            split: "train" or "eval/<name>", which the agreement is counted for; None counts none.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens.
-            ReplayError: A forward pass did not obey them.
-        """
-        trace, recorded = _aligned(traces, attention_mask, length)
-        measured = split is not None and self._random.random() < self.config.agreement_rate
-        with replay_routing(model, trace, recorded, native=measured) as replay:
-            yield
-        self.forwards += replay.forwards
-        if split is not None and measured:
-            new = agreement(trace, replay.native, recorded, real=attention_mask.bool().flatten())
-            self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
-
-    def replay(
-        self,
-        score: Score,
-        model: nn.Module,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        length: int,
-        batch_size: int | None,
-        *,
-        traces: Sequence[RoutingTrace],
-        split: str | None,
-        **options: Any,
-    ) -> Scores:
-        """Run TRL's scoring pass, a chunk of rows at a time, each under the routes of its rows.
-
-        Args:
-            score: TRL's own `_get_per_token_logps_and_entropies`.
-            model: The model, possibly wrapped.
-            tokens: Prompt and completion `[B, S]`.
-            attention_mask: 1 for tokens that are not padding `[B, S]`.
-            length: Completion positions per row, padding included.
-            batch_size: Rows per forward pass; None for all at once.
-            traces: Routes of each row.
-            split: "train" or "eval/<name>", which the agreement is counted for; None counts none.
-            options: What else TRL passes.
-
-        Returns:
-            Log-probabilities `[B, T]`, entropies or None, auxiliary loss or None, as TRL returns them.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens.
-            ReplayError: A forward pass did not obey them.
-        """
-        _refuse_multimodal(options)
-        if len(traces) != len(tokens):
-            raise RoutingError(f"{len(traces)} routing traces for {len(tokens)} completions; one of each is needed.")
-        parts = []
-        for rows in _chunks(len(tokens), batch_size):
-            if not self._checked and split is not None:
-                # Once: another layer's routes are valid ids too, and only the policy can tell them apart.
-                self._check(score, model, tokens[rows], attention_mask[rows], length, traces[rows])
-                self._checked = True
-            with self.replaying(model, attention_mask[rows], length, traces[rows], split):
-                parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
-        return _joined(parts)
-
-    def _check(
-        self,
-        score: Score,
-        model: nn.Module,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        length: int,
-        traces: Sequence[RoutingTrace],
-    ) -> None:
-        with torch.no_grad(), torch.random.fork_rng(), record_routing(model) as recording:
-            score(model, tokens, attention_mask, length, len(tokens))
-        trace, recorded = _aligned(traces, attention_mask, length)
-        check_plausible(trace, recording.trace, recorded)
-
-    def record(
-        self,
-        score: Score,
-        model: nn.Module,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        length: int,
-        batch_size: int | None,
-        *,
-        version: int,
-        **options: Any,
-    ) -> Scores:
-        """Run TRL's scoring pass, a chunk of rows at a time, and keep the routes as those of the present batch.
-
-        Args:
-            score: TRL's own `_get_per_token_logps_and_entropies`.
-            model: The model, possibly wrapped.
-            tokens: Prompt and completion `[B, S]`.
-            attention_mask: 1 for tokens that are not padding `[B, S]`.
-            length: Completion positions per row, padding included.
-            batch_size: Rows per forward pass; None for all at once.
-            version: Finished optimizer steps.
-            options: What else TRL passes.
-
-        Returns:
-            Log-probabilities `[B, T]`, entropies or None, auxiliary loss or None, as TRL returns them.
-        """
-        _refuse_multimodal(options)
-        parts: list[Scores] = []
-        traces: list[RoutingTrace] = []
-        for rows in _chunks(len(tokens), batch_size):
-            with record_routing(model, version=version) as recording:
-                parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
-            traces += rows_of(recording.trace, attention_mask[rows])
-        self.traces = share(traces, prompts_of(tokens, attention_mask, length))
-        return _joined(parts)
 
 
 class RoutingMixin(_Host):
@@ -327,79 +154,3 @@ class RoutingMixin(_Host):
             states = gather_object([None if mine is None else mine.state_dict()])
             found = [Agreement.from_state(state) for state in states if state is not None]
         return functools.reduce(Agreement.merge, found) if found else None
-
-
-def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:
-    """Store the routes of a prompt once for all of its completions."""
-    keys = [tuple(prompt) for prompt in prompts]
-    return share_prompts(traces, [len(prompt) for prompt in keys], keys).traces
-
-
-def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list[int]]:
-    """Return the prompts of a padded batch as token ids."""
-    prompts, real = tokens[:, :-length].cpu(), attention_mask[:, :-length].bool().cpu()
-    return [row[mask].tolist() for row, mask in zip(prompts, real, strict=True)]
-
-
-def on_cpu(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace in the host's memory: TRL holds those of a whole generation batch, for several updates."""
-    return replace(trace, parts=tuple(part.cpu() for part in trace.parts))
-
-
-def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
-    """Cut the routes of a padded batch into one trace per row, padding left out.
-
-    Args:
-        trace: Routes of all positions of the batch, row after row.
-        attention_mask: 1 for tokens that are not padding `[B, S]`, contiguous in each row.
-    """
-    width, trace = attention_mask.size(1), on_cpu(trace)
-    traces = []
-    for row, mask in enumerate(attention_mask.bool().cpu()):
-        real = mask.nonzero()[:, 0]
-        first = row * width + int(real[0])
-        traces.append(replace(trace.slice(first, first + len(real)), start=0))
-    return traces
-
-
-def fitted(trace: RoutingTrace, mask: Tensor, length: int) -> RoutingTrace:
-    """Drop a completion's routes where `mask_truncated_completions` has made padding of it.
-
-    Args:
-        trace: Routes of one prompt and completion.
-        mask: Its row of the attention mask `[S]`.
-        length: Completion positions, the last of the row.
-    """
-    if bool(mask[-length:].any()):
-        return trace
-    return trace.slice(0, max(int(mask.sum()) - trace.start, 0))
-
-
-def _aligned(traces: Sequence[RoutingTrace], attention_mask: Tensor, length: int) -> tuple[RoutingTrace, Tensor]:
-    """Return the routes of a padded batch, a row per position, and where there are any."""
-    fitting = [fitted(trace, row, length) for trace, row in zip(traces, attention_mask.cpu(), strict=True)]
-    return align(fitting, attention_mask)
-
-
-def _chunks(rows: int, batch_size: int | None) -> Iterator[slice]:
-    size = batch_size or rows
-    return (slice(first, first + size) for first in range(0, rows, size))
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    """Join the results of chunks as TRL joins its own."""
-    logps, entropies, auxiliary = zip(*parts, strict=True)
-    return (
-        torch.cat(logps),
-        None if entropies[0] is None else torch.cat(entropies),
-        None if auxiliary[0] is None else torch.stack(auxiliary).mean(),
-    )
-
-
-def _refuse_multimodal(options: Mapping[str, Any]) -> None:
-    given = [name for name, value in options.items() if value is not None and not isinstance(value, bool)]
-    if given:
-        raise RoutingError(
-            f"mismatch.routing with multimodal inputs ({', '.join(given)}): their tokens cannot be matched to recorded "
-            "routes; remove mismatch.routing for this model."
-        )
