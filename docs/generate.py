@@ -21,6 +21,8 @@ SECTIONS = {
     "KlConfig": "mismatch.kl",
     "KlControllerConfig": "mismatch.kl.controller",
     "RoutingConfig": "mismatch.routing",
+    "LrConfig": "mismatch.lr",
+    "SurgeConfig": "mismatch.lr.surge",
     "MonitorConfig": "mismatch.monitor",
 }
 
@@ -36,16 +38,17 @@ def fields(body: list[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def config_page() -> str:
-    """Return the reference of the `mismatch:` block, read from the docstrings in `mismatch_ext/config.py`."""
+    """Return the reference of the `mismatch:` block, read from the docstrings in `mismatch_ext/config`."""
     classes = {
         node.name: node
-        for node in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body
+        for module in sorted(Path(config.__file__).parent.glob("*.py"))
+        for node in ast.parse(module.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     }
     lines = [
         "# The `mismatch` block",
         "",
-        "Printed by `python docs/generate.py` from `mismatch_ext/config.py`. A key that is not listed is an error. `Action` is",
+        "Printed by `python docs/generate.py` from `mismatch_ext/config`. A key that is not listed is an error. `Action` is",
         '`"error"`, `"warn"` or `"off"`.',
     ]
     for name, path in SECTIONS.items():

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union
 from mismatch_ext.errors import ConfigError
 
 Section = TypeVar("Section")
+Action = Literal["error", "warn", "off"]
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:

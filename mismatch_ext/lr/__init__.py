@@ -1,8 +1,8 @@
 """Learning-rate control: lowers the rate when responses grow, on top of the host's own schedule."""
 
+from mismatch_ext.config import LrConfig, SurgeConfig
 from mismatch_ext.lr.control import LrControl
 from mismatch_ext.lr.controller import LrController, PeriodicController, ReactiveController, make_controller
-from mismatch_ext.lr.settings import LrConfig, SurgeConfig
 from mismatch_ext.lr.state import LrState
 from mismatch_ext.lr.statistics import LengthStatistics, length_statistics
 

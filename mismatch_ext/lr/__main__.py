@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mismatch_ext.lr.settings import SurgeConfig
+from mismatch_ext.config import SurgeConfig
 from mismatch_ext.lr.simulation import table
 from mismatch_ext.strict import build, load_mapping
 

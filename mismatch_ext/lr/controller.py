@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import RecordError
-from mismatch_ext.lr.settings import LrConfig
 from mismatch_ext.lr.state import LrState
 from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch_ext.lr.settings import SurgeConfig
+from mismatch_ext.config import SurgeConfig
 from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
 
 Array = NDArray[np.float64]

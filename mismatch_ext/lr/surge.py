@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from statistics import median
 
-from mismatch_ext.lr.settings import SurgeConfig, Trigger
+from mismatch_ext.config import SurgeConfig, Trigger
 
 LEAST: dict[Trigger, float] = {"response_length": 1.0, "mismatch_kl": 1e-3, "grad_norm": 0.0, "f_tau": 0.01}
 """Least value of a surge per trigger, where the settings name none."""

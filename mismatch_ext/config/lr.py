@@ -1,4 +1,4 @@
-"""The `lr` section of the `mismatch:` block: learning-rate control."""
+"""The `lr` section: learning-rate control."""
 
 from __future__ import annotations
 

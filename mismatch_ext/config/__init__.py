@@ -1,0 +1,29 @@
+"""The `mismatch:` block: one strict, frozen configuration for every host trainer, a module per section.
+
+A section that is absent is off, and the host then behaves as stock. The same block is read from a dict, a JSON or
+YAML string, the path of a JSON or YAML file, or a ready dataclass.
+"""
+
+from mismatch_ext.config.block import MismatchConfig
+from mismatch_ext.config.correction import CorrectionConfig
+from mismatch_ext.config.kl import KlConfig, KlControllerConfig
+from mismatch_ext.config.lr import LrConfig, SurgeConfig, Trigger
+from mismatch_ext.config.monitor import MonitorConfig
+from mismatch_ext.config.precision import LossScaleConfig, PrecisionConfig
+from mismatch_ext.config.routing import RoutingConfig
+from mismatch_ext.strict import Action
+
+__all__ = [
+    "Action",
+    "CorrectionConfig",
+    "KlConfig",
+    "KlControllerConfig",
+    "LossScaleConfig",
+    "LrConfig",
+    "MismatchConfig",
+    "MonitorConfig",
+    "PrecisionConfig",
+    "RoutingConfig",
+    "SurgeConfig",
+    "Trigger",
+]

@@ -1,0 +1,60 @@
+"""The whole `mismatch:` block, and the forms that it is read from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.config.correction import CorrectionConfig
+from mismatch_ext.config.kl import KlConfig
+from mismatch_ext.config.lr import LrConfig
+from mismatch_ext.config.monitor import MonitorConfig
+from mismatch_ext.config.precision import PrecisionConfig
+from mismatch_ext.config.routing import RoutingConfig
+from mismatch_ext.strict import build, load_mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchConfig:
+    """The whole `mismatch:` block."""
+
+    precision: PrecisionConfig | None = None
+    """Uniform precision on both sides; absent leaves the host's dtypes alone."""
+    correction: CorrectionConfig | None = None
+    """Importance weights; absent leaves the host's own correction alone."""
+    kl: KlConfig | None = None
+    """KL regularisation; absent leaves the host's own KL term alone."""
+    routing: RoutingConfig | None = None
+    """Expert routing replay; absent lets every forward pass route for itself."""
+    lr: LrConfig | None = None
+    """Learning-rate control; absent leaves the host's schedule alone."""
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    """Measurement; on with its defaults whenever a block is given, even an empty one."""
+
+    @classmethod
+    def parse(cls, value: MismatchConfig | Mapping[str, Any] | str | Path | None) -> MismatchConfig | None:
+        """Read the block from any form that users have it in.
+
+        Args:
+            value: None (no block: stock behaviour), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml`
+                or `.yml` file (with or without a top-level `mismatch:` key), or a `MismatchConfig`.
+
+        Returns:
+            The frozen configuration, or None when no block was given.
+
+        Raises:
+            ConfigError: Unknown key, wrong type, value out of range, unreadable text or file. The message names the
+                key, the value, what is allowed, and the nearest known key.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, (str, Path)):
+            value = load_mapping(value)
+        return build(cls, value, "mismatch")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the block as plain JSON-able data, absent sections left out."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
