@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.versions import installed
 
@@ -84,6 +84,17 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], run_dir: Path) -> s
     return "\n".join(lines)
 
 
+def _lr_rule(lr: LrConfig) -> str:
+    """Return what lowers the learning rate, in a line."""
+    watched = f"a surge of {lr.trigger}"
+    if lr.rule == "reactive":
+        return f"times {lr.decay:g} at {watched}, at least {lr.cooldown} steps apart, floor {lr.floor:g}"
+    every = (
+        f"every {lr.period} steps" if lr.period is not None else f"every {lr.period_factor:g} x the step of {watched}"
+    )
+    return f"times {lr.decay:g} {every}, counted from {lr.count_from}, floor {lr.floor:g}"
+
+
 def _mitigations(block: MismatchConfig, trainer_seam: str, *, sampled_by_engine: bool) -> list[str]:
     """Return a line for each mitigation that is on."""
     lines = []
@@ -96,6 +107,8 @@ def _mitigations(block: MismatchConfig, trainer_seam: str, *, sampled_by_engine:
         where = "old-logprob pass, update" if block.routing.mode == "R3" else "update"
         where += ", reference" if block.routing.reference else ""
         lines.append(f"  routing    {block.routing.mode}: recorded by {source}, replayed in {where}   [{trainer_seam}]")
+    if block.lr is not None:
+        lines.append(f"  lr         {_lr_rule(block.lr)}   [callback]")
     if block.kl is not None:
         kl = block.kl
         form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{trainer_seam}]"

@@ -92,8 +92,10 @@ class MismatchGRPOConfig(GRPOConfig):
     def _check_host(self, block: MismatchConfig) -> None:
         if not self.use_vllm:
             needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
-            if needing or (block.kl is None and block.routing is None):
-                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl or routing"
+            if block.lr is not None and block.lr.trigger in ("mismatch_kl", "f_tau"):
+                needing.append(f"lr.trigger={block.lr.trigger!r}")
+            if needing or (block.kl is None and block.routing is None and block.lr is None):
+                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl, routing or lr"
                 raise ConfigError(
                     f"use_vllm=False with {what}: generation by transformers reports no rollout log-probabilities, "
                     "so there is no gap to measure or correct; set use_vllm=True or remove it."

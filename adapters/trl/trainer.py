@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
 from mismatch_ext.adapters.trl.host import EngineRefusals, ratio_bias, step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.recorder import PREFIX, ensure_writable
@@ -49,7 +51,7 @@ else:
     _Host = object
 
 
-class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
+class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     Put it first among the bases: `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer): ...`. Without a block every
@@ -86,6 +88,9 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
             with self._kl_reward(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
+        if self._config.lr is not None:
+            self._lr = LrCallback(self._config.lr)
+            self.add_callback(self._lr)
         if self._config.correction is not None:
             settings = resolve(self._config.correction)
             if native_options(settings) is None:
@@ -157,11 +162,13 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
         training = self.model.training
+        gap = None
         if self.use_vllm:
             self._check_records(output)
             old_logprobs = self._old_logprobs(output)
             split = "train" if training else self._eval_split
-            self._recorder.observe(split, old_logprobs, output["sampling_per_token_logps"], mask.bool())
+            gap = (old_logprobs, output["sampling_per_token_logps"], mask.bool())
+            self._recorder.observe(split, *gap)
             if self._routing is not None and self._routing.compares_gap():
                 with overridden(self, _routing=None):
                     native = self._old_logprobs({k: v for k, v in output.items() if k != OLD})
@@ -170,6 +177,8 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
                 mode = "train" if training else "eval"
                 for name, value in self._correction.apply(output, old_logprobs, mask).items():
                     self._metrics[mode][PREFIX + name].append(value)
+        if training:
+            self._steer_by_rollouts(self._metrics["train"], gap)
         if self._kl is not None:
             rows, per_prompt = len(mask), self.num_generations if training else self.num_generations_eval
             first = self.accelerator.process_index * rows
@@ -279,6 +288,8 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
             metrics |= {PREFIX + name: value for name, value in self.accelerator.scaler.metrics().items()}
         if self._verdict is not None:
             metrics[PREFIX + "weight_sync_gap"] = self._verdict.gap_mean
+        if self._lr is not None:
+            metrics |= {PREFIX + name: value for name, value in self._lr.applied.items()}
         return metrics
 
     # Failure, checkpoint and resume.
@@ -325,17 +336,24 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._block is not None and self.args.should_save:
+            # First: a checkpoint that the host has finished must not lack our part of it.
+            path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self._state()), encoding="utf-8")
         super()._save_checkpoint(model, trial)
-        if self._block is None or not self.args.should_save:
-            return
-        path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
+        self._saved_step = self.state.global_step
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the host's own, as JSON-able data."""
         state: dict[str, Any] = {"schema": 1}
         if self.use_vllm:
             state |= self.vllm_generation.state_dict()
         if self._kl is not None:
             state["kl"] = self._kl.controller.state_dict()
-        path.write_text(json.dumps(state), encoding="utf-8")
-        self._saved_step = self.state.global_step
+        if self._lr is not None:
+            state["lr"] = self._lr.saved_state()
+        return state
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         super()._load_scaler(checkpoint)
@@ -348,6 +366,8 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, _Host):
                 self.vllm_generation.load_state_dict(state)
             if self._kl is not None and "kl" in state:
                 self._kl.controller.load_state_dict(state["kl"])
+            if self._lr is not None:
+                self._lr.resume(state.get("lr"))
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
         precision = self._config.precision
