@@ -1,6 +1,13 @@
-"""TRL's GRPOTrainer with the `mismatch:` block; without a block it is stock GRPOTrainer, number for number."""
+"""TRL's GRPOTrainer and RLOOTrainer with the `mismatch:` block; without a block they are stock, number for number."""
 
-from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
-from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer, MismatchTrainerMixin
+from mismatch_ext.adapters.trl.config import MismatchConfigMixin, MismatchGRPOConfig, MismatchRLOOConfig
+from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer, MismatchRLOOTrainer, MismatchTrainerMixin
 
-__all__ = ["MismatchGRPOConfig", "MismatchGRPOTrainer", "MismatchTrainerMixin"]
+__all__ = [
+    "MismatchConfigMixin",
+    "MismatchGRPOConfig",
+    "MismatchGRPOTrainer",
+    "MismatchRLOOConfig",
+    "MismatchRLOOTrainer",
+    "MismatchTrainerMixin",
+]

@@ -1,30 +1,33 @@
-"""GRPOConfig with one more field: the `mismatch:` block."""
+"""TRL's configurations with one more field: the `mismatch:` block."""
 
 # mypy: disable-error-code="has-type"
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.trl.correction import native_options, own_options
+from mismatch_ext.adapters.trl.options import GrpoOptions
 from transformers import Trainer
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
 
-from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig, RoutingConfig
-from mismatch_ext.correction import Settings, resolve
+from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
+if TYPE_CHECKING:
+    from trl import GRPOConfig as _Host
+else:
+    _Host = object
+
 
 @dataclass
-class MismatchGRPOConfig(GRPOConfig):
-    """TRL's `GRPOConfig` plus `mismatch`.
+class MismatchConfigMixin(_Host):
+    """Adds `mismatch` to a configuration of TRL: `class MyConfig(MismatchConfigMixin, SomeTrlConfig)`.
 
     With `mismatch.precision` set, `fp16`, `bf16` and the dtype of the trainer's master weights follow from it; a
     contradicting flag is an error.
@@ -36,8 +39,6 @@ class MismatchGRPOConfig(GRPOConfig):
     Raises:
         ConfigError: The block is malformed, or contradicts another argument.
     """
-
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "mismatch"]
 
     mismatch: dict[str, Any] | str | None = field(
         default=None,
@@ -54,10 +55,7 @@ class MismatchGRPOConfig(GRPOConfig):
             self._check_host(block)
             if block.precision is not None:
                 self._follow_precision(block.precision.dtype)
-            if block.kl is not None:
-                self._follow_kl(block.kl)
-            if block.correction is not None:
-                self._follow_correction(block.correction)
+            self._follow_objective(block)
             if block.routing is not None:
                 self._check_routing(block.routing)
         super().__post_init__()
@@ -143,86 +141,13 @@ class MismatchGRPOConfig(GRPOConfig):
                 "routes of all tokens; remove it from generation_kwargs."
             )
 
-    def _follow_kl(self, kl: KlConfig) -> None:
-        """Make TRL's `beta` the coefficient, so that TRL builds the reference model."""
-        if kl.coef is None and self.beta == 0.0:
-            raise ConfigError("mismatch.kl without a coefficient: set mismatch.kl.coef, or beta > 0.")
-        if kl.coef is not None and self.beta not in (0.0, kl.coef):
-            raise ConfigError(f"beta={self.beta} contradicts mismatch.kl.coef={kl.coef}; remove one of the two.")
-        self.beta = self.beta if kl.coef is None else kl.coef
-        if kl.preset is not None or kl.reward_path == "surrogate":
-            return
-        if kl.ratio != "none":
-            raise ConfigError(
-                f"mismatch.kl.reward_path='rewards' with ratio={kl.ratio!r}: a reward is weighed with the policy term "
-                "that it is part of; set ratio='none', or reward_path='surrogate'."
-            )
-        if self.mask_truncated_completions:
-            raise ConfigError(
-                "mismatch.kl.reward_path='rewards' with mask_truncated_completions=True: masked completions have no KL "
-                "but stay in their group, so that finishing would be punished; use reward_path='surrogate'."
-            )
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise ConfigError(
-                f"mismatch.kl.reward_path='rewards' with multi_objective_aggregation={self.multi_objective_aggregation!r}: the "
-                "KL would be normalised by itself; use reward_path='surrogate'."
-            )
-        if kl.estimator == "full":
-            raise ConfigError(
-                "mismatch.kl.reward_path='rewards' with estimator='full': the vocabulary's log-probabilities are not kept from "
-                "sampling time; use reward_path='surrogate', or another estimator."
-            )
-
-    def _follow_correction(self, correction: CorrectionConfig) -> None:
-        """Set TRL's own importance-sampling options; where TRL has none, to plain ratios that are replaced later."""
-        settings = resolve(correction)
-        options = native_options(settings)
-        if options is None and self.loss_type == "vespo":
-            raise ConfigError(
-                "mismatch.correction with loss_type='vespo': VESPO takes the logarithm of the weights, so that only plain "
-                "token weights have a meaning there; use the preset token_truncate or token_mask."
-            )
-        if options is None:
-            self._check_own_correction(settings)
-        options = own_options() if options is None else options
-        if settings.off_policy_threshold is not None:
-            options["off_policy_mask_threshold"] = settings.off_policy_threshold
-        defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
-        for name, value in options.items():
-            given = getattr(self, name)
-            if given not in (defaults[name], value):
+    def _follow_objective(self, block: MismatchConfig) -> None:
+        """Refuse what changes the objective of a trainer that has no seam for it."""
+        for name in ("kl", "correction"):
+            if getattr(block, name) is not None:
                 raise ConfigError(
-                    f"{name}={given!r} contradicts mismatch.correction, which sets it to {value!r}; remove one of the two."
-                )
-            setattr(self, name, value)
-
-    def _check_own_correction(self, settings: Settings) -> None:
-        """Refuse what weights of our own would silently not do."""
-        if settings.compat & {"unscored_is_one"}:
-            raise ConfigError(
-                "mismatch.correction.compat='unscored_is_one': rollouts without a log-probability are refused before they are "
-                "corrected; remove it."
-            )
-        if settings.normalize and (settings.loss == "reinforce" or self.world_size > 1):
-            raise ConfigError(
-                "mismatch.correction.normalize: weights would be divided by the mean of a micro-batch or of one process, "
-                "not of the whole batch; it is supported on one process, and not with loss='reinforce'. Remove it."
-            )
-        if settings.loss != "reinforce":
-            return
-        ignored = {
-            "off_policy_mask_threshold": settings.off_policy_threshold is not None
-            or self.off_policy_mask_threshold is not None,
-            "top_entropy_quantile": self.top_entropy_quantile < 1.0,
-            "delta": self.delta is not None,
-            "importance_sampling_level": self.importance_sampling_level != "token",
-            "loss_type": self.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo"),
-        }
-        for name, given in ignored.items():
-            if given:
-                raise ConfigError(
-                    f"mismatch.correction.loss='reinforce' with {name}: it belongs to the policy term that REINFORCE "
-                    "takes the place of, and would be ignored; leave out one of the two."
+                    f"mismatch.{name} with {type(self).__name__}: its trainer's loss has no seam for it; allowed: precision, "
+                    "routing, lr and monitor. Remove it, or use MismatchGRPOTrainer."
                 )
 
     def _follow_precision(self, dtype: str) -> None:
@@ -240,3 +165,23 @@ class MismatchGRPOConfig(GRPOConfig):
                 f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's master "
                 f"weights stay float32 and autocast computes in {dtype}; remove the dtype from model_init_kwargs."
             )
+
+
+@dataclass
+class MismatchGRPOConfig(MismatchConfigMixin, GrpoOptions, GRPOConfig):
+    """TRL's `GRPOConfig` plus `mismatch`; see `MismatchConfigMixin`."""
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "mismatch"]
+
+    def _follow_objective(self, block: MismatchConfig) -> None:
+        if block.kl is not None:
+            self._follow_kl(block.kl)
+        if block.correction is not None:
+            self._follow_correction(block.correction)
+
+
+@dataclass
+class MismatchRLOOConfig(MismatchConfigMixin, RLOOConfig):
+    """TRL's `RLOOConfig` plus `mismatch`, of which it takes precision, routing, lr and monitor."""
+
+    _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "mismatch"]

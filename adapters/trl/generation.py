@@ -76,6 +76,8 @@ class CheckedGeneration:
         self.layout = layout
         if layout is not None:
             engine.require_routing(inner.llm)
+        # RLOOTrainer asks for none, and drops them.
+        inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self.weight_version = 0
         self.reading = engine.read_engine(inner.llm)
         self.records: list[RolloutRecord] = []

@@ -84,6 +84,21 @@ def step_of_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: st
     return TrainerState.load_from_json(str(state)).global_step if checkpoint and state.is_file() else None
 
 
+def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
+    """Refuse what changes the objective under a trainer of TRL whose own loss would ignore it.
+
+    Raises:
+        ConfigError: `kl` or `correction` with GMPOTrainer, which multiplies its loss by no importance ratio.
+    """
+    for name in ("kl", "correction"):
+        # By name: importing TRL's experimental trainers warns.
+        if getattr(block, name) is not None and "GMPOTrainer" in (kind.__name__ for kind in trainer.__mro__):
+            raise ConfigError(
+                f"mismatch.{name} with {trainer.__name__}: GMPOTrainer's loss has no seam for it; allowed: precision, routing, "
+                "lr and monitor. Remove it, or use MismatchGRPOTrainer."
+            )
+
+
 class EngineRefusals(AbstractContextManager[None]):
     """Turn vLLM's refusal of what a block asked for into an error that names the setting.
 

@@ -1,13 +1,12 @@
-"""GRPOTrainer with the `mismatch:` block.
+"""GRPOTrainer and RLOOTrainer with the `mismatch:` block.
 
 Order of a rollout through this file: `_generate_and_score_completions` (engine -> records -> gap), `log` (metrics ->
-loggers and run directory), `train` (what happens when something fails).
+loggers and run directory). What happens when something fails is in `checkpoint.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ import torch
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.trl.aggregation import overridden
-from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
+from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.host import EngineRefusals, ratio_bias, step_of_checkpoint
+from mismatch_ext.adapters.trl.host import EngineRefusals, check_objective, ratio_bias
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
@@ -27,18 +27,17 @@ from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.recorder import PREFIX, ensure_writable
 from mismatch_ext.adapters.trl.routing import KEY
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
-from mismatch_ext.errors import ConfigError, MismatchError, RecordError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.records import collate
+from mismatch_ext.records import RolloutBatch, collate
 from mismatch_ext.versions import require
 
-STATE_FILE = "mismatch.json"
-OLD = "old_per_token_logps"
+OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 FORWARD_KEYS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
@@ -51,7 +50,7 @@ else:
     _Host = object
 
 
-class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
+class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMixin, _Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     Put it first among the bases: `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer): ...`. Without a block every
@@ -59,11 +58,14 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchGRPOConfig)), None)
-        self._block: MismatchConfig | None = config.mismatch_block() if isinstance(config, MismatchGRPOConfig) else None
+        config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchConfigMixin)), None)
+        self._block: MismatchConfig | None = (
+            config.mismatch_block() if isinstance(config, MismatchConfigMixin) else None
+        )
         if self._block is None:
             super().__init__(model, *args, **kwargs)
             return
+        check_objective(type(self), self._block)
         for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
             require(peer)
         self._run_dir = Path(self._config.monitor.run_dir or Path(config.output_dir) / "mismatch")
@@ -152,7 +154,8 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
         self._scored = []
         if self._kl is not None and self.model.training:
             self._kl.begin()
-        output = super()._generate_and_score_completions(inputs)
+        with overridden(self, _keeps_scores=isinstance(self, RLOOTrainer)):
+            output = super()._generate_and_score_completions(inputs)
         if self._routing is not None:
             if self._sampled_routes() is None:
                 # TRL took no pass that R2 could record.
@@ -164,15 +167,17 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
         training = self.model.training
         gap = None
         if self.use_vllm:
-            self._check_records(output)
+            records = self._check_records(output)
+            if ROLLOUT not in output:
+                output[ROLLOUT] = self._recorded_logprobs(records, mask)
             old_logprobs = self._old_logprobs(output)
             split = "train" if training else self._eval_split
-            gap = (old_logprobs, output["sampling_per_token_logps"], mask.bool())
+            gap = (old_logprobs, output[ROLLOUT], mask.bool())
             self._recorder.observe(split, *gap)
             if self._routing is not None and self._routing.compares_gap():
                 with overridden(self, _routing=None):
                     native = self._old_logprobs({k: v for k, v in output.items() if k != OLD})
-                self._recorder.observe(split, native, output["sampling_per_token_logps"], mask.bool(), native=True)
+                self._recorder.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
             if self._correction is not None:
                 mode = "train" if training else "eval"
                 for name, value in self._correction.apply(output, old_logprobs, mask).items():
@@ -199,8 +204,11 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards
 
-    def _check_records(self, output: dict[str, Any]) -> None:
-        """Refuse rollouts that are not of the present weights, or are not the tokens being trained on."""
+    def _check_records(self, output: dict[str, Any]) -> RolloutBatch | None:
+        """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on.
+
+        None where completions are stitched from several generations.
+        """
         records = self.vllm_generation.take_records()
         if len(records) != len(output["completion_ids"]):
             # Tools or a rollout_func stitch several generations into one completion.
@@ -208,7 +216,7 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
                 self._stitched_told = True
                 message = "completions are stitched from several generations; their tokens are not compared with the engine's."
                 self._recorder.event(self.state.global_step, "info", "records", message)
-            return
+            return None
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
         if batch.provenance.weight_version != self.vllm_generation.weight_version:
             raise RecordError(
@@ -220,11 +228,25 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
         if not torch.equal(trained[mask], batch.response_ids[mask]):
             row = int(((trained != batch.response_ids) & mask).any(1).nonzero()[0])
             raise RecordError(f"row {row}: the tokens to be trained on are not those that the engine sampled.")
+        return batch
+
+    def _recorded_logprobs(self, records: RolloutBatch | None, mask: Tensor) -> Tensor:
+        """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
+        if records is None:
+            raise RecordError(
+                f"{type(self).__name__} keeps no log-probabilities of the engine, and its completions are stitched from several "
+                "generations: there is no gap to measure. Remove the mismatch block, or what stitches them."
+            )
+        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        found[:, : records.rollout_logprobs.shape[1]] = records.rollout_logprobs.to(mask.device)
+        return found
 
     def _old_logprobs(self, output: dict[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
         if OLD in output:
             return output[OLD]
+        if isinstance(self, RLOOTrainer) and self._scored:
+            return self._scored[0].scores[0]  # the host's own pass, of which it returns the sums only
         completion_ids = output["completion_ids"]
         # TRL skips this forward when importance sampling is off; measuring must then not move its random numbers.
         with torch.no_grad(), torch.random.fork_rng():
@@ -292,93 +314,10 @@ class MismatchTrainerMixin(PreflightMixin, ObjectiveMixin, LrMixin, _Host):
             metrics |= {PREFIX + name: value for name, value in self._lr.applied.items()}
         return metrics
 
-    # Failure, checkpoint and resume.
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
-        if self._block is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        self._recorder.start(step_of_checkpoint(resume_from_checkpoint, self.args.output_dir))
-        try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException as error:
-            if isinstance(error, MismatchError):
-                self._rescue(error)
-            with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
-                self._end("failed", f"{type(error).__name__}: {error}")
-            raise
-        self._end("completed")
-        return result
-
-    def _end(self, status: str, message: str = "") -> None:
-        """Write what was measured since the last log, and how training ended."""
-        step = self.state.global_step
-        # With several ranks merging is collective, and after a failure the others may not be here.
-        if self.accelerator.num_processes == 1 and (left := self._recorder.flush("train", step)):
-            self._recorder.step("train", step, left)
-        self._recorder.end(step, status, message)
-
-    def _rescue(self, error: MismatchError) -> None:
-        """Save a checkpoint of the last finished step, unless this run has saved that step."""
-        step = self.state.global_step
-        path = Path(self.args.output_dir) / f"checkpoint-{step}"
-        if step == 0 or self.accelerator.num_processes > 1:
-            # With several ranks a save is collective, and the others may not have failed.
-            return
-        if self._saved_step != step:
-            try:
-                self._save_checkpoint(self.model, trial=None)
-            except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
-                error.add_note(f"The training state of step {step} could not be saved in {path}: {failure}")
-                return
-        error.add_note(
-            f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}."
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self._block is not None and self.args.should_save:
-            # First: a checkpoint that the host has finished must not lack our part of it.
-            path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self._state()), encoding="utf-8")
-        super()._save_checkpoint(model, trial)
-        self._saved_step = self.state.global_step
-
-    def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the host's own, as JSON-able data."""
-        state: dict[str, Any] = {"schema": 1}
-        if self.use_vllm:
-            state |= self.vllm_generation.state_dict()
-        if self._kl is not None:
-            state["kl"] = self._kl.controller.state_dict()
-        if self._lr is not None:
-            state["lr"] = self._lr.saved_state()
-        return state
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        super()._load_scaler(checkpoint)
-        if self._block is None or checkpoint is None:
-            return
-        state_file = Path(checkpoint) / STATE_FILE
-        if state_file.is_file():
-            state = json.loads(state_file.read_text(encoding="utf-8"))
-            if self.use_vllm and "weight_version" in state:
-                self.vllm_generation.load_state_dict(state)
-            if self._kl is not None and "kl" in state:
-                self._kl.controller.load_state_dict(state["kl"])
-            if self._lr is not None:
-                self._lr.resume(state.get("lr"))
-        # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
-        self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
-        precision = self._config.precision
-        if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
-            self._recorder.event(
-                self.state.global_step,
-                "warning",
-                "loss_scale",
-                f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
-            )
-
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):
     """Drop-in `GRPOTrainer` that takes a `MismatchGRPOConfig`."""
+
+
+class MismatchRLOOTrainer(MismatchTrainerMixin, RLOOTrainer):
+    """Drop-in `RLOOTrainer` that takes a `MismatchRLOOConfig`: precision, routing, lr and monitor."""

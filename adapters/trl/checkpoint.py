@@ -1,0 +1,120 @@
+"""Failure, checkpoint and resume: what a checkpoint holds beside TRL's own, and what is saved when a run fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.trl.host import step_of_checkpoint
+from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.recorder import RunRecorder
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import MismatchError, RunDirectoryError
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Host
+else:
+    _Host = object
+
+STATE_FILE = "mismatch.json"
+
+
+class CheckpointMixin(_Host):
+    """Overrides the methods of Trainer that begin a training, save it and load it; `MismatchTrainerMixin` sets what is active."""
+
+    _block: MismatchConfig | None
+    _config: MismatchConfig
+    _recorder: RunRecorder
+    _kl: KlTerm | None
+    _lr: LrCallback | None
+    _saved_step: int
+    vllm_generation: Any
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
+        if self._block is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._recorder.start(step_of_checkpoint(resume_from_checkpoint, self.args.output_dir))
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, MismatchError):
+                self._rescue(error)
+            with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
+                self._end("failed", f"{type(error).__name__}: {error}")
+            raise
+        self._end("completed")
+        return result
+
+    def _end(self, status: str, message: str = "") -> None:
+        """Write what was measured since the last log, and how training ended."""
+        step = self.state.global_step
+        # With several ranks merging is collective, and after a failure the others may not be here.
+        if self.accelerator.num_processes == 1 and (left := self._recorder.flush("train", step)):
+            self._recorder.step("train", step, left)
+        self._recorder.end(step, status, message)
+
+    def _rescue(self, error: MismatchError) -> None:
+        """Save a checkpoint of the last finished step, unless this run has saved that step."""
+        step = self.state.global_step
+        path = Path(self.args.output_dir) / f"checkpoint-{step}"
+        if step == 0 or self.accelerator.num_processes > 1:
+            # With several ranks a save is collective, and the others may not have failed.
+            return
+        if self._saved_step != step:
+            try:
+                self._save_checkpoint(self.model, trial=None)
+            except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
+                error.add_note(f"The training state of step {step} could not be saved in {path}: {failure}")
+                return
+        error.add_note(
+            f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}."
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._block is not None and self.args.should_save:
+            # First: a checkpoint that the host has finished must not lack our part of it.
+            path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self._state()), encoding="utf-8")
+        super()._save_checkpoint(model, trial)
+        self._saved_step = self.state.global_step
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the host's own, as JSON-able data."""
+        state: dict[str, Any] = {"schema": 1}
+        if self.use_vllm:
+            state |= self.vllm_generation.state_dict()
+        if self._kl is not None:
+            state["kl"] = self._kl.controller.state_dict()
+        if self._lr is not None:
+            state["lr"] = self._lr.saved_state()
+        return state
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        super()._load_scaler(checkpoint)
+        if self._block is None or checkpoint is None:
+            return
+        state_file = Path(checkpoint) / STATE_FILE
+        if state_file.is_file():
+            state = json.loads(state_file.read_text(encoding="utf-8"))
+            if self.use_vllm and "weight_version" in state:
+                self.vllm_generation.load_state_dict(state)
+            if self._kl is not None and "kl" in state:
+                self._kl.controller.load_state_dict(state["kl"])
+            if self._lr is not None:
+                self._lr.resume(state.get("lr"))
+        # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
+        self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
+        precision = self._config.precision
+        if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
+            self._recorder.event(
+                self.state.global_step,
+                "warning",
+                "loss_scale",
+                f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
+            )
