@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.config import LrConfig, MismatchConfig
+from mismatch_ext.monitor import Monitor
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.versions import installed
 
@@ -52,12 +53,13 @@ def run_header(
     return header
 
 
-def banner(block: MismatchConfig, header: Mapping[str, Any], run_dir: Path) -> str:
+def banner(block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, run_dir: Path) -> str:
     """Return the lines that say what is active, in which peer, and by which seam.
 
     Args:
         block: The parsed `mismatch:` block.
         header: The header of the run.
+        monitor: The alarms.
         run_dir: Folder of the metrics.
     """
     trainer, engine, versions = header["trainer"], header["engine"], header["versions"]
@@ -78,14 +80,23 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], run_dir: Path) -> s
     else:
         lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides")
     lines += _mitigations(block, trainer_seam="subclass", sampled_by_engine=engine is not None)
-    measured = f"gap measured at every generation; weight sync check: {block.monitor.weight_sync}; " if engine else ""
-    lines.append(f"  monitor    {measured}metrics in {run_dir}")
+    if engine is not None:
+        lines.append(f"  monitor    gap measured at every generation; weight sync check: {block.monitor.weight_sync}")
+    lines += monitor_lines(monitor, run_dir)
     lines += [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]]
     return "\n".join(lines)
 
 
-def _lr_rule(lr: LrConfig) -> str:
-    """Return what lowers the learning rate, in a line."""
+def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
+    """Return the lines that say what is watched, and where it is written."""
+    named = [rule.describe() for rule in monitor.rules.values() if rule.named]
+    built_in = len(monitor.rules) - len(named)
+    said = [*named, *([f"{built_in} built-in ones (python -m mismatch_ext.monitor)"] if built_in else [])]
+    return [f"  alarms     {'; '.join(said) or 'none'}", f"  metrics    {run_dir}"]
+
+
+def rule_of(lr: LrConfig) -> str:
+    """Return what lowers the learning rate, in a few words."""
     watched = f"a surge of {lr.trigger}"
     if lr.rule == "reactive":
         return f"times {lr.decay:g} at {watched}, at least {lr.cooldown} steps apart, floor {lr.floor:g}"
@@ -108,7 +119,7 @@ def _mitigations(block: MismatchConfig, trainer_seam: str, *, sampled_by_engine:
         where += ", reference" if block.routing.reference else ""
         lines.append(f"  routing    {block.routing.mode}: recorded by {source}, replayed in {where}   [{trainer_seam}]")
     if block.lr is not None:
-        lines.append(f"  lr         {_lr_rule(block.lr)}   [callback]")
+        lines.append(f"  lr         {rule_of(block.lr)}   [callback]")
     if block.kl is not None:
         kl = block.kl
         form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{trainer_seam}]"

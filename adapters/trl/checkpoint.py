@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.trl.host import step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
@@ -14,6 +15,8 @@ from mismatch_ext.adapters.trl.recorder import RunRecorder
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError, RunDirectoryError
+from mismatch_ext.monitor import closing_lines
+from mismatch_ext.rundata import read_run
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -31,6 +34,8 @@ class CheckpointMixin(_Host):
     _recorder: RunRecorder
     _kl: KlTerm | None
     _lr: LrCallback | None
+    _alarms: AlarmCallback
+    _run_dir: Path
     _saved_step: int
     vllm_generation: Any
 
@@ -47,7 +52,7 @@ class CheckpointMixin(_Host):
             with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
                 self._end("failed", f"{type(error).__name__}: {error}")
             raise
-        self._end("completed")
+        self._end("completed", self._alarms.stopped or "")
         return result
 
     def _end(self, status: str, message: str = "") -> None:
@@ -57,6 +62,8 @@ class CheckpointMixin(_Host):
         if self.accelerator.num_processes == 1 and (left := self._recorder.flush("train", step)):
             self._recorder.step("train", step, left)
         self._recorder.end(step, status, message)
+        if self.accelerator.is_main_process:
+            print("\n".join(closing_lines(read_run(self._run_dir))), flush=True)
 
     def _rescue(self, error: MismatchError) -> None:
         """Save a checkpoint of the last finished step, unless this run has saved that step."""
@@ -93,6 +100,7 @@ class CheckpointMixin(_Host):
             state["kl"] = self._kl.controller.state_dict()
         if self._lr is not None:
             state["lr"] = self._lr.saved_state()
+        state["monitor"] = self._alarms.monitor.state_dict()
         return state
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -108,6 +116,8 @@ class CheckpointMixin(_Host):
                 self._kl.controller.load_state_dict(state["kl"])
             if self._lr is not None:
                 self._lr.resume(state.get("lr"))
+            if "monitor" in state:
+                self._alarms.monitor.load_state_dict(state["monitor"])
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
         precision = self._config.precision

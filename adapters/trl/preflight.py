@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.trl.banner import banner, run_header
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
@@ -47,6 +48,7 @@ class PreflightMixin(_Host):
     _verdict: SyncVerdict | None
     _sync_audited: bool
     _routing: RoutingReplay | None
+    _alarms: AlarmCallback
     vllm_generation: Any
 
     @property
@@ -102,6 +104,8 @@ class PreflightMixin(_Host):
             rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
         )
+        self._alarms = AlarmCallback(self._config.monitor, self._recorder.event)
+        self.add_callback(self._alarms)
         if self._config.routing is not None:
             self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
         self._audit()
@@ -109,7 +113,7 @@ class PreflightMixin(_Host):
         if self.use_vllm:
             self._wrap_engine(patch_digest)
         if self.accelerator.is_main_process:
-            print(banner(self._config, self._header(), self._run_dir), flush=True)
+            print(banner(self._config, self._header(), self._alarms.monitor, self._run_dir), flush=True)
 
     def _wrap_engine(self, patch_digest: str) -> None:
         """Put the engine behind checks of its weights and rollouts."""

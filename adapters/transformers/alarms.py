@@ -1,0 +1,68 @@
+"""Alarms in any transformers Trainer: a callback that holds each training log against the monitor's rules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.monitor import Alarm, Monitor
+
+Sink = Callable[..., None]
+
+
+class AlarmCallback(TrainerCallback):
+    """Watches what the trainer logs; the main process decides, and all ranks stop together.
+
+    Args:
+        config: The `monitor` section.
+        event: Writes an event: step, level, name, message, data.
+
+    Attributes:
+        monitor: The rules and their state.
+        stopped: Message of the alarm that stopped training, or None.
+    """
+
+    def __init__(self, config: MonitorConfig, event: Sink) -> None:
+        self.monitor = Monitor(config)
+        self.stopped: str | None = None
+        self._event = event
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin without the verdict of an earlier training."""
+        self.stopped = None
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Raise what a training log calls for; a stop ends training after this step, with a checkpoint."""
+        if not logs or "loss" not in logs:
+            return  # an evaluation, or the sum of a training that has ended
+        verdict: list[str | None] = [None]
+        if state.is_world_process_zero:
+            for alarm in self.monitor.observe(state.global_step, logs):
+                self._act(alarm)
+                if alarm.stops:
+                    verdict[0] = alarm.message
+        if args.world_size > 1:
+            # A metric may differ between ranks, and one that stops alone would leave the others waiting.
+            broadcast_object_list(verdict)
+        if verdict[0] is not None:
+            self.stopped = verdict[0]
+            control.should_training_stop = control.should_save = True
+
+    def _act(self, alarm: Alarm) -> None:
+        self._event(alarm.step, alarm.level, "alarm", alarm.message, alarm.to_dict())
+        if alarm.status != "cleared":
+            warnings.warn(alarm.message, stacklevel=2)

@@ -1,0 +1,211 @@
+"""Learning-rate control and monitoring for a trainer whose class cannot be changed: one callback, from what it logs."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers import read_trainer
+from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.trl.banner import REPORTED, monitor_lines, rule_of
+from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
+from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
+from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.monitor import closing_lines
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rundata import read_run
+from mismatch_ext.versions import installed
+
+NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing")
+OWN_RATE = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+
+
+class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """The `lr` and `monitor` sections for any trainer of TRL or transformers, stock as it is.
+
+        trainer = GRPOTrainer(..., callbacks=[MismatchCallback({"lr": {}, "monitor": {}})])
+
+    It sees what the trainer logs: lengths of the step that was just taken, so that a surge counts from the next one. Its state
+    is saved in the trainer's checkpoints, and resumed from them.
+
+    Args:
+        mismatch: The block as a mapping, a JSON or YAML string, or the path of a JSON or YAML file.
+
+    Raises:
+        ConfigError: The block is malformed, or asks for what needs a trainer class.
+    """
+
+    def __init__(self, mismatch: MismatchConfig | Mapping[str, Any] | str | Path) -> None:
+        block = MismatchConfig.parse(mismatch)
+        self.block = MismatchConfig() if block is None else block
+        for name in NEEDS_A_TRAINER:
+            if getattr(self.block, name) is not None:
+                raise ConfigError(
+                    f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, monitor. "
+                    "Remove it, or use MismatchGRPOTrainer."
+                )
+        self._lr = None if self.block.lr is None else LrCallback(self.block.lr)
+        self._alarms = AlarmCallback(self.block.monitor, self._event)
+        self._recorder: RunRecorder | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what transformers saves in a checkpoint's `trainer_state.json`."""
+        lr = None if self._lr is None else self._lr.saved_state()
+        saved = {"lr": lr, "monitor": self._alarms.monitor.state_dict()}
+        return {"args": {"mismatch": self.block.to_dict()}, "attributes": {"saved": saved}}
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check what can be done with this trainer, resume, and say what is active.
+
+        Raises:
+            ConfigError: The trainer's arguments leave the callback blind, or its logged rate would not be the applied one.
+        """
+        self._check(args, state)
+        name = type(self).__name__
+        # transformers expects an entry when it saves, which a checkpoint from before this callback does not have.
+        entry = state.stateful_callbacks.setdefault(name, {}) if isinstance(state.stateful_callbacks, dict) else {}
+        saved = (entry[-1] if isinstance(entry, list) else entry).get("attributes", {}).get("saved") or {}
+        self._alarms.on_train_begin(args, state, control)
+        if saved.get("monitor") is not None:
+            self._alarms.monitor.load_state_dict(saved["monitor"])
+        if self._lr is not None:
+            self._lr.resume(saved.get("lr"))
+            self._lr.on_train_begin(args, state, control, **kwargs)
+        run_dir = Path(self.block.monitor.run_dir or Path(str(args.output_dir)) / "mismatch")
+        if state.is_world_process_zero:
+            ensure_writable(run_dir)
+        self._recorder = RunRecorder(
+            run_dir,
+            monitor=self.block.monitor,
+            sampling=SamplingSettings(),
+            header=lambda: self._header(args, model),
+            rank=args.process_index,
+            world_size=args.world_size,
+        )
+        self._recorder.start(state.global_step or None)
+        if state.is_world_process_zero:
+            lines = [f"mismatch-ext {installed('mismatch-ext')} is active by callback"]
+            if self.block.lr is not None:
+                lines.append(f"  lr         {rule_of(self.block.lr)}")
+            print("\n".join([*lines, *monitor_lines(self._alarms.monitor, run_dir)]), flush=True)
+
+    def _check(self, args: TrainingArguments, state: TrainerState) -> None:
+        lr = self.block.lr
+        if lr is None:
+            return
+        if lr.trigger in ("mismatch_kl", "f_tau"):
+            raise ConfigError(
+                f"mismatch.lr.trigger={lr.trigger!r} with MismatchCallback: the trainer does not log it; allowed: "
+                "response_length, grad_norm. Use MismatchGRPOTrainer for the others."
+            )
+        if lr.watches and (args.logging_strategy != "steps" or state.logging_steps != 1):
+            raise ConfigError(
+                f"mismatch.lr with MismatchCallback watches {lr.trigger} in the trainer's logs, but logging_strategy="
+                f"{str(args.logging_strategy)!r}, logging_steps={args.logging_steps}; set logging_steps=1, give "
+                "mismatch.lr.period, or use MismatchGRPOTrainer."
+            )
+        if args.lr_scheduler_type in OWN_RATE:
+            raise ConfigError(
+                f"mismatch.lr with MismatchCallback and lr_scheduler_type={str(args.lr_scheduler_type)!r}: transformers would "
+                "log the rate without control. Use another schedule, or MismatchGRPOTrainer."
+            )
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the multiplier that was applied."""
+        if self._lr is not None:
+            self._lr.on_optimizer_step(args, state, control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Take the statistics of a training log, write it to the run directory, and raise its alarms.
+
+        Raises:
+            ConfigError: The trainer does not log what leads the learning rate.
+        """
+        if not logs or "loss" not in logs or self._recorder is None:
+            return
+        if self._lr is not None and self._lr.lr_control is not None:
+            logs |= {PREFIX + name: value for name, value in self._lr.applied.items()}
+            if state.log_history:
+                state.log_history[-1] |= {PREFIX + name: value for name, value in self._lr.applied.items()}
+            self._steer(logs)
+        self._recorder.step("train", state.global_step, logs)
+        self._alarms.on_log(args, state, control, logs)
+
+    def _steer(self, logs: Mapping[str, Any]) -> None:
+        assert self._lr is not None and self._lr.lr_control is not None
+        if not self._lr.config.watches:
+            return
+        key = LENGTH if self._lr.config.trigger == "response_length" else "grad_norm"
+        if logs.get(key) is None:
+            raise ConfigError(
+                f"mismatch.lr.trigger={self._lr.config.trigger!r}: the trainer's log has no {key!r}, only "
+                f"{', '.join(sorted(logs))}; give mismatch.lr.period, or use a trainer that logs it."
+            )
+        if key == LENGTH:
+            self._lr.lr_control.update(response_length=logs[LENGTH], truncated_fraction=logs.get(TRUNCATED))
+        elif torch.isfinite(torch.tensor(float(logs[key]))):
+            self._lr.lr_control.update(grad_norm=float(logs[key]))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the control off, write how training ended, and print what happened."""
+        if self._lr is not None:
+            self._lr.release()
+        if self._recorder is None:
+            return
+        self._recorder.end(state.global_step, "completed", self._alarms.stopped or "")
+        if state.is_world_process_zero:
+            print("\n".join(closing_lines(read_run(self._recorder.run_dir))), flush=True)
+
+    def _event(self, *event: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.event(*event)
+
+    def _header(self, args: TrainingArguments, model: Any) -> dict[str, Any]:
+        def autocast() -> AbstractContextManager[Any]:
+            # accelerate leaves float16 off on a CPU.
+            half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 and device.type != "cpu" else None
+            return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
+
+        device = args.device
+        return {
+            "run": {
+                "name": args.run_name or str(args.output_dir),
+                "host": f"trl {installed('trl')} by callback",
+                "model": str(model.config._name_or_path),
+                "device": f"{device.type} ({platform.processor() or platform.machine()})",
+                "seed": args.seed,
+            },
+            "trainer": asdict(read_trainer(model, autocast, None, device)),
+            "engine": None,
+            "patches": [],
+            "config": self.block.to_dict(),
+            "versions": {name: installed(name) or "not installed" for name in REPORTED},
+        }

@@ -1,0 +1,68 @@
+"""Runs of the real TRL with all sections, alarms, a callback: `python -m tests.peers.trl_everything_scenarios NAME '{json}'`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters.trl import MismatchCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.peers.scenarios import AtStep, arguments, build, digest_of, graded, main, rows
+
+KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
+CALLED: list[dict[str, Any]] = []
+
+
+def remember(alarm: Any) -> None:
+    """Be called by an alarm."""
+    CALLED.append(alarm.to_dict())
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Return what tests compare."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    out = Path(trainer.args.output_dir)
+    return {
+        "history": [{k: v for k, v in entry.items() if k in KEPT or k.startswith("mismatch/")} for entry in logs],
+        "parameters": digest_of(trainer.model),
+        "step": trainer.state.global_step,
+        "checkpoints": sorted(path.name for path in out.glob("checkpoint-*")),
+        "called": CALLED,
+    }
+
+
+def everything(
+    model: str, out: str, block: dict[str, Any], kill_after: int | None = None, resume: str | None = None, **rest: Any
+) -> dict[str, Any]:
+    """Train with a block, dying after a step or resuming, with vLLM unless told otherwise."""
+    callbacks = [AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL))] if kill_after else []
+    rest = {"model_init_kwargs": {"experts_implementation": "eager"}, **rest}
+    trainer = build(model, out, block, callbacks, **rest)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def by_callback(
+    model: str, out: str, block: dict[str, Any], kill_after: int | None = None, resume: str | None = None, **rest: Any
+) -> dict[str, Any]:
+    """Train stock GRPOTrainer with our callback."""
+    callbacks: list[Any] = [MismatchCallback(block)]
+    if kill_after:
+        callbacks.append(AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    given = {"use_vllm": False, "bf16": False, "max_completion_length": 4, **rest}
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=graded,
+        args=GRPOConfig(**arguments(out, **given)),
+        train_dataset=rows(40),
+        callbacks=callbacks,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+if __name__ == "__main__":
+    main()
