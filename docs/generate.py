@@ -11,6 +11,7 @@ from mismatch_ext.patches.__main__ import table as patches_page
 from mismatch_ext import config
 from mismatch_ext.kl.conformance import conformance_page
 from mismatch_ext.metrics.names import table as metrics_page
+from mismatch_ext.monitor.defaults import table as alarms_page
 
 HERE = Path(__file__).parent
 SECTIONS = {
@@ -24,6 +25,7 @@ SECTIONS = {
     "LrConfig": "mismatch.lr",
     "SurgeConfig": "mismatch.lr.surge",
     "MonitorConfig": "mismatch.monitor",
+    "AlarmConfig": "mismatch.monitor.alarms.<metric>",
 }
 
 
@@ -69,7 +71,13 @@ def routing_page(table: str) -> str:
     return f"{before}{begin}{table}\n{end}{after}"
 
 
-PAGES = {"config.md": config_page, "kl.md": conformance_page, "metrics.md": metrics_page, "patches.md": patches_page}
+PAGES = {
+    "alarms.md": alarms_page,
+    "config.md": config_page,
+    "kl.md": conformance_page,
+    "metrics.md": metrics_page,
+    "patches.md": patches_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -103,6 +103,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             hint_text = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{path}: {value!r} is not allowed; allowed: {', '.join(map(repr, args))}.{hint_text}")
         return value
+    if origin is dict:
+        return _convert_entries(args[1], value, path)
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -113,6 +115,16 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{path}: {value!r} is not allowed; allowed: a finite number.")
     return value
+
+
+def _convert_entries(hint: Any, value: Any, path: str) -> dict[str, Any]:
+    """Convert a mapping of names that users choose, each to the same kind of value."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: expected a mapping, found {type(value).__name__} {value!r}.")
+    for key in value:
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: key {key!r} is not allowed; allowed: text, found {type(key).__name__}.")
+    return {key: _convert(hint, entry, f"{path}.{key}") for key, entry in value.items()}
 
 
 def _name(hint: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +11,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.monitor import Alarm, Monitor
+
+logger = logging.getLogger(__name__)
 
 Sink = Callable[..., None]
 
@@ -31,6 +33,15 @@ class AlarmCallback(TrainerCallback):
         self.monitor = Monitor(config)
         self.stopped: str | None = None
         self._event = event
+
+    def resume(self, saved: Mapping[str, Any] | None, step: int) -> None:
+        """Go on from the state that a checkpoint of some step holds."""
+        if saved is None:
+            return
+        anew = self.monitor.load_state_dict(saved)
+        if anew:
+            message = f"alarms begin anew, because their rules have changed: {', '.join(anew)}."
+            self._event(step, "info", "alarms_anew", message, {"metrics": anew})
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -64,5 +75,5 @@ class AlarmCallback(TrainerCallback):
 
     def _act(self, alarm: Alarm) -> None:
         self._event(alarm.step, alarm.level, "alarm", alarm.message, alarm.to_dict())
-        if alarm.status != "cleared":
-            warnings.warn(alarm.message, stacklevel=2)
+        if alarm.status == "raised":
+            logger.warning(alarm.message)

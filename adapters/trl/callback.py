@@ -83,8 +83,6 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         entry = state.stateful_callbacks.setdefault(name, {}) if isinstance(state.stateful_callbacks, dict) else {}
         saved = (entry[-1] if isinstance(entry, list) else entry).get("attributes", {}).get("saved") or {}
         self._alarms.on_train_begin(args, state, control)
-        if saved.get("monitor") is not None:
-            self._alarms.monitor.load_state_dict(saved["monitor"])
         if self._lr is not None:
             self._lr.resume(saved.get("lr"))
             self._lr.on_train_begin(args, state, control, **kwargs)
@@ -100,6 +98,7 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             world_size=args.world_size,
         )
         self._recorder.start(state.global_step or None)
+        self._alarms.resume(saved.get("monitor"), state.global_step)
         if state.is_world_process_zero:
             lines = [f"mismatch-ext {installed('mismatch-ext')} is active by callback"]
             if self.block.lr is not None:

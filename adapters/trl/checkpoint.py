@@ -116,8 +116,7 @@ class CheckpointMixin(_Host):
                 self._kl.controller.load_state_dict(state["kl"])
             if self._lr is not None:
                 self._lr.resume(state.get("lr"))
-            if "monitor" in state:
-                self._alarms.monitor.load_state_dict(state["monitor"])
+            self._alarms.resume(state.get("monitor"), self.state.global_step)
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
         precision = self._config.precision

@@ -8,13 +8,14 @@ from mismatch_ext.config.block import MismatchConfig
 from mismatch_ext.config.correction import CorrectionConfig
 from mismatch_ext.config.kl import KlConfig, KlControllerConfig
 from mismatch_ext.config.lr import LrConfig, SurgeConfig, Trigger
-from mismatch_ext.config.monitor import MonitorConfig
+from mismatch_ext.config.monitor import AlarmConfig, MonitorConfig
 from mismatch_ext.config.precision import LossScaleConfig, PrecisionConfig
 from mismatch_ext.config.routing import RoutingConfig
 from mismatch_ext.strict import Action
 
 __all__ = [
     "Action",
+    "AlarmConfig",
     "CorrectionConfig",
     "KlConfig",
     "KlControllerConfig",

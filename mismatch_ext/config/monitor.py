@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from mismatch_ext.strict import Action
 from mismatch_ext.strict import require as _require
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmConfig:
+    """When a metric of the training logs is out of bounds, and what happens then.
+
+    A value that is not finite is out of bounds under any rule. `python -m mismatch_ext.monitor` prints the rules that are
+    built in; naming the metric of one changes only the keys that are given, so that `{"k3_kl": {"action": "stop"}}` keeps
+    its threshold. Another metric needs `above` or `below`.
+    """
+
+    above: float | None = None
+    """Values greater than this are out of bounds."""
+    below: float | None = None
+    """Values less than this are out of bounds."""
+    patience: int | None = None
+    """Logs in a row out of bounds before the alarm is raised; None is the built-in rule's, else 3. A log without the metric
+    does not count."""
+    clear: float | None = None
+    """Level on the healthy side that the metric must come back to, for `patience` logs in a row, before the alarm is over and
+    may be raised again. None takes a fifth off: 0.8 * `above`, `below` / 0.8 (of negative bounds `above` / 0.8 and
+    0.8 * `below`); where both bounds are set, no further than midway between them."""
+    action: Literal["warn", "stop", "call", "off"] | None = None
+    """`stop` ends training after the step, `call` calls a function, `off` switches a built-in rule off; None is `warn`. All
+    but `off` warn and are written to the metrics file."""
+    call: str | None = None
+    """`package.module:function` of `action: call`, or `__main__:function` of the script. It is called with the
+    `mismatch_ext.monitor.Alarm` when the alarm is raised and when it is over, see its `status`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +57,11 @@ class MonitorConfig:
     """Logs of the trainer between two records of the per-position and per-probability profiles."""
     scatter_samples: int = 500
     """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
+    alarms: dict[str, AlarmConfig] = field(default_factory=dict, hash=False)
+    """Alarms by metric as it is logged; the prefix `mismatch/` may be left out. They are laid over the built-in ones.
+    Evaluation metrics are not watched."""
+    default_alarms: bool = True
+    """Whether the built-in alarms are on that `alarms` does not name."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -38,3 +72,7 @@ class MonitorConfig:
         ):
             value = getattr(self, name)
             _require(value >= least, f"mismatch.monitor.{name}", value, f"an integer >= {least}")
+        # The package of the built-in rules imports this module.
+        from mismatch_ext.monitor.rules import resolve
+
+        resolve(self)

@@ -39,9 +39,7 @@ def rloo(model: str, out: str, block: Any = None, **overrides: Any) -> dict[str,
     """Train RLOO with a block, or stock."""
     given = options(out, **overrides)
     if block is None:
-        return outcome(
-            RLOOTrainer(model=model, reward_funcs=graded, args=RLOOConfig(**given), train_dataset=rows())
-        )
+        return outcome(RLOOTrainer(model=model, reward_funcs=graded, args=RLOOConfig(**given), train_dataset=rows()))
     config = MismatchRLOOConfig(**given, mismatch=block)
     return outcome(MismatchRLOOTrainer(model=model, reward_funcs=graded, args=config, train_dataset=rows()))
 

@@ -68,7 +68,7 @@ def test_configuration_is_frozen() -> None:
     [
         (
             {"precission": {"dtype": "float16"}},
-            ["'precission'", "precision, correction, kl, routing, monitor", "Did you mean 'precision'?"],
+            ["'precission'", "precision, correction, kl, routing, lr, monitor", "Did you mean 'precision'?"],
         ),
         ({"precision": {"dtyp": "float16"}}, ["mismatch.precision", "'dtyp'", "'float16'", "Did you mean 'dtype'?"]),
         ({"precision": {"dtype": "float8"}}, ["mismatch.precision.dtype", "'float8'", "'float16', 'bfloat16'"]),
@@ -100,6 +100,60 @@ def test_configuration_is_frozen() -> None:
         ({"monitor": {"profile_every": 0}}, ["mismatch.monitor.profile_every", "0", ">= 1"]),
         ({"monitor": {"profile_every": True}}, ["mismatch.monitor.profile_every", "expected int", "bool"]),
         ({"monitor": {"weight_sync": "eror"}}, ["'eror'", "'error', 'warn', 'off'", "Did you mean 'error'?"]),
+        ({"monitor": {"alarms": []}}, ["mismatch.monitor.alarms", "expected a mapping", "list []"]),
+        ({"monitor": {"alarms": {3: {"above": 1}}}}, ["mismatch.monitor.alarms", "key 3", "found int"]),
+        ({"monitor": {"alarms": {"k3_kl": 1e-3}}}, ["mismatch.monitor.alarms.k3_kl", "expected a mapping", "0.001"]),
+        (
+            {"monitor": {"alarms": {"k3_kl": {"abov": 1}}}},
+            ["mismatch.monitor.alarms.k3_kl", "'abov'", "Did you mean 'above'?"],
+        ),
+        (
+            {"monitor": {"alarms": {"k3_kl": {"action": "hlt"}}}},
+            ["mismatch.monitor.alarms.k3_kl.action", "'hlt'", "'warn', 'stop', 'call', 'off'"],
+        ),
+        (
+            {"monitor": {"alarms": {"k3_kl": {"above": "1e-3"}}}},
+            ["mismatch.monitor.alarms.k3_kl.above", "expected float", "1.0e-3"],
+        ),
+        ({"monitor": {"alarms": {"k3_kl": {"patience": 0}}}}, ["alarms.k3_kl.patience", "0", "an integer >= 1"]),
+        (
+            {"monitor": {"alarms": {"reward": {"action": "stop"}}}},
+            ["mismatch.monitor.alarms.reward", "above=None", "no built-in threshold", "k3_kl, logp_abs_diff_mean"],
+        ),
+        (
+            {"monitor": {"alarms": {"reward": {"above": 1, "below": 2}}}},
+            ["mismatch.monitor.alarms.reward.below", "2.0", "x < above (1)"],
+        ),
+        (
+            {"monitor": {"alarms": {"k3_kl": {"clear": 0.01}}}},
+            ["mismatch.monitor.alarms.k3_kl.clear", "0.01", "x <= above (0.001)"],
+        ),
+        (
+            {"monitor": {"alarms": {"ess_token": {"clear": 0.2}}}},
+            ["mismatch.monitor.alarms.ess_token.clear", "0.2", "x >= below (0.3)"],
+        ),
+        (
+            {"monitor": {"alarms": {"loss": {"clear": 1}}}},
+            ["mismatch.monitor.alarms.loss.clear", "1.0", "without a threshold"],
+        ),
+        (
+            {"monitor": {"alarms": {"k3_kl": {"action": "call"}}}},
+            ["mismatch.monitor.alarms.k3_kl.call", "None", "'package.module:function'"],
+        ),
+        (
+            {"monitor": {"alarms": {"k3_kl": {"action": "call", "call": "module.function"}}}},
+            ["mismatch.monitor.alarms.k3_kl.call", "'module.function'", "'package.module:function'"],
+        ),
+        (
+            {"monitor": {"alarms": {"k3_kl": {"call": "module:function"}}}},
+            ["mismatch.monitor.alarms.k3_kl.call", "'module:function'", "action='warn'", "leave call out"],
+        ),
+        (
+            {"monitor": {"alarms": {"k3_kl": {}, "mismatch/k3_kl": {}}}},
+            ["mismatch.monitor.alarms", "'k3_kl' and 'mismatch/k3_kl'", "one metric"],
+        ),
+        ({"monitor": {"alarms": {"eval_reward": {"above": 1}}}}, ["'eval_reward'", "a metric of the training logs"]),
+        ({"monitor": {"default_alarms": 1}}, ["mismatch.monitor.default_alarms", "expected bool", "1"]),
         ("[1, 2]", ["expected a mapping", "list"]),
         ("precision: [", ["neither valid JSON nor valid YAML"]),
         ("missing.yaml", ["missing.yaml", "cannot be read"]),
@@ -117,9 +171,9 @@ def test_yaml_off_is_the_word_off() -> None:
     assert block is not None and block.monitor.weight_sync == "off"
 
 
-KEYS = st.sampled_from(["precision", "monitor", "dtype", "loss_scale", "init_scale", "weight_sync"]) | st.text(
-    max_size=8
-)
+KEYS = st.sampled_from(
+    ["precision", "monitor", "alarms", "dtype", "loss_scale", "init_scale", "weight_sync"]
+) | st.text(max_size=8)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 
 

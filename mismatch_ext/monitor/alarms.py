@@ -1,0 +1,246 @@
+"""Turns what a trainer logs into alarms."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mismatch_ext.metrics.names import MEASURES
+from mismatch_ext.monitor.defaults import PREFIX
+from mismatch_ext.monitor.rules import Rule, Side, WatchAction, import_function, resolve
+from mismatch_ext.monitor.state import Watch, read_state, state_of
+from mismatch_ext.routing.agreement import ROUTING_MEASURES
+
+if TYPE_CHECKING:
+    from mismatch_ext.config import MonitorConfig
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["raised", "cleared", "failed call"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """Something that the monitor has to say about a metric.
+
+    Args:
+        metric: Its name in the log.
+        step: Step of the log.
+        value: Its value there; may be NaN or infinite.
+        threshold: Bound that it was beyond; None where it was not finite.
+        side: Where it was out of bounds.
+        action: Action of the rule.
+        status: `raised`, `cleared`, or `failed call` where the user's function raised an error.
+        first_step: Step of the first log out of bounds.
+        message: One sentence for a person.
+    """
+
+    metric: str
+    step: int
+    value: float
+    threshold: float | None
+    side: Side
+    action: WatchAction
+    status: Status
+    first_step: int
+    message: str
+
+    @property
+    def stops(self) -> bool:
+        """Whether training is to end after this step."""
+        return self.action == "stop" and self.status == "raised"
+
+    @property
+    def level(self) -> Literal["info", "warning"]:
+        """Level of the event in the metrics file."""
+        return "info" if self.status == "cleared" else "warning"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON-able data; a value that is not finite is None."""
+        return dataclasses.asdict(self) | {"value": self.value if math.isfinite(self.value) else None}
+
+
+class Monitor:
+    """Watches the metrics of a run. One per run: with several processes on the main one, which tells the others to stop.
+
+    Args:
+        config: The `monitor` section.
+
+    Raises:
+        ConfigError: A function to call cannot be imported, or is not callable.
+    """
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self.rules = resolve(config)
+        self._functions = {metric: import_function(rule) for metric, rule in self.rules.items()}
+        self._watches = {metric: Watch() for metric in self.rules}
+        self._call_failed: set[str] = set()
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
+        """Take one log of training, call the functions that are due, and return what changed.
+
+        Args:
+            step: Finished optimizer steps.
+            metrics: What is logged, by name. A metric that is absent, or no number, leaves its alarm as it is.
+
+        Returns:
+            Alarms that were raised or are over, and calls that failed; the caller warns, writes and stops.
+        """
+        alarms = []
+        for metric, rule in self.rules.items():
+            watch = self._watches[metric]
+            name, value = _find(rule, watch, metrics)
+            if name is None or value is None:
+                continue
+            watch.name = name
+            alarm = _advance(rule, watch, step, name, value)
+            if alarm is not None:
+                alarms.append(alarm)
+                alarms += self._call(rule, alarm)
+        return alarms
+
+    @property
+    def raised(self) -> list[str]:
+        """Metrics whose alarm is raised, by their names in the log."""
+        return [watch.name or metric for metric, watch in self._watches.items() if watch.raised]
+
+    @property
+    def unseen(self) -> list[str]:
+        """Metrics that the block names and no log has held so far."""
+        return [metric for metric, rule in self.rules.items() if rule.named and self._watches[metric].name is None]
+
+    def describe(self) -> list[str]:
+        """Return a line for each rule that is on, such as "k3_kl > 0.001 (3 logs in a row): warn"."""
+        return [rule.describe() for rule in self.rules.values()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the streaks and the raised alarms as JSON-able data; save it with the weights."""
+        return state_of({metric: (rule.identity(), self._watches[metric]) for metric, rule in self.rules.items()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on where `state_dict` was taken.
+
+        A metric whose rule has changed in any key begins anew, so that an alarm that is raised is raised again under its new
+        rule; so does one that was not watched before. One that is watched no more is forgotten.
+
+        Returns:
+            The metrics that were watched and begin anew, because their rule has changed.
+
+        Raises:
+            RecordError: The state is of another version, or damaged; this monitor stays as it was.
+        """
+        saved = read_state(state)
+        fits = {m for m, rule in self.rules.items() if m in saved and dict(saved[m][0]) == rule.identity()}
+        self._watches = {metric: saved[metric][1] if metric in fits else Watch() for metric in self.rules}
+        return [metric for metric in self.rules if metric in saved and metric not in fits]
+
+    def _call(self, rule: Rule, alarm: Alarm) -> list[Alarm]:
+        function = self._functions[rule.metric]
+        if function is None:
+            return []
+        try:
+            function(alarm)
+        except Exception as error:  # whatever a user's function raises, training goes on
+            message = (
+                f"{rule.call}, called because the alarm on {alarm.metric} was {alarm.status} at step {alarm.step}, failed with "
+                f"{type(error).__name__}: {error}; training goes on, and the function is called again at the next alarm."
+            )
+            if rule.metric not in self._call_failed:
+                self._call_failed.add(rule.metric)
+                logger.warning(message, exc_info=error)
+            return [dataclasses.replace(alarm, status="failed call", message=message)]
+        return []
+
+
+def _find(rule: Rule, watch: Watch, metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
+    """Return the name that a rule's metric has in this log, and its value; a name once found is kept to."""
+    if rule.default is not None and rule.default.superseded_by in metrics:
+        return None, None
+    names = (rule.metric, PREFIX + rule.metric) if watch.name is None else (watch.name,)
+    for name in names:
+        if name in metrics and (value := _number(metrics[name])) is not None:
+            return name, value
+    return None, None
+
+
+def _number(value: Any) -> float | None:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _advance(rule: Rule, watch: Watch, step: int, name: str, value: float) -> Alarm | None:
+    side = rule.side(value)
+    if side is not None:
+        watch.side, watch.back = side, 0
+        if watch.raised:
+            return None
+        watch.beyond += 1
+        if watch.first_step is None:
+            watch.first_step = step
+        if watch.beyond < rule.patience:
+            return None
+        watch.raised, watch.beyond = True, 0
+        return _alarm(rule, watch, step, name, value, "raised")
+    if not watch.raised:
+        watch.reset()
+        return None
+    assert watch.side is not None
+    watch.back = watch.back + 1 if rule.is_back(value, watch.side) else 0
+    if watch.back < rule.patience:
+        return None
+    alarm = _alarm(rule, watch, step, name, value, "cleared")
+    watch.reset()
+    return alarm
+
+
+def _alarm(rule: Rule, watch: Watch, step: int, name: str, value: float, status: Literal["raised", "cleared"]) -> Alarm:
+    assert watch.side is not None and watch.first_step is not None
+    message = _raised if status == "raised" else _cleared
+    return Alarm(
+        metric=name,
+        step=step,
+        value=value,
+        threshold=rule.threshold(watch.side),
+        side=watch.side,
+        action=rule.action,
+        status=status,
+        first_step=watch.first_step,
+        message=message(rule, name, value, watch.side, watch.first_step, step),
+    )
+
+
+def _where(rule: Rule, side: Side) -> str:
+    threshold = rule.threshold(side)
+    return "not finite" if threshold is None else f"{side} {threshold:g}"
+
+
+def _raised(rule: Rule, name: str, value: float, side: Side, first_step: int, step: int) -> str:
+    streak = "" if rule.patience == 1 else f" for {rule.patience} logs in a row, since step {first_step}"
+    text = f"{name} is {value:.4g} at step {step}, {_where(rule, side)}{streak}"
+    short, default = name.removeprefix(PREFIX), rule.default
+    is_what = MEASURES[short].meaning if short in MEASURES else ROUTING_MEASURES.get(short)
+    text += f" ({is_what})" if is_what else ""
+    # What the built-in rule knows is said of its own side and, as far as it depends on it, its own threshold.
+    if default is None or default.main_side != side:
+        return f"{text}; look at what else changed at step {first_step} in the log and in the report."
+    if rule.threshold(side) in (default.above, default.below):
+        text += f", which means that {default.meaning}"
+    return f"{text}; {default.advice}."
+
+
+def _cleared(rule: Rule, name: str, value: float, side: Side, first_step: int, step: int) -> str:
+    logs = "" if rule.patience == 1 else f" for {rule.patience} logs in a row"
+    return (
+        f"{name} is {value:.4g} at step {step}, back{logs}; it was {_where(rule, side)} since step {first_step}, and that alarm "
+        "is over."
+    )

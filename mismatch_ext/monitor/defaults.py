@@ -1,0 +1,130 @@
+"""The built-in alarms: thresholds on what is logged, each with where it comes from. All of them only warn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "mismatch/"
+PATIENCE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefaultRule:
+    """A built-in alarm.
+
+    Args:
+        above: Values greater than this are out of bounds.
+        below: Values less than this are out of bounds; without either only values that are not finite.
+        patience: Logs in a row out of bounds before the alarm is raised.
+        source: Where the threshold comes from.
+        meaning: What it means in words, after "which means that".
+        advice: What to do.
+        superseded_by: Metric that says the same; in a log that holds it, this one is not watched.
+    """
+
+    above: float | None = None
+    below: float | None = None
+    patience: int = PATIENCE
+    source: str
+    meaning: str
+    advice: str
+    superseded_by: str | None = None
+
+    @property
+    def main_side(self) -> Literal["above", "below", "non-finite"]:
+        """The side that meaning and advice are about."""
+        if self.above is not None:
+            return "above"
+        return "non-finite" if self.below is None else "below"
+
+
+STALE_ADVICE = (
+    "look at the weight-sync check and at temperature, top_p and log-probability settings on both sides first, then at "
+    "dtypes"
+)
+
+DEFAULTS: dict[str, DefaultRule] = {
+    PREFIX + "k3_kl": DefaultRule(
+        above=1e-3,
+        source="NeMo RL's documentation: below 1e-3 in a healthy run.",
+        meaning="the rollout policy is further from the trainer's than in healthy runs",
+        advice="give both sides one precision, correct by importance weights, or with experts replay their routing",
+    ),
+    PREFIX + "logp_abs_diff_mean": DefaultRule(
+        above=0.1,
+        source="slime's CI asserts at most 0.1; TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs.",
+        meaning="the two sides differ by as much as with stale weights",
+        advice=STALE_ADVICE,
+    ),
+    PREFIX + "log_ppl_abs_diff": DefaultRule(
+        above=0.1,
+        source="A choice: the limit of logp_abs_diff_mean, for a gap that has one sign along a response.",
+        meaning="whole responses are more, or less, probable to the engine than to the trainer",
+        advice=STALE_ADVICE,
+    ),
+    PREFIX + "ess_token": DefaultRule(
+        below=0.3,
+        source="verl's documentation of rollout correction warns below 0.3, of truncated weights; these are not truncated.",
+        meaning="few tokens carry most of the importance weight",
+        advice="truncate or reject by mismatch.correction, and find what makes those tokens differ in the report's profiles",
+    ),
+    PREFIX + "routing/set_mismatch_frac": DefaultRule(
+        above=0.2,
+        source="A choice.",
+        meaning="the trainer's routers would choose other experts than those that it replays",
+        advice="see by layer whether one or all differ, and look at the weight-sync check and at dtypes",
+    ),
+    PREFIX + "overflow_streak": DefaultRule(
+        above=4,
+        patience=1,
+        source="A choice: the scale starts too high for a few steps at most; max_overflow_streak stops the run later.",
+        meaning="optimizer steps were skipped one after another because float16 gradients overflowed",
+        advice="look at loss and gradient norm, and lower init_scale or the learning rate",
+    ),
+    "sampling/sampling_logp_difference/mean": DefaultRule(
+        above=0.1,
+        source="TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs; the limit is that of slime's CI.",
+        meaning="the two sides differ by as much as with stale weights",
+        advice=STALE_ADVICE,
+        superseded_by=PREFIX + "logp_abs_diff_mean",
+    ),
+    "grad_norm": DefaultRule(
+        source="A choice of patience: a single one is a skipped step of a float16 run.",
+        meaning="the gradients hold NaN or infinity",
+        advice="in float16 look at the loss scale, otherwise at the loss and the log-probabilities of the batch",
+    ),
+    "loss": DefaultRule(
+        patience=1,
+        source="No finite weights come of one that is not finite.",
+        meaning="the weights are broken, or the next update breaks them",
+        advice="go back to the last checkpoint and look at the log-probabilities and rewards of the batch",
+    ),
+}
+"""Rules by metric as it is logged. ESS of sequences has none: in healthy runs it falls with the length of the responses."""
+
+
+def table() -> str:
+    """Return the built-in alarms as Markdown."""
+    lines = [
+        "# Built-in alarms",
+        "",
+        "Printed by `python -m mismatch_ext.monitor`. Each warns after that many logs in a row; a value that is not finite is",
+        "out of bounds under any of them. `mismatch.monitor.alarms` changes them and adds others, `default_alarms: false` leaves",
+        "on only those that it names.",
+        "",
+        "| metric | out of bounds | logs in a row | it means that | what to do | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rule in DEFAULTS.items():
+        bound = bounds_text(rule.above, rule.below)
+        lines.append(
+            f"| `{name}` | {bound} | {rule.patience} | {rule.meaning} | {rule.advice} | {rule.source.rstrip('.')} |"
+        )
+    return "\n".join(lines)
+
+
+def bounds_text(above: float | None, below: float | None) -> str:
+    """Write what is out of bounds: "> 0.001", "< 0.3", "> 2 or < 0.5", or "not finite"."""
+    parts = [f"{sign} {bound:g}" for sign, bound in ((">", above), ("<", below)) if bound is not None]
+    return " or ".join(parts) or "not finite"

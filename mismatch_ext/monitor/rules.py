@@ -1,0 +1,221 @@
+"""What is watched: the built-in alarms with those of the `monitor` section laid over them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.monitor.defaults import DEFAULTS, PATIENCE, PREFIX, DefaultRule, bounds_text
+from mismatch_ext.strict import require
+
+if TYPE_CHECKING:
+    from mismatch_ext.config import AlarmConfig, MonitorConfig
+
+Side = Literal["above", "below", "non-finite"]
+WatchAction = Literal["warn", "stop", "call"]
+HEALTHY_SHARE = 0.8
+SECTION = "mismatch.monitor.alarms"
+_CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One alarm with all its keys settled.
+
+    Args:
+        metric: Name in the log, or that name without the prefix `mismatch/`.
+        above: Values greater than this are out of bounds.
+        below: Values less than this are out of bounds.
+        clear_above: Values at or below this, and not out of bounds, are back from `above`.
+        clear_below: Values at or above this, and not out of bounds, are back from `below`.
+        patience: Logs in a row, to raise the alarm and to clear it.
+        action: What happens.
+        call: Function of the action `call`.
+        named: Whether the block names the metric.
+        default: The built-in rule that this one is or refines.
+    """
+
+    metric: str
+    above: float | None
+    below: float | None
+    clear_above: float | None
+    clear_below: float | None
+    patience: int
+    action: WatchAction
+    call: str | None
+    named: bool
+    default: DefaultRule | None
+
+    def side(self, value: float) -> Side | None:
+        """Return where a value is out of bounds, or None."""
+        if not math.isfinite(value):
+            return "non-finite"
+        if self.above is not None and value > self.above:
+            return "above"
+        return "below" if self.below is not None and value < self.below else None
+
+    def is_back(self, value: float, side: Side) -> bool:
+        """Return whether a value is back from a side by the margin that hysteresis needs."""
+        if self.side(value) is not None:
+            return False
+        from_above = self.clear_above is None or value <= self.clear_above
+        from_below = self.clear_below is None or value >= self.clear_below
+        if side == "non-finite":
+            # Between two bounds there is no one way back.
+            return (from_above and from_below) or (self.above is not None and self.below is not None)
+        return from_above if side == "above" else from_below
+
+    def threshold(self, side: Side) -> float | None:
+        """Return the bound of a side; None for values that are not finite."""
+        return {"above": self.above, "below": self.below, "non-finite": None}[side]
+
+    def identity(self) -> dict[str, Any]:
+        """Return, as JSON, what must be the same for a saved state to fit."""
+        names = ("above", "below", "clear_above", "clear_below", "patience", "action", "call")
+        return {name: getattr(self, name) for name in names}
+
+    def describe(self) -> str:
+        """Return the rule in a few words: "k3_kl > 0.001 (3 logs in a row): warn"."""
+        bounds = bounds_text(self.above, self.below)
+        logs = "1 log" if self.patience == 1 else f"{self.patience} logs in a row"
+        action = f"call {self.call}" if self.action == "call" else self.action
+        return f"{self.metric.removeprefix(PREFIX)} {bounds} ({logs}): {action}"
+
+
+def resolve(config: MonitorConfig) -> dict[str, Rule]:
+    """Return the rules that are on, by metric: the built-in ones first, then the others that the section names.
+
+    Raises:
+        ConfigError: A rule is contradictory, has no threshold, or is given twice; the message names the metric.
+    """
+    spelled: dict[str, str] = {}
+    for name in config.alarms:
+        metric = _canonical(name)
+        for same in (metric, PREFIX + metric, metric.removeprefix(PREFIX)):
+            if same in spelled:
+                raise ConfigError(
+                    f"{SECTION}: {spelled[same]!r} and {name!r} name one metric; leave out one of the two."
+                )
+        spelled[metric] = name
+    rules = {}
+    for metric in dict.fromkeys((*DEFAULTS, *spelled)):
+        if metric in spelled or config.default_alarms:
+            name = spelled.get(metric, metric)
+            rule = _rule(name, metric, config.alarms.get(name), DEFAULTS.get(metric))
+            if rule is not None:
+                rules[metric] = rule
+    return rules
+
+
+def import_function(rule: Rule) -> Callable[[Any], object] | None:
+    """Import the function that a rule calls; None where it calls none.
+
+    Raises:
+        ConfigError: It cannot be imported, or is not callable.
+    """
+    if rule.call is None:
+        return None
+    key = f"{SECTION}.{rule.metric.removeprefix(PREFIX)}.call"
+    module, _, name = rule.call.partition(":")
+    try:
+        function = operator.attrgetter(name)(importlib.import_module(module))
+    except Exception as error:  # the user's module runs here, and may raise anything
+        raise ConfigError(
+            f"{key}: {rule.call!r} cannot be imported: {type(error).__name__}: {error}. Give package.module:function of a "
+            "module on the Python path."
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"{key}: {rule.call!r} is {type(function).__name__} {function!r}, not a function.")
+    return function  # type: ignore[no-any-return]
+
+
+def _canonical(name: str) -> str:
+    """Return the name that the built-in rules go by, or the name itself."""
+    if not name or name.startswith("eval_"):
+        raise ConfigError(
+            f"{SECTION}: {name!r} is not allowed; allowed: a metric of the training logs, such as 'k3_kl'."
+        )
+    return PREFIX + name if name not in DEFAULTS and PREFIX + name in DEFAULTS else name
+
+
+def _rule(name: str, metric: str, alarm: AlarmConfig | None, default: DefaultRule | None) -> Rule | None:
+    above, below = (default.above, default.below) if default else (None, None)
+    patience = default.patience if default else PATIENCE
+    if alarm is None:
+        clear, action, call = None, None, None
+    else:
+        _check(f"{SECTION}.{name}", alarm)
+        above = above if alarm.above is None else alarm.above
+        below = below if alarm.below is None else alarm.below
+        patience = patience if alarm.patience is None else alarm.patience
+        clear, action, call = alarm.clear, alarm.action, alarm.call
+    if action == "off":
+        return None
+    if default is None and above is None and below is None:
+        known = ", ".join(key.removeprefix(PREFIX) for key in DEFAULTS)
+        raise ConfigError(
+            f"{SECTION}.{name}: above={None!r} and below={None!r}, but this metric has no built-in threshold; give one of the "
+            f"two, or refine one of: {known}."
+        )
+    key = f"{SECTION}.{name}"
+    if above is not None and below is not None:
+        require(below < above, f"{key}.below", below, f"x < above ({above:g})")
+    clear_above, clear_below = _clear_levels(key, above, below, clear)
+    return Rule(
+        metric=metric,
+        above=above,
+        below=below,
+        clear_above=clear_above,
+        clear_below=clear_below,
+        patience=patience,
+        action=action or "warn",
+        call=call,
+        named=alarm is not None,
+        default=default,
+    )
+
+
+def _check(key: str, alarm: AlarmConfig) -> None:
+    for name in ("above", "below", "clear"):
+        value = getattr(alarm, name)
+        require(value is None or math.isfinite(value), f"{key}.{name}", value, "a finite number")
+    require(alarm.patience is None or alarm.patience >= 1, f"{key}.patience", alarm.patience, "an integer >= 1")
+    if alarm.action == "call":
+        form = "'package.module:function', which the action 'call' needs"
+        require(alarm.call is not None and bool(_CALL.fullmatch(alarm.call)), f"{key}.call", alarm.call, form)
+    elif alarm.call is not None:
+        raise ConfigError(
+            f"{key}.call: {alarm.call!r} has no effect with action={alarm.action or 'warn'!r}; set action 'call', or leave call "
+            "out."
+        )
+
+
+def _clear_levels(
+    key: str, above: float | None, below: float | None, clear: float | None
+) -> tuple[float | None, float | None]:
+    if clear is None:
+        over = None if above is None else _eased(above, above > 0)
+        under = None if below is None else _eased(below, below < 0)
+        if above is None or below is None or over is None or under is None:
+            return over, under
+        middle = below + (above - below) / 2
+        return max(middle, over), min(middle, under)
+    if above is None and below is None:
+        raise ConfigError(
+            f"{key}.clear: {clear!r} has no effect without a threshold; give above or below, or leave it out."
+        )
+    if above is not None:
+        require(clear <= above, f"{key}.clear", clear, f"x <= above ({above:g}), the healthy side")
+    if below is not None:
+        require(clear >= below, f"{key}.clear", clear, f"x >= below ({below:g}), the healthy side")
+    return None if above is None else clear, None if below is None else clear
+
+
+def _eased(bound: float, towards_zero: bool) -> float:
+    return bound * HEALTHY_SHARE if towards_zero else bound / HEALTHY_SHARE

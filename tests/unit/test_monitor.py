@@ -1,0 +1,492 @@
+"""The monitor: when an alarm is raised and over, what a user may change of it, what a resumed run does, what is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.monitor import DEFAULTS, Alarm, Monitor, closing_lines
+from mismatch_ext.monitor.defaults import table
+from mismatch_ext.rundata import read_run
+from mismatch_ext.stream import RunStream
+from tests.unit import synthetic_runs
+
+NAN, INF = math.nan, math.inf
+CALLED: list[Alarm] = []
+
+
+def record(alarm: Alarm) -> None:
+    CALLED.append(alarm)
+
+
+def explode(alarm: Alarm) -> None:
+    raise KeyError(alarm.metric)
+
+
+NOT_A_FUNCTION = 3
+
+
+@pytest.fixture(autouse=True)
+def _this_module_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give this file the name that the rules call it by, whatever name pytest imported it under."""
+    monkeypatch.setitem(sys.modules, "alarm_functions", sys.modules[__name__])
+    CALLED.clear()
+
+
+def section(default_alarms: bool = False, **alarms: dict[str, Any]) -> MonitorConfig:
+    block = MismatchConfig.parse({"monitor": {"alarms": alarms, "default_alarms": default_alarms}})
+    assert block is not None
+    return block.monitor
+
+
+def changes(monitor: Monitor, values: list[Any], metric: str = "x") -> list[tuple[int, str]]:
+    """Return step and status of each alarm; one log per step, from 1, None a log without the metric."""
+    logs = [{"other": 1.0} if value is None else {metric: value} for value in values]
+    return [(a.step, a.status) for step, log in enumerate(logs, 1) for a in monitor.observe(step, log)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "expected"),
+    [
+        # Patience: three in a row, and one in between starts the count again.
+        ({"above": 1}, [2, 2, 0, 2, 2, 2, 2], [(6, "raised")]),
+        ({"above": 1}, [2, 2], []),
+        ({"above": 1, "patience": 1}, [0, 2, 2], [(2, "raised")]),
+        # A value at the threshold is not beyond it.
+        ({"above": 1, "patience": 1}, [1, 1, 1.01], [(3, "raised")]),
+        ({"below": 1, "patience": 1}, [1, 1, 0.99], [(3, "raised")]),
+        # Hysteresis: hovering between 0.8 and 1.2 raises once, and 0.8 three times in a row ends it.
+        ({"above": 1}, [1.2, 1.1, 1.2, 0.9, 1.2, 0.85, 1.1, 1.1, 1.1], [(3, "raised")]),
+        (
+            {"above": 1},
+            [2, 2, 2, 0.8, 0.8, 0.9, 0.8, 0.8, 0.8, 2, 2, 2],
+            [(3, "raised"), (9, "cleared"), (12, "raised")],
+        ),
+        (
+            {"above": 1, "patience": 1, "clear": 0.5},
+            [2, 0.6, 2, 0.5, 2],
+            [(1, "raised"), (4, "cleared"), (5, "raised")],
+        ),
+        ({"above": 1, "patience": 1, "clear": 1}, [2, 1, 2], [(1, "raised"), (2, "cleared"), (3, "raised")]),
+        ({"below": 0.4, "patience": 1}, [0.3, 0.49, 0.5], [(1, "raised"), (3, "cleared")]),
+        ({"above": 1}, [2, 2, 2, 0.8, 0.8, 2, 0.8, 0.8, 0.8], [(3, "raised"), (9, "cleared")]),
+        # Negative bounds ease towards the healthy side too: -1 above needs -1.25, -1 below needs -0.8.
+        ({"above": -1, "patience": 1}, [0, -1.2, -1.25], [(1, "raised"), (3, "cleared")]),
+        ({"below": -1, "patience": 1}, [-2, -0.9, -0.8], [(1, "raised"), (3, "cleared")]),
+        ({"above": 0, "patience": 1}, [1, 0], [(1, "raised"), (2, "cleared")]),
+        # Two bounds: cleared on the way back from the side it was last beyond, 1.6 from above and 1.25 from below.
+        ({"above": 2, "below": 1, "patience": 1}, [3, 1.7, 1.6], [(1, "raised"), (3, "cleared")]),
+        ({"above": 2, "below": 1, "patience": 1}, [0, 1.2, 1.25], [(1, "raised"), (3, "cleared")]),
+        ({"above": 2, "below": 1, "patience": 1}, [3, 0, 1.2, 1.25], [(1, "raised"), (4, "cleared")]),
+        # 0.8 * 1.1 lies beyond the lower bound: midway between the two ends it instead.
+        ({"above": 1.1, "below": 1, "patience": 1}, [3, 1.06, 1.05], [(1, "raised"), (3, "cleared")]),
+        ({"above": 2, "below": 1, "clear": 1.5, "patience": 1}, [3, 1.6, 1.2], [(1, "raised"), (3, "cleared")]),
+        # A value that is not finite is beyond any bound, on either side.
+        ({"above": 1}, [NAN, -INF, 2], [(3, "raised")]),
+        ({"below": 1}, [INF, INF, NAN], [(3, "raised")]),
+        ({"above": 1, "patience": 1}, [NAN, 0.9, 0.8], [(1, "raised"), (3, "cleared")]),
+        ({"above": 2, "below": 1, "patience": 1}, [NAN, 1.9], [(1, "raised"), (2, "cleared")]),
+        # A log without the metric leaves streaks and alarms as they are.
+        ({"above": 1}, [2, None, 2, None, None, 2], [(6, "raised")]),
+        ({"above": 1}, [2, 2, 2, 0, None, 0, 0], [(3, "raised"), (7, "cleared")]),
+        ({"above": 1, "patience": 2}, [2, "text", 2], [(3, "raised")]),
+        ({"above": 1, "patience": 1}, [torch.tensor(2.0, dtype=torch.bfloat16)], [(1, "raised")]),
+        ({"above": 1, "patience": 1}, [10**400], [(1, "raised")]),
+    ],
+)
+def test_an_alarm_is_raised_and_over_after_its_patience(
+    rule: dict[str, Any], values: list[Any], expected: list[tuple[int, str]]
+) -> None:
+    assert changes(Monitor(section(x=rule)), values) == expected
+
+
+def test_what_an_alarm_says() -> None:
+    monitor = Monitor(section(default_alarms=True))
+    alarms = [a for step in (10, 20, 30) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0042})]
+    assert [alarm.to_dict() for alarm in alarms] == [
+        {
+            "metric": "mismatch/k3_kl",
+            "step": 30,
+            "value": 0.0042,
+            "threshold": 0.001,
+            "side": "above",
+            "action": "warn",
+            "status": "raised",
+            "first_step": 10,
+            "message": "mismatch/k3_kl is 0.0042 at step 30, above 0.001 for 3 logs in a row, since step 10 (k3 estimate of "
+            "KL(mu||pi) per token; never negative), which means that the rollout policy is further from the trainer's than in "
+            "healthy runs; give both sides one precision, correct by importance weights, or with experts replay their routing.",
+        }
+    ]
+    assert monitor.raised == ["mismatch/k3_kl"] and alarms[0].level == "warning" and not alarms[0].stops
+    over = [a for step in (40, 50, 60) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0008})]
+    assert [(a.status, a.step, a.first_step, a.threshold, a.level) for a in over] == [
+        ("cleared", 60, 10, 0.001, "info")
+    ]
+    assert over[0].message == (
+        "mismatch/k3_kl is 0.0008 at step 60, back for 3 logs in a row; it was above 0.001 since step 10, and that alarm is over."
+    )
+    assert monitor.raised == []
+
+
+def test_a_changed_threshold_is_not_said_to_mean_what_the_built_in_one_means() -> None:
+    (alarm,) = Monitor(section(k3_kl={"above": 1e-6, "patience": 1})).observe(1, {"mismatch/k3_kl": 1e-5})
+    assert "healthy" not in alarm.message and "one precision" in alarm.message
+    (alarm,) = Monitor(section(k3_kl={"patience": 1})).observe(1, {"mismatch/k3_kl": NAN})
+    assert "healthy" not in alarm.message and "is nan at step 1, not finite" in alarm.message
+    assert (alarm.side, alarm.threshold) == ("non-finite", None)
+    assert json.loads(json.dumps(alarm.to_dict(), allow_nan=False))["value"] is None
+
+
+def test_the_action_stop_stops_when_raised_only() -> None:
+    monitor = Monitor(section(x={"above": 1, "patience": 1, "action": "stop"}))
+    assert [(a.status, a.stops) for v in (2, 0) for a in monitor.observe(0, {"x": v})] == [
+        ("raised", True),
+        ("cleared", False),
+    ]
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("name", "log", "metric"),
+    [
+        ("f_2", {"mismatch/f_2": 2.0}, "mismatch/f_2"),
+        ("mismatch/f_2", {"mismatch/f_2": 2.0}, "mismatch/f_2"),
+        ("reward", {"reward": 2.0}, "reward"),
+        ("kl", {"kl": 2.0, "mismatch/kl": 9.0}, "kl"),
+        ("mismatch/kl", {"kl": 9.0, "mismatch/kl": 2.0}, "mismatch/kl"),
+        ("mismatch/f_2", {"f_2": 2.0}, None),
+        ("f_2", {"eval_mismatch/f_2": 2.0, "eval_f_2": 2.0}, None),
+    ],
+)
+def test_the_prefix_may_be_left_out(name: str, log: dict[str, float], metric: str | None) -> None:
+    monitor = Monitor(section(**{name: {"above": 1, "patience": 1}}))
+    assert [(a.metric, a.value) for a in monitor.observe(1, log)] == ([] if metric is None else [(metric, 2.0)])
+    assert monitor.unseen == ([name] if metric is None else [])
+
+
+def test_a_name_once_found_is_kept_to() -> None:
+    monitor = Monitor(section(kl={"above": 1, "patience": 2}))
+    assert changes(monitor, [2], "mismatch/kl") == []
+    assert changes(monitor, [2, 2, 2], "kl") == []
+    assert changes(monitor, [2], "mismatch/kl") == [(1, "raised")]
+
+
+def test_trl_s_own_gap_is_watched_where_ours_is_not_logged() -> None:
+    stock = {"sampling/sampling_logp_difference/mean": 0.2}
+    monitor = Monitor(MonitorConfig())
+    assert [a.metric for step in range(3) for a in monitor.observe(step, stock)] == list(stock)
+    both = stock | {"mismatch/logp_abs_diff_mean": 0.2}
+    monitor = Monitor(MonitorConfig())
+    assert [a.metric for step in range(3) for a in monitor.observe(step, both)] == ["mismatch/logp_abs_diff_mean"]
+
+
+# The built-in rules and what a block changes of them.
+
+
+def test_the_built_in_rules() -> None:
+    assert {name: (rule.above, rule.below, rule.patience) for name, rule in DEFAULTS.items()} == {
+        "mismatch/k3_kl": (1e-3, None, 3),
+        "mismatch/logp_abs_diff_mean": (0.1, None, 3),
+        "mismatch/log_ppl_abs_diff": (0.1, None, 3),
+        "mismatch/ess_token": (None, 0.3, 3),
+        "mismatch/routing/set_mismatch_frac": (0.2, None, 3),
+        "mismatch/overflow_streak": (4, None, 1),
+        "sampling/sampling_logp_difference/mean": (0.1, None, 3),
+        "grad_norm": (None, None, 3),
+        "loss": (None, None, 1),
+    }
+    for name, rule in DEFAULTS.items():
+        assert rule.source.endswith(".") and rule.meaning and rule.advice, name
+        assert f"| `{name}` |" in table()
+    assert {rule.action for rule in Monitor(MonitorConfig()).rules.values()} == {"warn"}
+
+
+def test_healthy_logs_raise_nothing_and_broken_ones_do() -> None:
+    healthy = {
+        "mismatch/k3_kl": 9e-4,
+        "mismatch/logp_abs_diff_mean": 0.018,
+        "mismatch/log_ppl_abs_diff": 0.01,
+        "mismatch/ess_token": 0.99,
+        "mismatch/overflow_streak": 2.0,
+        "grad_norm": 1e6,
+        "loss": -0.1,
+    }
+    monitor = Monitor(MonitorConfig())
+    assert [alarm for step in range(9) for alarm in monitor.observe(step, healthy)] == []
+    assert [a.metric for a in monitor.observe(9, healthy | {"loss": NAN, "grad_norm": INF})] == ["loss"]
+    assert [a.metric for s in (10, 11) for a in monitor.observe(s, {"grad_norm": NAN})] == ["grad_norm"]
+    assert [a.metric for a in monitor.observe(12, {"mismatch/overflow_streak": 5.0})] == ["mismatch/overflow_streak"]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "text"),
+    [
+        ("k3_kl", {"action": "stop"}, "k3_kl > 0.001 (3 logs in a row): stop"),
+        ("mismatch/k3_kl", {"above": 0.01}, "k3_kl > 0.01 (3 logs in a row): warn"),
+        ("ess_token", {"patience": 1}, "ess_token < 0.3 (1 log): warn"),
+        ("ess_token", {"above": 2}, "ess_token > 2 or < 0.3 (3 logs in a row): warn"),
+        ("grad_norm", {"above": 100}, "grad_norm > 100 (3 logs in a row): warn"),
+        ("loss", {"action": "stop"}, "loss not finite (1 log): stop"),
+        (
+            "k3_kl",
+            {"action": "call", "call": "alarm_functions:record"},
+            "k3_kl > 0.001 (3 logs in a row): call alarm_functions:record",
+        ),
+    ],
+)
+def test_only_the_given_keys_of_a_built_in_rule_change(name: str, given: dict[str, Any], text: str) -> None:
+    assert Monitor(section(**{name: given})).describe() == [text]
+    lines = Monitor(section(default_alarms=True, **{name: given})).describe()
+    assert text in lines and len(lines) == len(DEFAULTS)
+
+
+def test_off_switches_a_built_in_rule_off_and_default_alarms_all() -> None:
+    on = Monitor(section(default_alarms=True, k3_kl={"action": "off"})).rules
+    assert set(on) == set(DEFAULTS) - {"mismatch/k3_kl"}
+    assert Monitor(MonitorConfig(default_alarms=False)).rules == {}
+    yaml = MismatchConfig.parse("monitor: {alarms: {loss: {action: off}, x: {above: 1, action: off}}}")
+    assert yaml is not None and set(Monitor(yaml.monitor).rules) == set(DEFAULTS) - {"loss"}
+
+
+def test_the_section_survives_a_round_trip() -> None:
+    block = MismatchConfig.parse({"monitor": {"alarms": {"k3_kl": {"action": "stop"}, "x": {"above": 1, "clear": 0}}}})
+    assert block is not None
+    again = MismatchConfig.parse(json.loads(json.dumps(block.to_dict())))
+    assert again == block and again is not None and Monitor(again.monitor).rules == Monitor(block.monitor).rules
+    assert hash(again) == hash(block)
+
+
+# Functions.
+
+
+def test_a_function_is_called_with_the_alarm_when_raised_and_when_over() -> None:
+    monitor = Monitor(section(x={"above": 1, "patience": 1, "action": "call", "call": "alarm_functions:record"}))
+    seen = [alarm for step, value in enumerate((2, 2, 0)) for alarm in monitor.observe(step, {"x": value})]
+    assert seen == CALLED and [(a.status, a.step) for a in CALLED] == [("raised", 0), ("cleared", 2)]
+
+
+def test_a_function_that_fails_is_recorded_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = Monitor(section(x={"above": 1, "patience": 1, "action": "call", "call": "alarm_functions:explode"}))
+    with caplog.at_level(logging.WARNING):
+        assert changes(monitor, [2, 0]) == [(1, "raised"), (1, "failed call"), (2, "cleared"), (2, "failed call")]
+    assert len(caplog.records) == 1
+    assert "alarm_functions:explode" in caplog.text and "KeyError: 'x'" in caplog.text
+    failed = monitor.observe(3, {"x": 2})[1]
+    assert (
+        "training goes on" in failed.message
+        and failed.level == "warning"
+        and failed.to_dict()["status"] == "failed call"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("no_such_module:f", ["no_such_module:f", "ModuleNotFoundError"]),
+        ("alarm_functions:reccord", ["alarm_functions:reccord", "AttributeError"]),
+        ("alarm_functions:NOT_A_FUNCTION", ["int 3", "not a function"]),
+    ],
+)
+def test_a_function_that_is_not_there_is_an_error_before_the_first_step(call: str, words: list[str]) -> None:
+    config = section(x={"above": 1, "action": "call", "call": call})
+    with pytest.raises(ConfigError) as caught:
+        Monitor(config)
+    for word in ["mismatch.monitor.alarms.x.call", *words]:
+        assert word in str(caught.value)
+
+
+# Resuming.
+
+TRACES = st.lists(
+    st.fixed_dictionaries(
+        {}, optional={n: st.sampled_from([0.0, 0.85, 0.9, 1.1, 2.0, NAN]) for n in ("mismatch/a", "b", "grad_norm")}
+    ),
+    max_size=40,
+)
+RULES = {
+    "a": {"above": 1, "patience": 2},
+    "b": {"above": 1.5, "below": 0.87, "patience": 1},
+    "grad_norm": {"patience": 2},
+}
+
+
+@given(TRACES, st.data())
+def test_resuming_anywhere_gives_the_same_alarms(trace: list[dict[str, float]], data: st.DataObject) -> None:
+    def texts(monitor: Monitor, start: int, logs: list[dict[str, float]]) -> list[str]:
+        return [str(alarm) for step, log in enumerate(logs, start) for alarm in monitor.observe(step, log)]
+
+    cut = data.draw(st.integers(0, len(trace)))
+    whole, first, second = (Monitor(section(**RULES)) for _ in range(3))
+    expected = texts(whole, 0, trace)
+    before = texts(first, 0, trace[:cut])
+    assert second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False))) == []
+    assert before + texts(second, cut, trace[cut:]) == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_streak_goes_on_after_a_resume() -> None:
+    before, after = Monitor(section(x={"above": 1})), Monitor(section(x={"above": 1}))
+    assert changes(before, [2, 2]) == []
+    after.load_state_dict(before.state_dict())
+    assert [(a.step, a.first_step) for a in after.observe(3, {"x": 2})] == [(3, 1)]
+
+
+def test_a_metric_whose_rule_changed_begins_anew_and_others_do_not() -> None:
+    before = Monitor(section(x={"above": 1}, y={"above": 1}, gone={"above": 1}))
+    for step in range(3):
+        before.observe(step, {"x": 2, "y": 2, "gone": 2})
+    after = Monitor(section(x={"above": 1, "action": "stop"}, y={"above": 1}, new={"above": 1}))
+    assert after.load_state_dict(before.state_dict()) == ["x"]
+    assert after.raised == ["y"]
+    again = [a for step in (3, 4, 5) for a in after.observe(step, {"x": 2, "y": 2, "new": 2})]
+    assert [(a.metric, a.status, a.stops) for a in again] == [("x", "raised", True), ("new", "raised", False)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s | {"version": 2}, ["version 2", "reads version 1"]),
+        (lambda s: [], ["a mapping"]),
+        (lambda s: {"version": 1}, ["alarms"]),
+        (lambda s: s | {"alarms": {"x": {"beyond": 1}}}, ["x", "first_step"]),
+        (lambda s: damaged(s, beyond=-1), ["x.beyond", "-1", ">= 0"]),
+        (lambda s: damaged(s, beyond=True), ["x.beyond", "True"]),
+        (lambda s: damaged(s, first_step=None), ["x.first_step", "None"]),
+        (lambda s: damaged(s, side="left"), ["x.side", "'left'", "above or below"]),
+        (lambda s: damaged(s, raised=1), ["x.raised", "1"]),
+        (lambda s: damaged(s, raised=True), ["x.raised", "not both"]),
+        (lambda s: damaged(s, name=3), ["x.name", "3"]),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(change: Any, words: list[str]) -> None:
+    monitor = Monitor(section(x={"above": 1}))
+    changes(monitor, [2, 2])
+    state = monitor.state_dict()
+    with pytest.raises(RecordError) as caught:
+        monitor.load_state_dict(change(json.loads(json.dumps(state))))
+    for word in [*words, "checkpoint"]:
+        assert word in str(caught.value)
+    assert monitor.state_dict() == state
+
+
+def damaged(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    state["alarms"]["x"] |= values
+    return state
+
+
+# The summary at the end.
+
+
+def write_two_segments(run_dir: Path) -> Path:
+    """Write a run killed after step 6, resumed from step 4, whose gap and alarms are known."""
+    alarms = {"k3-kl": {"above": 1}, "k3_kl": {}, "reward": {"below": 0}, "odd": {"above": 1, "action": "off"}}
+    config = {"monitor": {"alarms": alarms}}
+    header = synthetic_runs.header("bf16", config=config)
+    monitor = Monitor(MonitorConfig())
+
+    def log(stream: RunStream, step: int, k3: float) -> None:
+        metrics = {
+            "mismatch/k3_kl": k3,
+            "mismatch/logp_abs_diff_mean": 0.01,
+            "reward": 0.5,
+            "mismatch/lr_multiplier": 1.0 if step < 7 else 0.5,
+            "mismatch/loss_scale": 1024.0,
+            "mismatch/overflow_steps": 2.0,
+            "mismatch/weight_sync_gap": 1e-4 * step,
+            "mismatch/routing/set_mismatch_frac": 0.02 if step == 3 else 0.01,
+        }
+        if step >= 7:
+            metrics["mismatch/lr_surge_step"] = 5.0
+        stream.step(step, metrics)
+        for alarm in monitor.observe(step, metrics):
+            stream.event(step, alarm.level, "alarm", alarm.message, alarm.to_dict())
+
+    stream = RunStream.open(run_dir, header=header)
+    for step, k3 in enumerate([2e-4, 2e-3, 2e-3, 2e-3], 1):
+        log(stream, step, k3)
+    saved = monitor.state_dict()
+    for step in (5, 6):
+        log(stream, step, 0.5)
+    # Raised after the checkpoint: the resumed run has to raise it again to count.
+    stream.event(6, "warning", "alarm", "lost", {"metric": "lost", "status": "raised"})
+    stream.close()
+
+    monitor = Monitor(MonitorConfig())
+    monitor.load_state_dict(saved)
+    stream = RunStream.open(run_dir, header=header, resume_step=4)
+    for step, k3 in enumerate([4e-4, 4e-4, 4e-4, 9e-3, 9e-3, 9e-3, 3e-3], 5):
+        log(stream, step, k3)
+    stream.event(11, "error", "weight_sync", "the engine holds stale weights")
+    stream.end(11, "completed")
+    stream.close()
+    return run_dir
+
+
+def test_closing_lines_cover_all_segments(tmp_path: Path) -> None:
+    run_dir = write_two_segments(tmp_path / "my run")
+    assert closing_lines(read_run(run_dir)) == [
+        "mismatch-ext: training completed after 11 steps, resumed from step 4",
+        "  gap        k3 2.00e-4 -> 0.003 nat per token, worst 0.009 at step 8",
+        "             mean |Δlogp| 0.01 -> 0.01 nat per token, worst 0.01 at step 1",
+        "  alarms     mismatch/k3_kl: raised 2 times, first at step 4, last at step 10, still raised",
+        "  unwatched  k3-kl: no log held this metric; did you mean 'k3_kl'?",
+        "  lr         multiplier 0.5 at the end, surge at step 5",
+        "  loss scale 1024 at the end, 2 steps skipped",
+        "  sync       gap of the probes at most 0.0011, 1 failed, at step 11",
+        "  routing    other experts in 1.00% of (token, layer) pairs at the end, at most 2.00%",
+        f"  metrics    {run_dir / 'metrics.jsonl'}",
+        f"  report     mismatch-ext report '{run_dir}'",
+    ]
+
+
+def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
+    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16"))
+    stream.step(3, {"reward": 1.0, "sampling/sampling_logp_difference/mean": 0.015})
+    stream.step(4, {"sampling/sampling_logp_difference/mean": NAN})
+    for step, status in ((1, "raised"), (2, "failed call"), (3, "cleared")):
+        stream.event(step, "warning", "alarm", "said", {"metric": "reward", "status": status})
+    stream.end(4, "failed", "EngineError: gone")
+    stream.close()
+    lines = closing_lines(read_run(tmp_path))
+    assert lines[:3] == [
+        "mismatch-ext: training failed after 4 steps: EngineError: gone",
+        "  gap        mean |Δlogp| 0.015 -> 0.015 nat per token, worst 0.015 at step 3, not finite in 1 log",
+        "  alarms     reward: raised once, at step 1, cleared at step 3, the call failed once",
+    ]
+    assert [re.match(r"  (\w+)", line).group(1) for line in lines[3:]] == ["metrics", "report"]  # type: ignore[union-attr]
+
+
+def test_closing_lines_of_a_run_that_an_alarm_stopped(tmp_path: Path) -> None:
+    with RunStream.open(tmp_path, header=synthetic_runs.header("bf16")) as stream:
+        stream.end(1, "completed", "x is 2 at step 1, above 1.")
+    assert (
+        closing_lines(read_run(tmp_path))[0]
+        == "mismatch-ext: training was stopped after 1 step: x is 2 at step 1, above 1."
+    )
+
+
+def test_closing_lines_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    synthetic_runs.write_run(tmp_path / "fp16", "fp16", steps=5, finish=False)
+    path = tmp_path / "fp16" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    lines = closing_lines(read_run(tmp_path / "fp16"))
+    assert lines[0] == "mismatch-ext: training did not end after 5 steps"
+    assert "  sync       5 weight updates verified, gap of the probes at most 1.00e-4, no weight update failed" in lines
+    assert any(line.startswith("  problems   1, the first: line ") for line in lines)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert closing_lines(read_run(tmp_path))[0] == "mismatch-ext: training did not end after 0 steps"
