@@ -30,24 +30,37 @@ class AlarmCallback(TrainerCallback):
     """
 
     def __init__(self, config: MonitorConfig, event: Sink) -> None:
+        self.config = config
         self.monitor = Monitor(config)
         self.stopped: str | None = None
+        self._unsaved = False
+        self._resumed = False
         self._event = event
 
     def resume(self, saved: Mapping[str, Any] | None, step: int) -> None:
-        """Go on from the state that a checkpoint of some step holds."""
+        """Go on from the state that a checkpoint of some step holds; None begins anew."""
+        self.monitor, self._resumed = Monitor(self.config), True
         if saved is None:
             return
         anew = self.monitor.load_state_dict(saved)
         if anew:
             message = f"alarms begin anew, because their rules have changed: {', '.join(anew)}."
             self._event(step, "info", "alarms_anew", message, {"metrics": anew})
+        if rearmed := self.monitor.rearm_stops():
+            message = (
+                f"alarms that stopped training begin anew, and stop it again if they are raised: {', '.join(rearmed)}."
+            )
+            self._event(step, "info", "alarms_anew", message, {"metrics": rearmed})
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin without the verdict of an earlier training."""
-        self.stopped = None
+        """Begin without the alarms of an earlier training, and with losses logged as they are."""
+        if not self._resumed:
+            self.monitor = Monitor(self.config)
+        self.stopped, self._unsaved, self._resumed = None, False, False
+        # transformers logs 0 for a loss that is NaN, unless told not to.
+        args.logging_nan_inf_filter = False
 
     def on_log(
         self,
@@ -66,12 +79,22 @@ class AlarmCallback(TrainerCallback):
                 self._act(alarm)
                 if alarm.stops:
                     verdict[0] = alarm.message
-        if args.world_size > 1:
+        if args.world_size > 1 and any(rule.action == "stop" for rule in self.monitor.rules.values()):
             # A metric may differ between ranks, and one that stops alone would leave the others waiting.
             broadcast_object_list(verdict)
         if verdict[0] is not None:
-            self.stopped = verdict[0]
+            self.stopped, self._unsaved = verdict[0], True
             control.should_training_stop = control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note that what a stop would lose is saved."""
+        self._unsaved = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ask for the checkpoint of a stop once more: `save_strategy="best"` overrules it after an evaluation."""
+        control.should_save = control.should_save or self._unsaved
 
     def _act(self, alarm: Alarm) -> None:
         self._event(alarm.step, alarm.level, "alarm", alarm.message, alarm.to_dict())

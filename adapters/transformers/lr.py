@@ -9,10 +9,13 @@ from typing import Any
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mismatch_ext.config import LrConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.lr import LrControl, make_controller
+from mismatch_ext.lr.control import innermost
 
 logger = logging.getLogger(__name__)
+
+WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class LrCallback(TrainerCallback):
@@ -31,10 +34,21 @@ class LrCallback(TrainerCallback):
         self.lr_control: LrControl | None = None
         self.applied: dict[str, float] = {}
         self._saved: Mapping[str, Any] | None = None
+        self._collected: list[tuple[float, dict[str, float]]] = []
 
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         """Go on, when training begins, from what `saved_state` returned; None begins anew."""
         self._saved = saved
+
+    def collect(self, weight: float, **statistics: float) -> None:
+        """Add the statistics of rollouts that the next optimizer step learns from; several batches of them are averaged.
+
+        Args:
+            weight: Of this batch in the average; 0 where it has no statistics.
+            **statistics: As `LrController.update` takes them, over all ranks.
+        """
+        if self.lr_control is not None:
+            self._collected.append((weight, statistics))
 
     def saved_state(self) -> dict[str, Any] | None:
         """Return the controller's state for a checkpoint; None where no training has begun."""
@@ -56,13 +70,15 @@ class LrCallback(TrainerCallback):
             RecordError: The state in the checkpoint is of another rule or trigger, or damaged.
         """
         self.release()
-        joining = state.global_step if self._saved is None else 0
-        if joining:
-            logger.warning(
-                "The checkpoint of step %d holds no state of mismatch.lr: its learning rate is controlled from here on, with a "
-                "new baseline of the trigger.",
-                joining,
+        if hasattr(innermost(optimizer), "optimizer_dict"):
+            raise ConfigError(
+                f"mismatch.lr with optim={_text(args.optim)!r}: it steps each parameter by itself, out of reach of a common "
+                "multiplier; use an optimizer that is not layer-wise."
             )
+        joining = 0
+        if self._saved is None:
+            # A schedule that was given to the trainer may have moved before this training.
+            joining = state.global_step or int(getattr(lr_scheduler, "last_epoch", 0) or 0)
         try:
             self.lr_control = LrControl(
                 optimizer,
@@ -70,11 +86,34 @@ class LrCallback(TrainerCallback):
                 scheduler=lr_scheduler,
                 step=joining,
             )
+            if self._saved is not None:
+                self.lr_control.load_state_dict(self._saved)
         except ConfigError as error:
             raise ConfigError(f"mismatch.lr cannot control the optimizer of this trainer: {error}") from error
-        if self._saved is not None:
-            self.lr_control.load_state_dict(self._saved)
-        self._saved, self.applied = None, {}
+        except RecordError as error:
+            raise RecordError(
+                f"mismatch.lr cannot go on from this checkpoint: {error} To begin anew instead, take the state of mismatch.lr "
+                "out of the checkpoint (`lr` in mismatch.json, or in trainer_state.json under MismatchCallback)."
+            ) from error
+        if state.global_step and self._saved is None:
+            logger.warning(
+                "The checkpoint of step %d holds no state of mismatch.lr: the rate is controlled from here on, with multiplier "
+                "%g and a new baseline of the trigger.",
+                state.global_step,
+                self.lr_control.multiplier,
+            )
+        self._saved, self.applied, self._collected = None, {}, []
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Update the control by what was collected since the last step."""
+        collected, self._collected = self._collected, []
+        total = sum(weight for weight, _ in collected)
+        if self.lr_control is None or total == 0:
+            return
+        names = {name for _, statistics in collected for name in statistics}
+        self.lr_control.update(**{name: sum(w * found[name] for w, found in collected if w) / total for name in names})
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -97,5 +136,9 @@ class LrCallback(TrainerCallback):
 
 
 def _warmup_steps(args: TrainingArguments, max_steps: int) -> int:
-    """Return the steps of warm-up that the schedule has: `constant` takes none, whatever `warmup_steps` says."""
-    return 0 if args.lr_scheduler_type == SchedulerType.CONSTANT else int(args.get_warmup_steps(max_steps))
+    """Return the steps of warm-up that the schedule has: some take none, whatever `warmup_steps` says."""
+    return 0 if args.lr_scheduler_type in WITHOUT_WARMUP else int(args.get_warmup_steps(max_steps))
+
+
+def _text(choice: Any) -> str:
+    return str(getattr(choice, "value", choice))

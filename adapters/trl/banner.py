@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.config import LrConfig, MismatchConfig
-from mismatch_ext.monitor import Monitor
+from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.monitor import Monitor, closing_lines
 from mismatch_ext.precision.audit import AuditReport
+from mismatch_ext.rundata import read_run
 from mismatch_ext.versions import installed
+
+logger = logging.getLogger(__name__)
 
 REPORTED = ("mismatch-ext", "torch", "transformers", "accelerate", "trl", "vllm")
 
@@ -93,6 +98,14 @@ def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
     built_in = len(monitor.rules) - len(named)
     said = [*named, *([f"{built_in} built-in ones (python -m mismatch_ext.monitor)"] if built_in else [])]
     return [f"  alarms     {'; '.join(said) or 'none'}", f"  metrics    {run_dir}"]
+
+
+def print_closing(run_dir: Path) -> None:
+    """Print what happened in a run; training has ended well by then, so that a metrics file which is lost is only said."""
+    try:
+        print("\n".join(closing_lines(read_run(run_dir))), flush=True)
+    except RunDirectoryError as error:
+        logger.warning("The summary of the run cannot be printed: %s", error)
 
 
 def rule_of(lr: LrConfig) -> str:

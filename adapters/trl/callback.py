@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ import torch
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.trl.banner import REPORTED, monitor_lines, rule_of
+from mismatch_ext.adapters.trl.banner import REPORTED, monitor_lines, print_closing, rule_of
 from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
 from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -21,9 +22,7 @@ from transformers.trainer_callback import ExportableState
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.monitor import closing_lines
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.rundata import read_run
 from mismatch_ext.versions import installed
 
 NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing")
@@ -36,7 +35,8 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         trainer = GRPOTrainer(..., callbacks=[MismatchCallback({"lr": {}, "monitor": {}})])
 
     It sees what the trainer logs: lengths of the step that was just taken, so that a surge counts from the next one. Its state
-    is saved in the trainer's checkpoints, and resumed from them.
+    is saved in the trainer's checkpoints, and resumed from them. W&B and TensorBoard come before it among the callbacks: they get
+    the rate that was applied as `learning_rate`, and the multiplier is in the trainer's history and in `metrics.jsonl`.
 
     Args:
         mismatch: The block as a mapping, a JSON or YAML string, or the path of a JSON or YAML file.
@@ -57,6 +57,7 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._lr = None if self.block.lr is None else LrCallback(self.block.lr)
         self._alarms = AlarmCallback(self.block.monitor, self._event)
         self._recorder: RunRecorder | None = None
+        self._logged = False
 
     def state(self) -> dict[str, Any]:
         """Return what transformers saves in a checkpoint's `trainer_state.json`."""
@@ -78,14 +79,13 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             ConfigError: The trainer's arguments leave the callback blind, or its logged rate would not be the applied one.
         """
         self._check(args, state)
-        name = type(self).__name__
-        # transformers expects an entry when it saves, which a checkpoint from before this callback does not have.
-        entry = state.stateful_callbacks.setdefault(name, {}) if isinstance(state.stateful_callbacks, dict) else {}
-        saved = (entry[-1] if isinstance(entry, list) else entry).get("attributes", {}).get("saved") or {}
-        self._alarms.on_train_begin(args, state, control)
-        if self._lr is not None:
-            self._lr.resume(saved.get("lr"))
-            self._lr.on_train_begin(args, state, control, **kwargs)
+        # transformers expects an entry when it saves, which a checkpoint from before this callback does not have. In a new
+        # training it is what this callback stood at when the trainer asked, perhaps in a training that failed.
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        if isinstance(entry, list):
+            raise ConfigError(f"{len(entry)} MismatchCallbacks on one trainer: give one, with both sections.")
+        saved = entry.get("attributes", {}).get("saved", {}) if state.global_step else {}
+        self._logged = False
         run_dir = Path(self.block.monitor.run_dir or Path(str(args.output_dir)) / "mismatch")
         if state.is_world_process_zero:
             ensure_writable(run_dir)
@@ -98,7 +98,12 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             world_size=args.world_size,
         )
         self._recorder.start(state.global_step or None)
-        self._alarms.resume(saved.get("monitor"), state.global_step)
+        if state.global_step:
+            self._alarms.resume(saved.get("monitor"), state.global_step)
+        self._alarms.on_train_begin(args, state, control)
+        if self._lr is not None:
+            self._lr.resume(saved.get("lr"))
+            self._lr.on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero:
             lines = [f"mismatch-ext {installed('mismatch-ext')} is active by callback"]
             if self.block.lr is not None:
@@ -106,25 +111,40 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             print("\n".join([*lines, *monitor_lines(self._alarms.monitor, run_dir)]), flush=True)
 
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
+        if getattr(args, "mismatch", None) is not None:
+            raise ConfigError(
+                "MismatchCallback on a trainer that has a mismatch block already; leave out the callback."
+            )
         lr = self.block.lr
         if lr is None:
             return
+        if getattr(args, "deepspeed", None):
+            raise ConfigError("mismatch.lr with DeepSpeed: its steps cannot be counted from outside; use DDP or FSDP2.")
         if lr.trigger in ("mismatch_kl", "f_tau"):
             raise ConfigError(
                 f"mismatch.lr.trigger={lr.trigger!r} with MismatchCallback: the trainer does not log it; allowed: "
                 "response_length, grad_norm. Use MismatchGRPOTrainer for the others."
             )
-        if lr.watches and (args.logging_strategy != "steps" or state.logging_steps != 1):
+        strategy = getattr(args.logging_strategy, "value", args.logging_strategy)
+        if lr.watches and (strategy != "steps" or state.logging_steps != 1):
+            kept = ", which the checkpoint keeps" if state.logging_steps != args.logging_steps else ""
             raise ConfigError(
                 f"mismatch.lr with MismatchCallback watches {lr.trigger} in the trainer's logs, but logging_strategy="
-                f"{str(args.logging_strategy)!r}, logging_steps={args.logging_steps}; set logging_steps=1, give "
-                "mismatch.lr.period, or use MismatchGRPOTrainer."
+                f"{strategy!r}, logging_steps={state.logging_steps}{kept}; set logging_steps=1, give mismatch.lr.period, or use "
+                "MismatchGRPOTrainer."
             )
         if args.lr_scheduler_type in OWN_RATE:
             raise ConfigError(
-                f"mismatch.lr with MismatchCallback and lr_scheduler_type={str(args.lr_scheduler_type)!r}: transformers would "
-                "log the rate without control. Use another schedule, or MismatchGRPOTrainer."
+                f"mismatch.lr with MismatchCallback and lr_scheduler_type={getattr(args.lr_scheduler_type, 'value', '')!r}: "
+                "transformers would log the rate without control. Use another schedule, or MismatchGRPOTrainer."
             )
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let what was logged since the last step lead the rate of this one."""
+        if self._lr is not None:
+            self._lr.on_pre_optimizer_step(args, state, control)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -162,14 +182,30 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         key = LENGTH if self._lr.config.trigger == "response_length" else "grad_norm"
         if logs.get(key) is None:
+            if self._logged:
+                return  # several optimizer steps on one generation: TRL logs lengths with the first
             raise ConfigError(
                 f"mismatch.lr.trigger={self._lr.config.trigger!r}: the trainer's log has no {key!r}, only "
                 f"{', '.join(sorted(logs))}; give mismatch.lr.period, or use a trainer that logs it."
             )
-        if key == LENGTH:
-            self._lr.lr_control.update(response_length=logs[LENGTH], truncated_fraction=logs.get(TRUNCATED))
-        elif torch.isfinite(torch.tensor(float(logs[key]))):
-            self._lr.lr_control.update(grad_norm=float(logs[key]))
+        self._logged = True
+        if key == "grad_norm":
+            if math.isfinite(logs[key]):
+                self._lr.collect(1.0, grad_norm=float(logs[key]))
+        elif logs.get(TRUNCATED) is None:
+            self._lr.collect(1.0, response_length=logs[LENGTH])
+        else:
+            self._lr.collect(1.0, response_length=logs[LENGTH], truncated_fraction=logs[TRUNCATED])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note that a checkpoint was saved."""
+        self._alarms.on_save(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ask for the checkpoint of a stop, where there is none yet."""
+        self._alarms.on_epoch_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -181,7 +217,7 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         self._recorder.end(state.global_step, "completed", self._alarms.stopped or "")
         if state.is_world_process_zero:
-            print("\n".join(closing_lines(read_run(self._recorder.run_dir))), flush=True)
+            print_closing(self._recorder.run_dir)
 
     def _event(self, *event: Any) -> None:
         if self._recorder is not None:
@@ -198,7 +234,7 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             "run": {
                 "name": args.run_name or str(args.output_dir),
                 "host": f"trl {installed('trl')} by callback",
-                "model": str(model.config._name_or_path),
+                "model": str(getattr(getattr(model, "config", None), "_name_or_path", type(model).__name__)),
                 "device": f"{device.type} ({platform.processor() or platform.machine()})",
                 "seed": args.seed,
             },

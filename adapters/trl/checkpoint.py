@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.trl.banner import print_closing
 from mismatch_ext.adapters.trl.host import step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.recorder import RunRecorder
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, RunDirectoryError
-from mismatch_ext.monitor import closing_lines
-from mismatch_ext.rundata import read_run
+from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -43,7 +43,13 @@ class CheckpointMixin(_Host):
         """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        self._recorder.start(step_of_checkpoint(resume_from_checkpoint, self.args.output_dir))
+        resumed = step_of_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if (
+            resumed is not None or not resume_from_checkpoint
+        ):  # else the parent refuses, and the metrics stay as they are
+            self._recorder.start(resumed)
+        if self._lr is not None:
+            self._lr.resume(None)
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
@@ -52,6 +58,9 @@ class CheckpointMixin(_Host):
             with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
                 self._end("failed", f"{type(error).__name__}: {error}")
             raise
+        finally:
+            if self._lr is not None:
+                self._lr.release()
         self._end("completed", self._alarms.stopped or "")
         return result
 
@@ -63,7 +72,7 @@ class CheckpointMixin(_Host):
             self._recorder.step("train", step, left)
         self._recorder.end(step, status, message)
         if self.accelerator.is_main_process:
-            print("\n".join(closing_lines(read_run(self._run_dir))), flush=True)
+            print_closing(self._run_dir)
 
     def _rescue(self, error: MismatchError) -> None:
         """Save a checkpoint of the last finished step, unless this run has saved that step."""
@@ -87,7 +96,9 @@ class CheckpointMixin(_Host):
             # First: a checkpoint that the host has finished must not lack our part of it.
             path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self._state()), encoding="utf-8")
+            written = path.with_suffix(".tmp")
+            written.write_text(json.dumps(self._state()), encoding="utf-8")
+            written.replace(path)  # in one go: a checkpoint that is saved over holds the old state or the new one
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
 
@@ -103,22 +114,35 @@ class CheckpointMixin(_Host):
         state["monitor"] = self._alarms.monitor.state_dict()
         return state
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights as the parent does, and those too that were saved under other names, as experts are."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.state.best_model_checkpoint is not None:
+            self._load_renamed(self.state.best_model_checkpoint, self.model)
+
+    def _load_renamed(self, checkpoint: str, model: Any) -> None:
+        if self._block is not None and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            load_converted(self.accelerator.unwrap_model(model), checkpoint)
+
     def _load_scaler(self, checkpoint: str | None) -> None:
         super()._load_scaler(checkpoint)
         if self._block is None or checkpoint is None:
             return
-        state_file = Path(checkpoint) / STATE_FILE
-        if state_file.is_file():
-            state = json.loads(state_file.read_text(encoding="utf-8"))
+        # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
+        self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
+        state = _read_state(Path(checkpoint) / STATE_FILE)
+        self._alarms.resume(None if state is None else state.get("monitor"), self._saved_step)
+        if state is not None:
             if self.use_vllm and "weight_version" in state:
                 self.vllm_generation.load_state_dict(state)
             if self._kl is not None and "kl" in state:
                 self._kl.controller.load_state_dict(state["kl"])
             if self._lr is not None:
                 self._lr.resume(state.get("lr"))
-            self._alarms.resume(state.get("monitor"), self.state.global_step)
-        # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
-        self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
         precision = self._config.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._recorder.event(
@@ -127,3 +151,13 @@ class CheckpointMixin(_Host):
                 "loss_scale",
                 f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
             )
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint holds of ours; None where it holds nothing, as one of stock TRL."""
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} is damaged: {error}; resume from another checkpoint.") from error

@@ -92,8 +92,12 @@ class MismatchConfigMixin(_Host):
             needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
             if block.lr is not None and block.lr.trigger in ("mismatch_kl", "f_tau"):
                 needing.append(f"lr.trigger={block.lr.trigger!r}")
-            if needing or (block.kl is None and block.routing is None and block.lr is None):
-                what = f"mismatch.{needing[0]}" if needing else "a mismatch block without kl, routing or lr"
+            if needing or not (block.kl or block.routing or block.lr or block.monitor.alarms):
+                what = (
+                    f"mismatch.{needing[0]}"
+                    if needing
+                    else "a mismatch block without kl, routing, lr or monitor.alarms"
+                )
                 raise ConfigError(
                     f"use_vllm=False with {what}: generation by transformers reports no rollout log-probabilities, "
                     "so there is no gap to measure or correct; set use_vllm=True or remove it."
@@ -146,8 +150,8 @@ class MismatchConfigMixin(_Host):
         for name in ("kl", "correction"):
             if getattr(block, name) is not None:
                 raise ConfigError(
-                    f"mismatch.{name} with {type(self).__name__}: its trainer's loss has no seam for it; allowed: precision, "
-                    "routing, lr and monitor. Remove it, or use MismatchGRPOTrainer."
+                    f"mismatch.{name} with {type(self).__name__}, whose trainer's loss is not known to have a seam for it; "
+                    "allowed: precision, routing, lr and monitor. Remove it, or use MismatchGRPOConfig, or derive from that."
                 )
 
     def _follow_precision(self, dtype: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from torch import Tensor
 
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.metrics import mismatch_metrics
 
 if TYPE_CHECKING:
@@ -28,20 +29,29 @@ class LrMixin(_Host):
     _lr: LrCallback | None = None
 
     def _steer_by_rollouts(self, metrics: Mapping[str, list[float]], gap: tuple[Tensor, Tensor, Tensor] | None) -> None:
-        """Update the rate by a fresh batch of completions.
+        """Let a fresh batch of completions lead the rate of the step that learns from it.
 
         Args:
             metrics: TRL's own of this batch: lengths as it counts them, over all ranks.
             gap: Old log-probabilities, rollout log-probabilities and mask `[B, T]`; None where the engine reports none.
+
+        Raises:
+            ConfigError: The trainer keeps no lengths.
         """
-        if self._lr is None or self._lr.lr_control is None:
+        if self._lr is None or self._lr.lr_control is None or not self._lr.config.watches:
             return
         trigger = self._lr.config.trigger
         if trigger == "response_length":
-            self._lr.lr_control.update(response_length=metrics[LENGTH][-1], truncated_fraction=metrics[TRUNCATED][-1])
+            if not metrics.get(LENGTH) or not metrics.get(TRUNCATED):
+                raise ConfigError(
+                    f"mismatch.lr.trigger='response_length': {type(self).__name__} keeps no {LENGTH!r} and {TRUNCATED!r} of its "
+                    "rollouts; give mismatch.lr.period, or another trigger."
+                )
+            # Over all ranks, and over completions of equal number in each batch.
+            self._lr.collect(1.0, response_length=metrics[LENGTH][-1], truncated_fraction=metrics[TRUNCATED][-1])
         elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
             mismatch_kl, f_tau, tokens = self._gap_over_ranks(*gap)
-            self._lr.lr_control.update(mismatch_kl=mismatch_kl, f_tau=f_tau, responses=tokens)
+            self._lr.collect(tokens, mismatch_kl=mismatch_kl, f_tau=f_tau)
 
     def _gap_over_ranks(
         self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
@@ -61,7 +71,7 @@ class LrMixin(_Host):
         if self._lr is not None and self._lr.lr_control is not None and self._lr.config.trigger == "grad_norm":
             value = float(norm)
             if math.isfinite(value):  # else float16 overflowed, and the step will be skipped
-                self._lr.lr_control.update(grad_norm=value)
+                self._lr.collect(1.0, grad_norm=value)
         return norm
 
     def _get_learning_rate(self) -> float:

@@ -91,6 +91,11 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
                 super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
         if self._config.lr is not None:
+            if self.is_deepspeed_enabled:
+                raise ConfigError(
+                    "mismatch.lr with DeepSpeed: its optimizer's steps cannot be counted from outside; use DDP or FSDP2, or "
+                    "remove mismatch.lr."
+                )
             self._lr = LrCallback(self._config.lr)
             self.add_callback(self._lr)
         if self._config.correction is not None:
@@ -159,7 +164,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._routing is not None:
             if self._sampled_routes() is None:
                 # TRL took no pass that R2 could record.
-                self._old_logprobs({k: v for k, v in output.items() if k != OLD})
+                self._score_again(output)
             output[KEY] = self._routing.traces
         mask = output["completion_mask"]
         if "tool_mask" in output:
@@ -176,7 +181,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
             self._recorder.observe(split, *gap)
             if self._routing is not None and self._routing.compares_gap():
                 with overridden(self, _routing=None):
-                    native = self._old_logprobs({k: v for k, v in output.items() if k != OLD})
+                    native = self._score_again(output)
                 self._recorder.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
             if self._correction is not None:
                 mode = "train" if training else "eval"
@@ -191,6 +196,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._kl is not None and self._kl.adaptive and training:
             old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
             self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self.accelerator.reduce)
+        self._scored = []
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -247,6 +253,10 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
             return output[OLD]
         if isinstance(self, RLOOTrainer) and self._scored:
             return self._scored[0].scores[0]  # the host's own pass, of which it returns the sums only
+        return self._score_again(output)
+
+    def _score_again(self, output: dict[str, Any]) -> Tensor:
+        """Return the trainer's log-probabilities `[B, T]` by a pass of our own."""
         completion_ids = output["completion_ids"]
         # TRL skips this forward when importance sampling is off; measuring must then not move its random numbers.
         with torch.no_grad(), torch.random.fork_rng():

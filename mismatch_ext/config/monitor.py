@@ -30,10 +30,10 @@ class AlarmConfig:
     may be raised again. None takes a fifth off: 0.8 * `above`, `below` / 0.8 (of negative bounds `above` / 0.8 and
     0.8 * `below`); where both bounds are set, no further than midway between them."""
     action: Literal["warn", "stop", "call", "off"] | None = None
-    """`stop` ends training after the step, `call` calls a function, `off` switches a built-in rule off; None is `warn`. All
-    but `off` warn and are written to the metrics file."""
+    """`stop` ends training after the step, with a checkpoint (the alarm begins anew if that is resumed); `call` calls a function;
+    `off` switches a built-in rule off; None is `warn`. All but `off` warn and are written to the metrics file."""
     call: str | None = None
-    """`package.module:function` of `action: call`, or `__main__:function` of the script. It is called with the
+    """`package.module:function` of `action: call`, or `__main__:function` of the script. The main process calls it with the
     `mismatch_ext.monitor.Alarm` when the alarm is raised and when it is over, see its `status`."""
 
 

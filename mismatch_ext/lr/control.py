@@ -58,7 +58,7 @@ class LrControl:
         count_steps: bool | None = None,
     ) -> None:
         self.controller = controller
-        self.optimizer = _innermost(optimizer)
+        self.optimizer = innermost(optimizer)
         self.count_steps = _may_count(optimizer, self.optimizer) if count_steps is None else count_steps
         self.scheduler = _unwrapped(scheduler)
         if getattr(self.optimizer, _MARK, None) is not None:
@@ -202,7 +202,12 @@ class LrControl:
 _MARK = "_mismatch_ext_lr_control"
 
 
-def _innermost(optimizer: Any) -> Optimizer:
+def innermost(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside wrappers that hold it as `.optimizer`.
+
+    Raises:
+        ConfigError: There is none.
+    """
     found = optimizer
     while getattr(found, "optimizer", None) is not None:
         found = found.optimizer

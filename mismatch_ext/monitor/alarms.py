@@ -108,14 +108,16 @@ class Monitor:
         """Metrics whose alarm is raised, by their names in the log."""
         return [watch.name or metric for metric, watch in self._watches.items() if watch.raised]
 
-    @property
-    def unseen(self) -> list[str]:
-        """Metrics that the block names and no log has held so far."""
-        return [metric for metric, rule in self.rules.items() if rule.named and self._watches[metric].name is None]
-
     def describe(self) -> list[str]:
         """Return a line for each rule that is on, such as "k3_kl > 0.001 (3 logs in a row): warn"."""
         return [rule.describe() for rule in self.rules.values()]
+
+    def rearm_stops(self) -> list[str]:
+        """Begin anew the alarms that have stopped training, for a training that goes on all the same; return their metrics."""
+        found = [m for m, rule in self.rules.items() if rule.action == "stop" and self._watches[m].raised]
+        for metric in found:
+            self._watches[metric].reset()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the streaks and the raised alarms as JSON-able data; save it with the weights."""

@@ -96,7 +96,7 @@ DEFAULTS: dict[str, DefaultRule] = {
     ),
     "loss": DefaultRule(
         patience=1,
-        source="No finite weights come of one that is not finite.",
+        source="No finite weights come of one that is not finite. transformers logs 0 in its place, unless a block is there.",
         meaning="the weights are broken, or the next update breaks them",
         advice="go back to the last checkpoint and look at the log-probabilities and rewards of the batch",
     ),

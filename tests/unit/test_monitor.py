@@ -176,7 +176,6 @@ def test_the_action_stop_stops_when_raised_only() -> None:
 def test_the_prefix_may_be_left_out(name: str, log: dict[str, float], metric: str | None) -> None:
     monitor = Monitor(section(**{name: {"above": 1, "patience": 1}}))
     assert [(a.metric, a.value) for a in monitor.observe(1, log)] == ([] if metric is None else [(metric, 2.0)])
-    assert monitor.unseen == ([name] if metric is None else [])
 
 
 def test_a_name_once_found_is_kept_to() -> None:
