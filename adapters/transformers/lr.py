@@ -113,7 +113,8 @@ class LrCallback(TrainerCallback):
         if self.lr_control is None or total == 0:
             return
         names = {name for _, statistics in collected for name in statistics}
-        self.lr_control.update(**{name: sum(w * found[name] for w, found in collected if w) / total for name in names})
+        means: dict[str, Any] = {name: sum(w * found[name] for w, found in collected if w) / total for name in names}
+        self.lr_control.update(**means)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
