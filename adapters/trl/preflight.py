@@ -47,6 +47,7 @@ class PreflightMixin(_Host):
     _audit_report: AuditReport | None
     _verdict: SyncVerdict | None
     _sync_audited: bool
+    _unwritten: list[str]
     _routing: RoutingReplay | None
     _alarms: AlarmCallback
     vllm_generation: Any
@@ -108,12 +109,25 @@ class PreflightMixin(_Host):
         self.add_callback(self._alarms)
         if self._config.routing is not None:
             self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
+        self._check_reference()
         self._audit()
         self._scan_readiness()
         if self.use_vllm:
             self._wrap_engine(patch_digest)
         if self.accelerator.is_main_process:
             print(banner(self._config, self._header(), self._alarms.monitor, self._run_dir), flush=True)
+
+    def _check_reference(self) -> None:
+        """Refuse a reference model of zeros: on all ranks but the first, accelerate's default for FSDP2 loads no weights."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or self.ref_model is None or self.accelerator.num_processes == 1:
+            return
+        if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
+            raise ConfigError(
+                "a reference model with FSDP2 and fsdp_cpu_ram_efficient_loading=true: TRL shards it as each rank has loaded it, "
+                "which is zeros on all but the first, so that the KL would be to a broken model; set it to false in accelerate's "
+                "config."
+            )
 
     def _wrap_engine(self, patch_digest: str) -> None:
         """Put the engine behind checks of its weights and rollouts."""
@@ -207,6 +221,9 @@ class PreflightMixin(_Host):
     def _on_verdict(self, verdict: SyncVerdict) -> None:
         self._verdict = verdict
         if verdict.status in ("stale", "garbled"):
-            self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
+            if self.accelerator.is_main_process:
+                self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
+            else:
+                self._unwritten.append(verdict.message)  # the main process writes it at the next log
             if self._config.monitor.weight_sync == "warn":
                 warnings.warn(verdict.message, stacklevel=2)

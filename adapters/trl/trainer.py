@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.trl.aggregation import overridden
@@ -74,6 +75,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         self._audit_report = None
         self._verdict = None
         self._sync_audited = False
+        self._unwritten = []
         self._saved_step = 0
         self._scored: list[Any] = []
         if self._config.kl is not None and self._config.kl.preset is None:
@@ -319,10 +321,21 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if isinstance(self.accelerator.scaler, LossScaler):
             metrics |= {PREFIX + name: value for name, value in self.accelerator.scaler.metrics().items()}
         if self._verdict is not None:
-            metrics[PREFIX + "weight_sync_gap"] = self._verdict.gap_mean
+            metrics[PREFIX + "weight_sync_gap"] = self._sync_gap_over_ranks(self._verdict.gap_mean)
         if self._lr is not None:
             metrics |= {PREFIX + name: value for name, value in self._lr.applied.items()}
         return metrics
+
+    def _sync_gap_over_ranks(self, gap: float) -> float:
+        """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
+        if self.accelerator.num_processes == 1:
+            return gap
+        found = gather_object([(gap, self._unwritten)])
+        for rank, (_, messages) in enumerate(found):
+            for message in messages:
+                self._recorder.event(self.state.global_step, "error", "weight_sync", f"rank {rank}: {message}")
+        self._unwritten = []
+        return max(float(value) for value, _ in found)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

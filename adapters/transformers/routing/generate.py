@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mismatch_ext.adapters.transformers.routing.binding import Binding
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout
 from mismatch_ext.adapters.transformers.routing.record import Recording
 from mismatch_ext.adapters.transformers.routing.session import Forward
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing import RoutingTrace
@@ -29,7 +32,8 @@ class GenerationRecording(Recording):
 
     Attributes:
         traces: A trace per sequence, in the order of `generate`'s results, call after call: a row for each token but the last
-            of prompt and response, which the model never sees. Padding, and what follows the end of a sequence, has none.
+            of prompt and response, which the model never sees. Padding, and what follows the end of a sequence, has none: nor
+            have the passes of a rank that waits for others under FSDP.
     """
 
     def __init__(self, layout: MoeLayout, version: int = 0) -> None:
@@ -71,6 +75,8 @@ class GenerationRecording(Recording):
             raise ReplayError("generation is recorded from prompts given as input_ids; they were not.")
         width, total = inputs.shape[1], sequences.shape[1]
         steps, self._steps = torch.cat(self._steps or [torch.empty(0, 0)], dim=1), None
+        if _keeps_pace(model, settings):
+            steps = steps[:, : total - 1]
         if len(steps) != len(sequences) or steps.shape[1] != total - 1:
             raise ReplayError(
                 f"{self.layout.family}: generating {tuple(sequences.shape)} tokens ran {len(steps)} x {steps.shape[1]} through "
@@ -155,6 +161,14 @@ def _setting(model: Any, name: str, kwargs: dict[str, Any]) -> Any:
         (v for v in (kwargs.get(name), *(getattr(h, name, None) for h in holders if h is not None)) if v is not None),
         None,
     )
+
+
+def _keeps_pace(model: Any, settings: dict[str, Any]) -> bool:
+    """Tell whether a rank that has finished runs the model on, as it must where the others need its shards to finish."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    synced = settings.get("synced_gpus")
+    return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model) if synced is None else synced)
 
 
 def _refuse_mode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], family: str) -> None:
