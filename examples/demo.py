@@ -1,6 +1,6 @@
 """The main job, settings side by side: stock bf16, uniform FP16, float32 as the oracle; routing replay where there are experts.
 
-    python -m examples.demo --model both --run-dir runs/demo
+    python examples/demo.py --model both --run-dir runs/demo
 
 Each setting is a real GRPO run of `examples.trl_grpo` in a process of its own: TRL's trainer, vLLM as the rollout
 engine in the same process, the same checkpoint and prompts. Before training, when all still hold the same
@@ -19,6 +19,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Run as a file, Python would look for modules in examples/ only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 from rich.table import Table

@@ -1,6 +1,6 @@
 """Rollout routing replay (R3) in a training loop of one's own: a model, an optimizer, vLLM, and no trainer.
 
-    python -m examples.r3_loop --steps 5
+    python examples/r3_loop.py --steps 5
 
 vLLM records which experts each token went to, and the trainer replays them, so that both compute the same function of the same
 weights. Each step prints the gap to the engine on the step's own tokens, without replay and with it; the step trains with it.
@@ -18,8 +18,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
+
+# Run as a file, Python would look for modules in examples/ only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from mismatch_ext.adapters import vllm as engine

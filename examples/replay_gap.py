@@ -1,6 +1,6 @@
 """How much of the gap is expert flips? The gap with and without routing replay (R3), on the same tokens.
 
-    python -m examples.replay_gap --out runs/replay_gap
+    python examples/replay_gap.py --out runs/replay_gap
 
 Real TRL and vLLM, after GRPO with replay on the mixture-of-experts model: both evaluation sets are sampled once, and every
 token is scored twice, with vLLM's routes and with the trainer's own, in bf16 on both sides. In float32 both must choose the

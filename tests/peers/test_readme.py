@@ -24,9 +24,11 @@ RUN_BY = {
     "make demo MODEL=moe STEPS=2 RUN_DIR=runs/moe": "test_make_demo_with_experts",
     "make test": "test_make_test_is_what_runs_this",
     "make check": "test_make_check",
+    "make matrix": "test_make_matrix",
+    "make matrix QUICK=1": "test_make_matrix",
     "make bench": "test_make_bench_prints_json_lines",
     'pip install "mismatch-ext[trl,report]"': "test_pip_install",
-    "python -m examples.trl_grpo": "test_script_then_report",
+    "python examples/trl_grpo.py": "test_script_then_report",
     "mismatch-ext report runs/mine/mismatch": "test_script_then_report",
     "python -m examples.r3_loop --steps 2": "test_r3_loop_lowers_the_gap_on_the_same_tokens",
     "python -m examples.replay_gap --out runs/replay_gap": "test_replay_gap_shows_the_claim",
@@ -137,6 +139,12 @@ def test_make_test_is_what_runs_this() -> None:
     assert "-m pytest tests" in shell("make -n test")
 
 
+def test_make_matrix() -> None:
+    # It runs tests that this suite runs too, once per version: what it would start is looked at, what it wrote is held against
+    # the ranges in tests/unit/test_versions.py.
+    assert "-m tests.matrix --quick" in shell(f"{in_readme('make matrix QUICK=1')} -n")
+
+
 def test_make_check() -> None:
     assert "passed" in shell("make check")
 
@@ -147,7 +155,7 @@ def test_make_bench_prints_json_lines() -> None:
 
 
 def test_script_then_report() -> None:
-    shell(in_readme("python -m examples.trl_grpo"))
+    shell(in_readme("python examples/trl_grpo.py"))
     printed = shell(in_readme("mismatch-ext report"))
     assert "runs/mine/mismatch/report.html" in printed and (ROOT / "runs/mine/mismatch/report.html").is_file()
 

@@ -1,0 +1,144 @@
+"""What the TRL examples share: arguments with defaults for two CPU cores, the small models, the progress bar, the closing text.
+
+Import it before TRL and vLLM, which read the environment once, when they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+# A small KV cache on a CPU, and silence where the trainer already reports.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from mismatch_ext.adapters.vllm import shutdown
+from rich.console import Console
+from rich.table import Table
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import TrlParser
+
+from examples.arithmetic.pretrain import ensure_model
+from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset
+from mismatch_ext.rundata import RunData, read_run
+
+# A run that two CPU cores do in a minute or two.
+SMALL_MODELS = ("dense", "moe")
+SMALL = Path(__file__).parent / "configs/arithmetic.yaml"
+SPLITS = (("eval/familiar", "trained distribution"), ("eval/unfamiliar", "unfamiliar and longer"))
+WIDTH = 120
+
+
+@dataclass
+class ScriptArguments:
+    """What every example needs besides the trainer's own arguments."""
+
+    model_name_or_path: str = field(
+        default="dense", metadata={"help": "'dense' or 'moe' (trained here and cached), or a model's name or path."}
+    )
+    model_cache: str = field(default=".cache/models", metadata={"help": "Where trained models are kept."})
+
+
+def parse(
+    kinds: tuple[Any, ...], defaults: Mapping[str, Any] | None = None, small: Mapping[str, Any] | None = None
+) -> tuple[Any, ...]:
+    """Parse the command line and the file that `--config` names; both go over the defaults.
+
+    Args:
+        kinds: Dataclasses of arguments.
+        defaults: Defaults in place of the dataclasses' own, with any model.
+        small: Sizes for the small models, over those of `configs/arithmetic.yaml`; another model has TRL's own. None sets none.
+    """
+    # transformers trains on a CPU only when told to, and vLLM asks for this share of the machine's memory there.
+    found = {} if torch.cuda.is_available() else {"use_cpu": True, "vllm_gpu_memory_utilization": 0.05}
+    found |= defaults or {}
+    if small is not None:
+        first = TrlParser(ScriptArguments, add_help=False)
+        first.set_defaults_with_config(**found)
+        if first.parse_args_and_config(return_remaining_strings=True)[0].model_name_or_path in SMALL_MODELS:
+            found = {**yaml.safe_load(SMALL.read_text(encoding="utf-8")), **found, **small}
+    parser = TrlParser(kinds)
+    parser.set_defaults_with_config(**found)
+    return parser.parse_args_and_config()
+
+
+def model_path(options: ScriptArguments) -> str:
+    """Return the model to train: a small one, itself trained first unless it is in the cache, or what was named."""
+    name = options.model_name_or_path
+    return str(ensure_model(name, Path(options.model_cache))) if name in SMALL_MODELS else name
+
+
+def problems(count: int = 1024, digits: tuple[int, int] = FAMILIAR_DIGITS, seed: int = 1000) -> Dataset:
+    """Return addition problems, by default of the kind that the small models were trained on."""
+    return Dataset.from_list(make_dataset(count, digits, seed=seed))
+
+
+def evaluation_sets(count: int) -> dict[str, Dataset]:
+    """Return problems of the trained distribution, and longer ones, on which the policy is less certain."""
+    return {"familiar": problems(count, seed=1), "unfamiliar": problems(count, UNFAMILIAR_DIGITS, seed=2)}
+
+
+class GapProgress(ProgressCallback):
+    """The usual progress bar, with reward and gap behind it in place of a dictionary per step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show the latest figures behind the bar."""
+        if state.is_world_process_zero and self.training_bar is not None and logs and "reward" in logs:
+            shown = {"reward": f"{logs['reward']:.2f}", "length": f"{logs['completions/mean_length']:.0f}"}
+            if "mismatch/logp_abs_diff_mean" in logs:
+                shown["mean|Δlogp|"] = f"{logs['mismatch/logp_abs_diff_mean']:.1e}"
+            self.training_bar.set_postfix(shown)
+
+
+def show_progress(trainer: Any) -> None:
+    """Put the progress bar in the place of the trainer's own output."""
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(GapProgress)
+
+
+def end_engine(trainer: Any) -> None:
+    """End vLLM, if the trainer has it in this process: on its own it outlives the last line of a script."""
+    if trainer.use_vllm and trainer.vllm_mode == "colocate":
+        shutdown(trainer.vllm_generation.llm)
+
+
+def recorded(output_dir: str | Path) -> RunData:
+    """Read what the latest run with this output folder measured; an earlier one is left out."""
+    run = read_run(Path(output_dir, "mismatch"))
+    latest = run.header["segment"]
+    return replace(
+        run,
+        steps=tuple(record for record in run.steps if record.segment == latest),
+        events=tuple(record for record in run.events if record.segment == latest),
+    )
+
+
+def conclude(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], expectation: str, *, text_columns: int = 1
+) -> None:
+    """Print what the run measured, and below it what to expect.
+
+    Args:
+        title: Title of the table.
+        headings: One per column.
+        rows: Cells, formatted.
+        expectation: A paragraph.
+        text_columns: Columns that are text; they come first.
+    """
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < text_columns else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=WIDTH).print(table)
+    print(textwrap.fill(f"What to expect: {' '.join(expectation.split())}", WIDTH), flush=True)

@@ -1,0 +1,142 @@
+"""Each example runs as a plain script with the real peers, and prints what it measured beside what to expect."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mismatch_ext.rundata import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+TRL_EXAMPLES = ("callback_only", "dense_fp16", "kl_ablation", "lr_control", "moe_r3", "trl_grpo")
+EXAMPLES = [path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text("utf-8")]
+BATCH = ("--per_device_train_batch_size", "16")
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)")
+pytestmark = pytest.mark.engine
+
+
+def python(*arguments: str | Path, cwd: Path = ROOT) -> str:
+    """Run a command as a user does, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", "PYTHONPATH": ""},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done.stdout
+
+
+def example(name: str, out: Path, *arguments: str | Path, text_columns: int = 1) -> list[tuple[str, ...]]:
+    """Run an example, and return the rows of its table; every figure in it must be finite."""
+    printed = python(f"examples/{name}.py", "--output_dir", out, *arguments)
+    expectation = printed.partition("What to expect: ")[2]
+    # Nothing was left to be filled in, and nothing that was filled in is missing.
+    assert len(expectation.split()) > 40 and not re.search(r"[{}]|\bnan\b|\binf\b|None", expectation), printed
+    rows = [tuple(cell.strip() for cell in line.strip("│").split("│")) for line in printed.splitlines() if "│" in line]
+    assert rows, printed
+    for row in rows:
+        for cell in row[text_columns:]:
+            figures = [float(figure) for figure in NUMBER.findall(cell)]
+            assert figures and all(math.isfinite(figure) for figure in figures), row
+    return rows
+
+
+def test_dense_fp16(tmp_path: Path) -> None:
+    small = (*BATCH, "--max_steps", "1", "--eval_prompts", "32", "--per_device_eval_batch_size", "32")
+    rows = example("dense_fp16", tmp_path, *small, text_columns=2)
+    mean = {row[:2]: float(row[2]) for row in rows}
+    assert len(mean) == 5 and ("in training", "float16") in mean
+    for prompts in ("trained distribution", "unfamiliar and longer"):
+        # 8 by the rounding of the two dtypes; a sample this small spreads around it.
+        assert mean[prompts, "TRL's own"] > 4 * mean[prompts, "float16"] > 0
+
+
+def test_moe_r3(tmp_path: Path) -> None:
+    small = (*BATCH, "--max_steps", "2", "--eval_prompts", "64", "--per_device_eval_batch_size", "64")
+    rows = example("moe_r3", tmp_path, *small, text_columns=2)
+    k3 = {row[:2]: float(row[4]) for row in rows}
+    assert len(k3) == 6
+    assert 0 < k3["unfamiliar and longer", "replayed"] < k3["unfamiliar and longer", "the trainer's own"]
+
+
+def test_lr_control(tmp_path: Path) -> None:
+    block = json.dumps({"lr": {"surge": {"baseline_window": 2, "smoothing": 1}}})
+    steps = ("--max_steps", "6", "--warmup_steps", "0", "--grow_at", "2", "--lr_scheduler_type", "constant")
+    rows = example("lr_control", tmp_path, *BATCH, *steps, "--learning_rate", "1e-5", "--mismatch", block)
+    # A surge at step 2: halved every round(1.8 * 2) = 4 steps.
+    assert [row[2] for row in rows] == ["1", "1", "1", "1", "0.5", "0.5"]
+    assert [row[1] for row in rows] == ["1.00e-05"] * 4 + ["5.00e-06"] * 2
+    lengths = [float(row[3]) for row in rows]
+    assert max(lengths[:2]) <= 12 < min(lengths[2:])
+
+
+def test_kl_ablation(tmp_path: Path) -> None:
+    rows = example("kl_ablation", tmp_path, *BATCH, "--max_steps", "2")
+    assert [row[0] for row in rows] == ["TRL k3 loss", "k1 reward", "k3 both"]
+    sections = [read_run(tmp_path / name.replace(" ", "-") / "mismatch").header["config"]["kl"] for name, *_ in rows]
+    assert [(kl["preset"], kl["estimator"], kl["placement"]) for kl in sections] == [
+        ("trl", "k1", None),
+        (None, "k1", "reward"),
+        (None, "k3", "both"),
+    ]
+
+
+def test_callback_only_with_a_model_of_ones_own(dense: Path, tmp_path: Path) -> None:
+    block = json.dumps({"lr": {"period": 1}, "monitor": {"alarms": {"entropy": {"above": 0.0, "patience": 1}}}})
+    own = ("--model_name_or_path", dense, "--max_steps", "3", "--learning_rate", "1e-5", "--report_to", "none")
+    sizes = ("--max_completion_length", "8", "--lr_scheduler_type", "constant", "--save_strategy", "no")
+    rows = example("callback_only", tmp_path, *BATCH, *own, *sizes, "--mismatch", block)
+    assert [row[1:3] for row in rows] == [("1.00e-05", "1"), ("5.00e-06", "0.5"), ("2.50e-06", "0.25")]
+    (raised,) = [event for event in read_run(tmp_path / "mismatch").events if event.name == "alarm"]
+    assert raised.step == 1 and raised.level == "warning"
+
+
+def test_a_config_file_and_a_block_on_the_command_line(dense: Path, tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text(
+        f"model_name_or_path: {dense}\noutput_dir: {tmp_path}/run\nuse_vllm: true\nvllm_max_model_length: 64\n"
+        "max_completion_length: 8\nmax_steps: 5\nper_device_train_batch_size: 8\neval_prompts: 0\nreport_to: none\n"
+        "save_strategy: 'no'\nmismatch: {precision: {dtype: bfloat16}}\n"
+    )
+    block = json.dumps({"precision": {"dtype": "float32"}})
+    python("examples/trl_grpo.py", "--config", config, "--max_steps", "1", "--mismatch", block)
+    run = read_run(tmp_path / "run/mismatch")
+    assert run.header["config"]["precision"]["dtype"] == "float32" and run.header["engine"]["model_dtype"] == "float32"
+    assert [record.step for record in run.steps] == [1]
+
+
+@pytest.mark.parametrize("name", sorted(set(EXAMPLES) - set(TRL_EXAMPLES)))  # those are run so above
+def test_runs_as_a_script_from_anywhere(name: str, tmp_path: Path) -> None:
+    assert f"usage: {name}.py" in python(ROOT / f"examples/{name}.py", "--help", cwd=tmp_path)
+
+
+def test_runs_as_a_module_and_leaves_trls_defaults_to_other_models() -> None:
+    # What `python -m examples.NAME` does first, for all in one process.
+    code = f"""
+import importlib, json, sys
+modules = [importlib.import_module(f"examples.{{name}}") for name in {TRL_EXAMPLES}]
+from examples.lr_control import DEFAULTS, SMALL, Arguments
+from examples.script import parse
+from mismatch_ext.adapters.trl import MismatchGRPOConfig
+from trl import GRPOConfig
+found = []
+for model in ("some/model", "dense"):
+    sys.argv[1:] = ["--model_name_or_path", model]
+    options, config = parse((Arguments, MismatchGRPOConfig), DEFAULTS, SMALL)
+    found.append([config.learning_rate, config.max_completion_length, config.max_steps, options.grow_at])
+stock = GRPOConfig(output_dir="unused", use_cpu=True)
+print("RESULT", json.dumps([*found, [stock.learning_rate, stock.max_completion_length, stock.max_steps, 0]]))
+"""
+    own, small, stock = json.loads(python("-c", code).partition("RESULT ")[2])
+    assert own == stock
+    assert small == [5e-5, 112, 24, 5]
