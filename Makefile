@@ -1,5 +1,6 @@
 # setup: .venv in the checkout, pinned for two CPU cores, no GPU.   test: everything, with the real peers.
 # check: lint, types, fast tests.   demo: the main job, three settings side by side.   bench: ratios as JSON lines.
+# matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 PYTHON ?= python3
@@ -9,12 +10,13 @@ STAMP := .venv/.installed
 MODEL ?= both
 RUN_DIR ?= runs/demo
 STEPS ?=
+QUICK ?=
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup test check demo bench lock clean
+.PHONY: setup test check demo bench matrix lock clean
 
 setup: $(STAMP)
 
@@ -46,6 +48,10 @@ demo: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks
+
+# Needs the package index for versions that it has not installed yet. Rewrites docs/compatibility.md.
+matrix: setup
+	$(BIN)/python -m tests.matrix $(if $(QUICK),--quick)
 
 # Rewrites the constraints from the present .venv, for a maintainer who has changed requirements/cpu.txt.
 lock: setup
