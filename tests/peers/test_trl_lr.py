@@ -149,6 +149,21 @@ def test_other_triggers_take_their_statistic(run_scenario: Run, dense: Path, tmp
         assert surges[-1] >= 1 and multipliers(result)[-1] == max(0.5 ** surges[-1], 0.1)
 
 
+@pytest.mark.parametrize("kind", ["trainer", "callback"])
+def test_a_training_that_begins_anew_begins_with_the_whole_rate(
+    run_scenario: Run, dense: Path, tmp_path: Path, kind: str
+) -> None:
+    # Interrupted at step 5, where the multiplier is 0.25, with two updates per generation.
+    rates = run_scenario("again", module=MODULE, model=dense, out=tmp_path, kind=kind).expect()
+    assert rates == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
+
+
+def test_the_whole_batch_of_a_step_leads_it(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    result = run_scenario("whole_batch", module=MODULE, model=dense, out=tmp_path).expect()
+    assert result["taken"] == pytest.approx(result["logged"], rel=1e-12)
+    assert len(result["taken"]) == 3
+
+
 def test_what_cannot_lead_the_rate_is_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
     ran = run_scenario("train", module=MODULE, model=dense, out=tmp_path, lr={"trigger": "mismatch_kl"})
     assert ran.code != 0

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchCallback, MismatchGRPOConfig, MismatchGRPOTrainer
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -71,6 +71,63 @@ def train(
         "between": [float(group["lr"]) for group in trainer.optimizer.param_groups],
         "parameters": digest_of(trainer.model),
     }
+
+
+class Interrupt(TrainerCallback):
+    """Ends the first training at a step, as Ctrl-C does."""
+
+    def __init__(self, step: int) -> None:
+        self.step: int | None = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Interrupt once."""
+        if state.global_step == self.step:
+            self.step = None
+            raise KeyboardInterrupt
+
+
+def again(model: str, out: str, kind: str) -> list[float]:
+    """Interrupt a training, train anew, and return the rates that were applied from then on."""
+    given = arguments(out, **OWN, max_steps=6, lr_scheduler_type="constant", num_iterations=2)
+    block = {"lr": {"period": 2, "count_from": "start"}}
+    rest = {"model": model, "reward_funcs": graded, "train_dataset": rows(40)}
+    if kind == "callback":
+        trainer = GRPOTrainer(args=GRPOConfig(**given), callbacks=[MismatchCallback(block)], **rest)
+    else:
+        trainer = MismatchGRPOTrainer(args=MismatchGRPOConfig(**given, mismatch=block), **rest)
+    watch = Watch()
+    trainer.add_callback(Interrupt(5))
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        trainer.add_callback(watch)
+        trainer.train()
+    return [rates[0] for rates in watch.rates]
+
+
+def whole_batch(model: str, out: str) -> dict[str, Any]:
+    """Generate four times per optimizer step, and return the lengths that were logged and those that lead the rate."""
+    given = arguments(
+        out, **OWN, max_steps=3, gradient_accumulation_steps=4, steps_per_generation=1, per_device_train_batch_size=4
+    )
+    block = {"lr": {"surge": {"baseline_window": 50}}}
+    trainer = MismatchGRPOTrainer(
+        model=model,
+        reward_funcs=graded,
+        args=MismatchGRPOConfig(**given, mismatch=block),
+        train_dataset=rows(40),
+    )
+    taken: list[list[float]] = []
+
+    class Read(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Read what the controller remembers, before it is taken off."""
+            taken.append([m.value for m in trainer._lr.lr_control.state.surge.history])
+
+    trainer.callback_handler.callbacks.insert(0, Read())
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"logged": [entry["completions/mean_length"] for entry in logs], "taken": taken[0]}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ LOGGED = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_leng
 
 def options(out: str, **overrides: Any) -> dict[str, Any]:
     """Return the arguments that RLOOConfig has too."""
-    given = arguments(out, beta=0.05, bf16=False, num_iterations=1, **overrides)
+    eager = {"experts_implementation": "eager"} if "moe" in model else None
+    given = arguments(
+        out, **{"model_init_kwargs": eager, "beta": 0.05, "bf16": False, "num_iterations": 1, **overrides}
+    )
     return {k: v for k, v in given.items() if not k.startswith("vllm_importance")}
 
 
@@ -58,7 +61,7 @@ def gmpo(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     class Trainer(MismatchTrainerMixin, GMPOTrainer):
         pass
 
-    config = Config(**arguments(out, bf16=False, **overrides), mismatch=block)
+    config = Config(**arguments(out, **{"bf16": False, **overrides}), mismatch=block)
     return outcome(Trainer(model=model, reward_funcs=graded, args=config, train_dataset=rows()))
 
 
