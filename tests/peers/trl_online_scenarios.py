@@ -21,10 +21,7 @@ LOGGED = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_leng
 
 def options(out: str, **overrides: Any) -> dict[str, Any]:
     """Return the arguments that RLOOConfig has too."""
-    eager = {"experts_implementation": "eager"} if "moe" in model else None
-    given = arguments(
-        out, **{"model_init_kwargs": eager, "beta": 0.05, "bf16": False, "num_iterations": 1, **overrides}
-    )
+    given = arguments(out, **{"beta": 0.05, "bf16": False, "num_iterations": 1, **overrides})
     return {k: v for k, v in given.items() if not k.startswith("vllm_importance")}
 
 
