@@ -34,12 +34,11 @@ PEERS: dict[str, Peer] = {
         Peer(name="torch", distributions=("torch",), supports=">=2.13.0,<=2.13.0", extra="trl"),
         Peer(name="transformers", distributions=("transformers",), supports=">=5.10.4,<=5.10.4", extra="trl"),
         Peer(name="accelerate", distributions=("accelerate",), supports=">=1.15.0,<=1.15.0", extra="trl"),
-        # 1.12 does not import beside vLLM 0.28 and later; 1.14 takes a scoring pass's batch size by keyword alone; 1.15.0 scores
-        # with Triton alone.
+        # 1.12 does not import beside vLLM 0.28 and later; 1.15.0 scores with Triton alone; 1.14.0 and 1.14.1 were not run.
         Peer(
             name="trl",
             distributions=("trl",),
-            supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.14.2,!=1.15.0",
+            supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.15.0",
             extra="trl",
         ),
         # On a CPU, neither 0.29 nor 0.31 records the routing of experts.

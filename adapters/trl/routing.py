@@ -74,7 +74,11 @@ class RoutingMixin(_Host):
         **options: Any,
     ) -> Scores:
         """Score tokens as TRL does, under the routes that were recorded for them."""
-        routing, score = self._routing, super()._get_per_token_logps_and_entropies
+        routing, host = self._routing, super()._get_per_token_logps_and_entropies
+
+        def score(model: Any, ids: Tensor, mask: Tensor, length: int, size: int | None, **options: Any) -> Scores:
+            return host(model, ids, mask, length, batch_size=size, **options)  # TRL 1.14 takes it by keyword alone
+
         given = (input_ids, attention_mask, logits_to_keep, batch_size)
         reference = routing is not None and self._is_reference(model)
         if routing is None or (reference and not routing.config.reference):

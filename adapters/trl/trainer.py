@@ -75,7 +75,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         self._audit_report = None
         self._verdict = None
         self._sync_audited = False
-        self._unwritten = []
+        self._unwritten: list[str] = []
         self._saved_step = 0
         self._scored: list[Any] = []
         if self._config.kl is not None and self._config.kl.preset is None:

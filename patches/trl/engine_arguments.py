@@ -30,7 +30,7 @@ def engine_arguments(arguments: Mapping[str, Any]) -> Patch:
     return Patch(
         name="trl/engine_arguments",
         peer="trl",
-        supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.14.2,!=1.15.0",
+        supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.15.0",
         target="trl.generation.vllm_generation:LLM",
         binding_only=True,
         make=make,
