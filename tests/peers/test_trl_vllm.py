@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM,
 
 from examples.arithmetic.tokenizer import make_tokenizer
 from mismatch_ext.rundata import read_run
+from mismatch_ext.versions import PEERS
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.engine
