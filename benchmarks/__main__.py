@@ -7,9 +7,25 @@ import sys
 
 from tqdm import tqdm
 
-from benchmarks import bench_correction, bench_kl_full, bench_metrics, bench_precision, bench_replay, bench_routing
+from benchmarks import (
+    bench_correction,
+    bench_kl_full,
+    bench_metrics,
+    bench_precision,
+    bench_replay,
+    bench_routing,
+    bench_trl_step,
+)
 
-MODULES = (bench_metrics, bench_precision, bench_correction, bench_kl_full, bench_routing, bench_replay)
+MODULES = (
+    bench_metrics,
+    bench_precision,
+    bench_correction,
+    bench_kl_full,
+    bench_routing,
+    bench_replay,
+    bench_trl_step,
+)
 
 if __name__ == "__main__":
     # The bar goes to standard error, so that standard output is JSON lines alone.

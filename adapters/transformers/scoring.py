@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Logits of a chunk of probes: 64 MiB in float32.
+MOST_LOGITS = 2**24
+
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
@@ -36,6 +39,11 @@ def probe_logits(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
         return model(input_ids=token_ids, use_cache=False).logits
 
 
+def logits_width(model: nn.Module) -> int | None:
+    """Return the size of the vocabulary that a model's logits are over; None where it does not say."""
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
 def score_tokens(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:
     """Score fixed token sequences with the trainer's present weights, at temperature 1.
 
@@ -47,9 +55,11 @@ def score_tokens(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
     Returns:
         Log-probabilities `[N, T-1]`, float64, on the CPU.
     """
-    rows = []
-    for row in token_ids:
-        # A sequence at a time: logits of all probes over a large vocabulary would be hundreds of megabytes.
-        logits = probe_logits(model, row[None], autocast)[0, :-1]
-        rows.append(torch.log_softmax(logits.float(), dim=-1).gather(-1, row[1:, None])[:, 0])
-    return torch.stack(rows).double().cpu()
+    # So many sequences at a time as keep their logits small: over a large vocabulary they would be hundreds of megabytes.
+    width = logits_width(model)
+    chunk = 1 if width is None else max(1, MOST_LOGITS // (token_ids.shape[1] * width))
+    parts = []
+    for rows in torch.split(token_ids, chunk):
+        logits = probe_logits(model, rows, autocast)[:, :-1]
+        parts.append(torch.log_softmax(logits.float(), dim=-1).gather(-1, rows[:, 1:, None])[..., 0])
+    return torch.cat(parts).double().cpu()

@@ -12,7 +12,7 @@ from mismatch_ext.adapters.vllm.routing import reset_prefix_cache
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from torch import Tensor
 
-from mismatch_ext.patching import applied
+from mismatch_ext.patching import swapped
 from mismatch_ext.weight_sync import TensorComparison
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
     # Copies: vLLM keeps a tensor until its layer is complete, for a padded vocabulary until the very end, and TRL has then
     # unmerged the LoRA adapters from it again.
     copies = ((name, parameter.detach().clone()) for name, parameter in named_parameters)
-    with applied(CPU_MOE_REPACK):
+    with swapped(CPU_MOE_REPACK):
         runner(llm).reload_weights(weights_iterator=copies, is_checkpoint_format=True)
     # vLLM leaves that to the caller: cached prompts would keep keys, values and routes of the weights before.
     reset_prefix_cache(llm)

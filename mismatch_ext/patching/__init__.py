@@ -11,6 +11,7 @@ from __future__ import annotations
 from mismatch_ext.patching.engine import PatchSet, active_digest, active_patches, applied
 from mismatch_ext.patching.patch import MARKER, Patch
 from mismatch_ext.patching.sources import current_digest, source_digest
+from mismatch_ext.patching.swap import swapped
 
 __all__ = [
     "MARKER",
@@ -21,4 +22,5 @@ __all__ = [
     "applied",
     "current_digest",
     "source_digest",
+    "swapped",
 ]

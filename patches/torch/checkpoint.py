@@ -1,8 +1,7 @@
 """Tell torch's activation checkpoints, in both modes, whose function they will run again in the backward pass.
 
-The replacements are made for the time of a context, around single forward passes. A set of patches looks for everybody who
-holds the symbol by value each time that it is applied, a tenth of a second in a large process; here all checks run once, and the
-two symbols, whose only use is inside their own module, are then written and restored as they are.
+The replacements are made for the time of a context, around single forward passes, so they are swapped: checked in full once. The
+two symbols' only use is inside their own module.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, wraps
-from importlib import import_module
 from typing import Any, Protocol
 
-from mismatch_ext.patching import Patch, PatchSet
+from mismatch_ext.patching import Patch, swapped
 
 Call = Callable[..., Any]
 
@@ -103,8 +101,7 @@ def checkpoints_bound(binder: Binder) -> Iterator[None]:
     """
     with _LOCK:
         if not _BINDERS:
-            _check()
-            _UNDO.enter_context(_replaced())
+            _UNDO.enter_context(swapped(REENTRANT, NON_REENTRANT))
         _BINDERS.append(binder)
     try:
         yield
@@ -113,20 +110,3 @@ def checkpoints_bound(binder: Binder) -> Iterator[None]:
             _BINDERS.remove(binder)
             if not _BINDERS:
                 _UNDO.close()
-
-
-@cache
-def _check() -> None:
-    PatchSet(REENTRANT, NON_REENTRANT).check()
-
-
-@contextmanager
-def _replaced() -> Iterator[None]:
-    with ExitStack() as stack:
-        for patch in (REENTRANT, NON_REENTRANT):
-            module, _, name = patch.target.partition(":")
-            owner = import_module(module)
-            original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, patch.make(original))
-        yield
