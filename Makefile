@@ -51,7 +51,7 @@ bench: setup
 
 # Needs the package index for versions that it has not installed yet. Rewrites docs/compatibility.md.
 matrix: setup
-	$(BIN)/python -m tests.matrix $(if $(QUICK),--quick)
+	$(BIN)/python -m tests.matrix --also trl==1.14.2 $(if $(QUICK),--quick)
 
 # Rewrites the constraints from the present .venv, for a maintainer who has changed requirements/cpu.txt.
 lock: setup

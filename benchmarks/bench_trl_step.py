@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -65,6 +66,9 @@ class TakesTurns(TrainerCallback):
 def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None:
     """Train in a process of its own, a step whenever it is told to."""
     os.dup2(2, 1)  # standard output is for the result
+    with socket.socket() as free:  # accelerate's choice is one port for all
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
@@ -116,23 +120,25 @@ def run(steps: int = 8, model: str | None = None) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     pipes, children = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, kind in enumerate(("theirs", "ours")):
-            here, there = context.Pipe()
-            os.environ["MASTER_PORT"] = str(
-                29650 + number + os.getpid() % 200
-            )  # each engine's own, read when it starts
-            child = context.Process(target=train, args=(kind, model, f"{folder}/{kind}", steps, there))
-            child.start()
-            there.close()
-            pipes[kind], children[kind] = here, child
-            here.recv()  # built, and waiting for its first turn
-        found: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
-        for step in range(steps):
-            for kind in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
-                pipes[kind].send("go")
-                found[kind].append(pipes[kind].recv())
-        for child in children.values():
-            child.join()
+        found: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
+        try:
+            for kind in found:
+                here, there = context.Pipe()
+                child = context.Process(target=train, args=(kind, model, f"{folder}/{kind}", steps, there))
+                child.start()
+                there.close()
+                pipes[kind], children[kind] = here, child
+                here.recv()  # built, and waiting for its first turn
+            for step in range(steps):
+                for kind in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
+                    pipes[kind].send("go")
+                    found[kind].append(pipes[kind].recv())
+        finally:
+            for kind, child in children.items():
+                pipes[kind].close()  # one whose partner has failed would wait for ever
+                child.join(60)
+                if child.is_alive():
+                    child.terminate()
     pairs = list(zip(found["ours"], found["theirs"], strict=True))[WARM_UP:]
     assert all(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs), "the two sampled other tokens"
     assert all(ours["reward"] == theirs["reward"] for ours, theirs in pairs), "the two sampled other tokens"

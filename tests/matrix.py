@@ -187,9 +187,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[Row], notes: Sequence[str], quick: bool) -> str:
+def page(rows: Sequence[Row], notes: Sequence[str], quick: bool, also: Sequence[str] = ()) -> str:
     """Return docs/compatibility.md."""
-    command = "python -m tests.matrix" + (" --quick" if quick else "")
+    command = " ".join(["python -m tests.matrix", *(f"--also {pin}" for pin in also), *(["--quick"] if quick else [])])
+    between = f", and {', '.join(also)} between them" if also else ""
     which = "a selection of the tests" if quick else "all tests"
     others = ", ".join(f"{peer} {installed(peer)}" for peer in ("torch", "transformers", "accelerate"))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -205,8 +206,8 @@ def page(rows: Sequence[Row], notes: Sequence[str], quick: bool) -> str:
         "# Compatibility",
         "",
         f"Written by `{command}`, which ran {which} of the files below in",
-        "`tests/peers` against the oldest and the newest version of each supported range. TRL and vLLM are the real ones; all",
-        "else is the pinned environment of `make setup`.",
+        f"`tests/peers` against the oldest and the newest version of each supported range{between}. TRL and vLLM",
+        "are the real ones; all else is the pinned environment of `make setup`.",
         "",
         table(rows),
         "",
@@ -261,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes, lacking = run_environment(versions, options.quick, bar)
             rows.append((versions, outcomes))
             notes |= dict.fromkeys(lacking)
-    PAGE.write_text(page(rows, list(notes), options.quick), encoding="utf-8")
+    PAGE.write_text(page(rows, list(notes), options.quick, options.also), encoding="utf-8")
     README.write_text(between_marks(README.read_text(encoding="utf-8"), table(rows)), encoding="utf-8")
     print(table(rows))
     return int("**" in table(rows))

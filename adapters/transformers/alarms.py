@@ -37,6 +37,10 @@ class AlarmCallback(TrainerCallback):
         self._resumed = False
         self._event = event
 
+    def begin_anew(self) -> None:
+        """Forget a resumed state that no training has begun with."""
+        self._resumed = False
+
     def resume(self, saved: Mapping[str, Any] | None, step: int) -> None:
         """Go on from the state that a checkpoint of some step holds; None begins anew."""
         self.monitor, self._resumed = Monitor(self.config), True

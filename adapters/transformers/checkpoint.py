@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,9 +34,10 @@ def load_converted(model: nn.Module, checkpoint: str | Path) -> bool:
     """
     if not isinstance(model, PreTrainedModel) or _names(Path(checkpoint)) <= set(model.state_dict()):
         return False
-    # float32 holds half precision exactly; the copy below returns to the model's own dtypes.
+    # The widest of the model's own dtypes, which holds the others exactly; the copy below returns to each.
+    widest = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
     loaded, info = type(model).from_pretrained(
-        str(checkpoint), config=model.config, dtype=torch.float32, output_loading_info=True
+        str(checkpoint), config=model.config, dtype=widest, output_loading_info=True
     )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])

@@ -51,8 +51,10 @@ class LrCallback(TrainerCallback):
             self._collected.append((weight, statistics))
 
     def saved_state(self) -> dict[str, Any] | None:
-        """Return the controller's state for a checkpoint; None where no training has begun."""
-        return None if self.lr_control is None else self.lr_control.state_dict()
+        """Return control and what was collected for the next step, for a checkpoint; None where no training has begun."""
+        if self.lr_control is None:
+            return None
+        return {"control": self.lr_control.state_dict(), "collected": [list(entry) for entry in self._collected]}
 
     def on_train_begin(
         self,
@@ -87,7 +89,7 @@ class LrCallback(TrainerCallback):
                 step=joining,
             )
             if self._saved is not None:
-                self.lr_control.load_state_dict(self._saved)
+                self.lr_control.load_state_dict(self._saved["control"])
         except ConfigError as error:
             raise ConfigError(f"mismatch.lr cannot control the optimizer of this trainer: {error}") from error
         except RecordError as error:
@@ -102,7 +104,9 @@ class LrCallback(TrainerCallback):
                 state.global_step,
                 self.lr_control.multiplier,
             )
-        self._saved, self.applied, self._collected = None, {}, []
+        collected = [] if self._saved is None else self._saved["collected"]
+        self._collected = [(weight, dict(statistics)) for weight, statistics in collected]
+        self._saved, self.applied = None, {}
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

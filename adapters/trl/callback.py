@@ -97,7 +97,7 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             rank=args.process_index,
             world_size=args.world_size,
         )
-        self._recorder.start(state.global_step or None)
+        self._recorder.begin(state.global_step or None)
         if state.global_step:
             self._alarms.resume(saved.get("monitor"), state.global_step)
         self._alarms.on_train_begin(args, state, control)

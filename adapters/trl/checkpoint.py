@@ -44,12 +44,15 @@ class CheckpointMixin(_Host):
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         resumed = step_of_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        if (
-            resumed is not None or not resume_from_checkpoint
-        ):  # else the parent refuses, and the metrics stay as they are
-            self._recorder.start(resumed)
+        if resumed is not None or not resume_from_checkpoint:
+            self._recorder.begin(resumed)  # else the parent refuses, and the metrics that are there stay as they are
+        # Whatever an earlier training of this trainer has left; a checkpoint's state is loaded over it.
+        self._saved_step = 0
+        self._alarms.begin_anew()
         if self._lr is not None:
             self._lr.resume(None)
+        if self._kl is not None:
+            self._kl.reset()
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
@@ -66,6 +69,8 @@ class CheckpointMixin(_Host):
 
     def _end(self, status: str, message: str = "") -> None:
         """Write what was measured since the last log, and how training ended."""
+        if not self._recorder.started:
+            return
         step = self.state.global_step
         # With several ranks merging is collective, and after a failure the others may not be here.
         if self.accelerator.num_processes == 1 and (left := self._recorder.flush("train", step)):

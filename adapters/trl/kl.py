@@ -27,9 +27,15 @@ class KlTerm:
 
     def __init__(self, config: KlConfig, coef: float) -> None:
         self.config = config
+        self._first_coef = coef
         self.controller = KlController(coef, config.controller)
         self._penalties: list[float] = []
         self._coef_of_batch: float | None = None
+
+    def reset(self) -> None:
+        """Go back to the coefficient to start with, for a training that begins anew."""
+        self.controller = KlController(self._first_coef, self.config.controller)
+        self._coef_of_batch = None
 
     @property
     def coef(self) -> float:

@@ -83,10 +83,28 @@ class RunRecorder:
         self._world_size = world_size
         self._stream: RunStream | None = None
         self._aside: Path | None = None
+        self._started = self._begun = False
         self._created = 0
         self._early_events: list[tuple[Any, ...]] = []
         self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
         self._flushes: dict[str, int] = {}
+
+    @property
+    def started(self) -> bool:
+        """Whether the metrics file is open, or another process has it."""
+        return self._started
+
+    def begin(self, resume_step: int | None) -> None:
+        """Open the metrics file for a training; the next one on this trainer has a file, or a segment, of its own.
+
+        Args:
+            resume_step: As `start` takes it.
+        """
+        if self._begun and self._stream is not None:
+            self._stream.close()
+            self._stream = self._aside = None
+        self._begun = True
+        self.start(resume_step)
 
     def start(self, resume_step: int | None = None) -> None:
         """Open the metrics file: until now it was not known whether this run resumes another.
@@ -94,6 +112,7 @@ class RunRecorder:
         Args:
             resume_step: Last step of the checkpoint that is resumed; None starts a file, and sets an earlier one aside.
         """
+        self._started = True
         if not self._is_main_process:
             return
         if self._stream is None:

@@ -147,6 +147,9 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
 
     # One rollout batch.
 
+    # Log-probabilities of the pass that R2 records where TRL takes none.
+    _own_scores: Tensor | None = None
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Generate, then measure the gap between the engine's log-probabilities and the trainer's."""
         if self._block is None:
@@ -158,7 +161,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
 
     def _generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Generate and score a batch as TRL does, then measure it, correct it and adapt to it."""
-        self._scored = []
+        self._scored, self._own_scores = [], None
         if self._kl is not None and self.model.training:
             self._kl.begin()
         with overridden(self, _keeps_scores=isinstance(self, RLOOTrainer)):
@@ -166,7 +169,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._routing is not None:
             if self._sampled_routes() is None:
                 # TRL took no pass that R2 could record.
-                self._score_again(output)
+                self._own_scores = self._score_again(output)
             output[KEY] = self._routing.traces
         mask = output["completion_mask"]
         if "tool_mask" in output:
@@ -198,7 +201,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._kl is not None and self._kl.adaptive and training:
             old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
             self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self.accelerator.reduce)
-        self._scored = []
+        self._scored, self._own_scores = [], None
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -255,7 +258,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
             return output[OLD]
         if isinstance(self, RLOOTrainer) and self._scored:
             return self._scored[0].scores[0]  # the host's own pass, of which it returns the sums only
-        return self._score_again(output)
+        return self._score_again(output) if self._own_scores is None else self._own_scores
 
     def _score_again(self, output: dict[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities `[B, T]` by a pass of our own."""

@@ -56,12 +56,15 @@ def read_engine(llm: LLM) -> EngineReading:
         if parameter.numel():
             counts[_dtype_name(parameter.dtype)] += parameter.numel()
     caches = [cache for cache in getattr(model_runner, "kv_caches", []) if hasattr(cache, "dtype")]
+    # The tensor of an fp8 cache holds bytes: what they mean is in the setting.
+    asked = str(llm.llm_engine.vllm_config.cache_config.cache_dtype)
+    held = _dtype_name(caches[0].dtype) if caches else canonical(config.dtype)
     return EngineReading(
         engine="vllm",
         version=require("vllm"),
         model_dtype=canonical(config.dtype),
         parameter_dtypes=dict(counts),
-        kv_cache_dtype=_dtype_name(caches[0].dtype) if caches else canonical(config.dtype),
+        kv_cache_dtype=asked if held == "uint8" and asked != "auto" else held,
         logprobs_mode=str(config.logprobs_mode),
         quantization=config.quantization,
     )

@@ -202,6 +202,49 @@ def triggers(results: Results) -> str:
     return table(("rollouts by", *rules), rows)
 
 
+def accuracies(results: Results) -> str:
+    """Return the accuracy at the end of every run."""
+    rows = [
+        row(TITLES[engine], rate, *(number(x) for x in results.by_seed(engine, rate, ACCURACY).values()))
+        for engine in results.engines
+        for rate in results.rates
+    ]
+    return table(["rollouts by", "rate", *(f"seed {seed}" for seed in range(results.seeds))], rows)
+
+
+def rollouts(results: Results) -> str:
+    """Return the gap of single rollouts by engine, over all of its runs; the control's is what is left without mismatch."""
+    rows = []
+    for engine in results.engines:
+        runs = [results.runs[engine, rate, seed] for rate in results.rates for seed in range(results.seeds)]
+        gaps = [step.metrics for run in runs for step in run.data.steps if "mismatch/k3_kl" in step.metrics]
+        k3 = [float(gap["mismatch/k3_kl"] or 0.0) for gap in gaps]
+        first = statistics.fmean(run.series["k3"].values[0] for run in runs)
+        largest_f = max(float(gap["mismatch/f_1.1"] or 0.0) for gap in gaps)
+        tokens = sum(float(gap["mismatch/tokens"] or 0.0) for gap in gaps)
+        cells = (len(k3), f"{tokens / 1e6:.3g} million", first, statistics.median(k3), max(k3))
+        above = sum(x > 1e-9 for x in k3)
+        rows.append(
+            row(
+                TITLES[engine],
+                *(c if isinstance(c, (int, str)) else number(c) for c in cells),
+                above,
+                number(largest_f),
+            )
+        )
+    heading = [
+        "rollouts by",
+        "rollouts",
+        "tokens",
+        "first k3",
+        "median k3",
+        "largest k3",
+        "k3 > 1e-9",
+        "largest F(1.1)",
+    ]
+    return table(heading, rows)
+
+
 def report(results: Results) -> str:
     """Return all tables that the runs allow."""
     parts = {"Last third of the run, mean ± standard deviation over seeds": levels(results)}
@@ -215,6 +258,8 @@ def report(results: Results) -> str:
             parts[f"{title}, beyond the control's"] = attributable(results, base)
     if controlled:
         parts["Engine minus control, at the same rate"] = cost(results)
+    parts["Accuracy at the end, by seed"] = accuracies(results)
+    parts["Gap of single rollouts"] = rollouts(results)
     if {"off", "on"} <= set(results.rates):
         parts["By multiplier, off → on in the same steps"] = by_multiplier(results)
     if "off" in results.rates:

@@ -106,23 +106,39 @@ def test_an_alarm_stops_training_with_a_checkpoint(run_scenario: Run, dense: Pat
     assert end.status == "completed" and "above 0.5" in end.message
 
 
+def test_a_stop_stops_the_next_training_and_the_resumed_one(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    alarms = {"completions/mean_length": {"above": 0.5, "patience": 2, "action": "stop"}}
+    block = {"lr": {"period": 1}, "monitor": {"alarms": alarms}}
+    result = run_scenario("stopped_again", module=MODULE, model=dense, out=tmp_path, block=block).expect()
+    assert result["steps"] == [2, 2, 4]
+    # Each new training has a metrics file of its own, a resumed one goes on with its file.
+    assert result["recorded"] == [[1, 2], [1, 2], [1, 2, 3, 4]]
+    # A checkpoint that is not there is TRL's error, and leaves the metrics of the run alone.
+    assert "No valid checkpoint" in result["refused"] and result["kept"]
+
+
 def test_a_callback_alone_controls_and_survives_kill_9(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    # Logged lengths are of the step before: grown at step 3, they surge at 4, and the period is round(1.8 * 4) = 7, unless a
+    # measurement is lost on the way.
     block = {
-        "lr": {"period": 2},
+        "lr": {"surge": {"baseline_window": 3, "smoothing": 1}, "count_from": "start"},
         "monitor": {"alarms": {"completions/mean_length": {"above": 0.5, "patience": 4}}, "default_alarms": False},
     }
-    given = {"module": MODULE, "model": dense, "block": block, **SAVING, "max_steps": 6}
+    given = {"module": MODULE, "model": dense, "block": block, **SAVING, "max_steps": 9}
     whole = run_scenario("by_callback", out=tmp_path / "whole", **given).expect()
-    assert [entry["learning_rate"] for entry in whole["history"]] == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
+    rates = [entry["learning_rate"] for entry in whole["history"]]
+    assert rates == [1e-3] * 7 + [5e-4] * 2
+    assert whole["history"][-1]["mismatch/lr_surge_step"] == 4
     out = tmp_path / "killed"
-    died = run_scenario("by_callback", out=out, kill_after=4, **given)
+    # With a baseline of three logs, the second of which waits in the checkpoint for the next step.
+    died = run_scenario("by_callback", out=out, kill_after=3, **given)
     assert died.code == -9
-    resumed = run_scenario("by_callback", out=out, resume=out / "checkpoint-3", **given).expect()
+    resumed = run_scenario("by_callback", out=out, resume=out / "checkpoint-2", **given).expect()
     assert resumed["parameters"] == whole["parameters"]
     assert resumed["history"] == whole["history"]
     data = read_run(out / "mismatch")
     assert [(event.step, event.data["first_step"]) for event in data.events if event.name == "alarm"] == [(4, 1)]
-    assert data.series("mismatch/lr_multiplier")[1] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    assert data.series("mismatch/lr_multiplier")[1] == [1.0] * 7 + [0.5] * 2
 
 
 def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(

@@ -27,7 +27,9 @@ def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run_scenario: R
         assert entry["mismatch/tokens"] == 8 * entry["completions/mean_length"]
 
 
-def test_rloo_in_bfloat16_closes_its_gap_by_replay(run_scenario: Run, moe: Path, tmp_path: Path) -> None:
+def test_rloo_in_bfloat16_measures_its_gap_with_and_without_replay(
+    run_scenario: Run, moe: Path, tmp_path: Path
+) -> None:
     block = {"routing": BLOCK["routing"]}
     ran = run_scenario("rloo", module=MODULE, model=moe, out=tmp_path, block=block, bf16=True)
     history = ran.expect()["history"]

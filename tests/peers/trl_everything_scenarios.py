@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters.trl import MismatchCallback
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.rundata import read_run
 from tests.peers.scenarios import AtStep, arguments, build, digest_of, graded, main, rows
 
 KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
@@ -45,11 +47,21 @@ def everything(
     return outcome(trainer)
 
 
+class Lengthen(TrainerCallback):
+    """Lets responses grow from 4 tokens to 16 at step 3: what a random model samples hardly ever ends before."""
+
+    trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the longest response."""
+        self.trainer.generation_config.max_new_tokens = 16 if state.global_step >= 3 else 4
+
+
 def by_callback(
     model: str, out: str, block: dict[str, Any], kill_after: int | None = None, resume: str | None = None, **rest: Any
 ) -> dict[str, Any]:
     """Train stock GRPOTrainer with our callback."""
-    callbacks: list[Any] = [MismatchCallback(block)]
+    callbacks: list[Any] = [MismatchCallback(block), Lengthen()]
     if kill_after:
         callbacks.append(AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL)))
     given = {"use_vllm": False, "bf16": False, "max_completion_length": 4, **rest}
@@ -60,8 +72,31 @@ def by_callback(
         train_dataset=rows(40),
         callbacks=callbacks,
     )
+    Lengthen.trainer = trainer
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
+
+
+def stopped_again(model: str, out: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Train until an alarm stops it, then anew, then from the checkpoint of the stop; ask for one that is not there."""
+    given = {"use_vllm": False, "bf16": False, "max_steps": 6}
+    trainer = build(model, out, block, **given)
+    steps, recorded = [], []
+    metrics = Path(out, "mismatch/metrics.jsonl")
+    for resume in (None, None, f"{out}/checkpoint-2"):
+        trainer.train(resume_from_checkpoint=resume)
+        steps.append(trainer.state.global_step)
+        recorded.append(read_run(metrics.parent).series("reward")[0])
+    before = metrics.read_text()
+    other = build(model, out, block, **given)
+    other.args.output_dir = f"{out}/empty"
+    Path(out, "empty").mkdir()
+    try:
+        other.train(resume_from_checkpoint=True)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {"steps": steps, "recorded": recorded, "refused": refused, "kept": metrics.read_text() == before}
 
 
 if __name__ == "__main__":
