@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, present, style, trace_of
+from mismatch_ext.report.learning_rate import learning_rate
 from mismatch_ext.report.over_steps import over_steps, step_traces
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.routing import replay
@@ -42,6 +43,7 @@ def sections(runs: Mapping[str, RunData]) -> list[Section]:
             absent="No reward and no completion length were recorded.",
         ),
         Section(id="routing", title="Routing replay", figures=replay(runs), absent=""),
+        Section(id="learning-rate", title="Learning-rate control", figures=learning_rate(runs), absent=""),
         Section(id="loss-scale", title="Loss scale", figures=_loss_scale(runs), absent=""),
         Section(id="weight-sync", title="Weight sync", figures=_weight_sync(runs), absent=""),
         Section(

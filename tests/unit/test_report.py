@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.report import build, level_of, load_runs, render, summarise, verdict
+from mismatch_ext.report.learning_rate import learning_rate
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.routing import replay
 from mismatch_ext.report.text import plain_dtype, quantity
@@ -504,6 +505,34 @@ def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     page = (render(tmp_path)).read_text(encoding="utf-8")
     assert "Routing replay" in page
     assert not replay({"stock": load_runs(tmp_path)["stock"]})
+
+
+def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> None:
+    def step(number: int, rate: float, **metrics: float) -> dict[str, Any]:
+        measured = {"learning_rate": rate, **metrics}
+        return {"kind": "step", "segment": 0, "step": number, "split": "train", "metrics": measured}
+
+    runs = {
+        "stock": [step(1, 1e-3), step(2, 1e-3)],
+        "controlled": [
+            step(1, 1e-3, **{"mismatch/lr_multiplier": 1.0}),
+            step(2, 5e-4, **{"mismatch/lr_multiplier": 0.5}),
+        ],
+    }
+    for name, lines in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    loaded = load_runs(tmp_path)
+    figures = {figure.id: json.loads(figure.json)["data"] for figure in learning_rate(loaded)}
+    assert set(figures) == {"learning-rate", "lr-multiplier"}
+    (multiplier,) = figures["lr-multiplier"]
+    assert multiplier["y"] == [1.0, 0.5] and multiplier["name"] == "controlled"
+    assert {trace["name"]: trace["y"] for trace in figures["learning-rate"]} == {
+        "stock": [1e-3, 1e-3],
+        "controlled": [1e-3, 5e-4],
+    }
+    assert "Learning-rate control" in render(tmp_path).read_text(encoding="utf-8")
+    assert not learning_rate({"stock": loaded["stock"]})
 
 
 def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""What learning-rate control does: the rate that was applied, and its multiplier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mismatch_ext.report.charts import Figure, present
+from mismatch_ext.report.over_steps import over_steps
+from mismatch_ext.report.summary import PREFIX
+from mismatch_ext.rundata import RunData
+
+MULTIPLIER = PREFIX + "lr_multiplier"
+
+
+def learning_rate(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
+    """Plot rate and multiplier where a run controls its rate; nothing where none does."""
+    controlled = {name: run for name, run in runs.items() if run.series(MULTIPLIER)[0]}
+    if not controlled:
+        return ()
+    return present(
+        over_steps(
+            runs,
+            "learning-rate",
+            "learning_rate",
+            "Learning rate",
+            "rate",
+            "The rate that each step applied: the schedule's, times the multiplier.",
+            log=True,
+        ),
+        over_steps(
+            controlled,
+            "lr-multiplier",
+            MULTIPLIER,
+            "Multiplier",
+            "multiplier",
+            "Halved every period, by default down to 0.1; 1 until a surge of the lengths above is found, unless a period is given.",
+        ),
+    )
