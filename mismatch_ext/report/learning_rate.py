@@ -33,6 +33,6 @@ def learning_rate(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             MULTIPLIER,
             "Multiplier",
             "multiplier",
-            "Halved every period, by default down to 0.1; 1 until a surge of the lengths above is found, unless a period is given.",
+            "Halved every period, by default down to 0.1; 1 until a surge of the lengths above, unless a period is given.",
         ),
     )
