@@ -220,8 +220,8 @@ def rollouts(results: Results) -> str:
         gaps = [step.metrics for run in runs for step in run.data.steps if "mismatch/k3_kl" in step.metrics]
         k3 = [float(gap["mismatch/k3_kl"] or 0.0) for gap in gaps]
         first = statistics.fmean(run.series["k3"].values[0] for run in runs)
-        largest_f = max(float(gap["mismatch/f_1.1"] or 0.0) for gap in gaps)
-        tokens = sum(float(gap["mismatch/tokens"] or 0.0) for gap in gaps)
+        largest_f = max(float(gap.get("mismatch/f_1.1") or 0.0) for gap in gaps)
+        tokens = sum(float(gap.get("mismatch/tokens") or 0.0) for gap in gaps)
         cells = (len(k3), f"{tokens / 1e6:.3g} million", first, statistics.median(k3), max(k3))
         above = sum(x > 1e-9 for x in k3)
         rows.append(
