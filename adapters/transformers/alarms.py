@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.monitor import Alarm, Monitor
+from mismatch_ext.monitor.defaults import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class AlarmCallback(TrainerCallback):
         self.stopped: str | None = None
         self._unsaved = False
         self._resumed = False
+        self._looked = False
         self._event = event
 
     def begin_anew(self) -> None:
@@ -62,7 +64,7 @@ class AlarmCallback(TrainerCallback):
         """Begin without the alarms of an earlier training, and with losses logged as they are."""
         if not self._resumed:
             self.monitor = Monitor(self.config)
-        self.stopped, self._unsaved, self._resumed = None, False, False
+        self.stopped, self._unsaved, self._resumed, self._looked = None, False, False, False
         # transformers logs 0 for a loss that is NaN, unless told not to.
         args.logging_nan_inf_filter = False
 
@@ -79,6 +81,7 @@ class AlarmCallback(TrainerCallback):
             return  # an evaluation, or the sum of a training that has ended
         verdict: list[str | None] = [None]
         if state.is_world_process_zero:
+            self._look_for_misspelt(state.global_step, logs)
             for alarm in self.monitor.observe(state.global_step, logs):
                 self._act(alarm)
                 if alarm.stops:
@@ -99,6 +102,20 @@ class AlarmCallback(TrainerCallback):
     ) -> None:
         """Ask for the checkpoint of a stop once more: `save_strategy="best"` overrules it after an evaluation."""
         control.should_save = control.should_save or self._unsaved
+
+    def _look_for_misspelt(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Say at the first log which alarms it has no metric for, rather than when training has ended."""
+        if self._looked:
+            return
+        self._looked = True
+        for metric, rule in self.monitor.rules.items():
+            if rule.named and metric not in logs and PREFIX + metric not in logs:
+                message = (
+                    f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
+                    f"is never watched; logged are {', '.join(sorted(logs))}."
+                )
+                self._event(step, "warning", "unwatched", message, {"metric": metric})
+                logger.warning(message)
 
     def _act(self, alarm: Alarm) -> None:
         self._event(alarm.step, alarm.level, "alarm", alarm.message, alarm.to_dict())

@@ -104,6 +104,14 @@ class LrCallback(TrainerCallback):
                 state.global_step,
                 self.lr_control.multiplier,
             )
+        window = self.config.surge.baseline_window
+        if self.config.watches and 0 < state.max_steps <= window:
+            logger.warning(
+                "mismatch.lr waits for a surge over a baseline of %d batches, and this training has %d steps: the rate will not "
+                "be lowered. Set mismatch.lr.surge.baseline_window, or give mismatch.lr.period.",
+                window,
+                state.max_steps,
+            )
         collected = [] if self._saved is None else self._saved["collected"]
         self._collected = [(weight, dict(statistics)) for weight, statistics in collected]
         self._saved, self.applied = None, {}

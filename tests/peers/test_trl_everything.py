@@ -102,6 +102,7 @@ def test_an_alarm_stops_training_with_a_checkpoint(run_scenario: Run, dense: Pat
     assert result["step"] == 2 and result["checkpoints"] == ["checkpoint-2"]
     assert "stopped" in ran.stdout and "completions/mean_length" in ran.stdout
     assert "reword: no log held this metric; did you mean 'reward'?" in ran.stdout
+    assert "mismatch.monitor.alarms.reword: the first log does not hold this metric" in ran.stderr
     (end,) = read_run(tmp_path / "mismatch").ends
     assert end.status == "completed" and "above 0.5" in end.message
 
@@ -155,6 +156,8 @@ def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(
     found = run_scenario("by_callback", block={"lr": lr}, max_steps=6, **given).expect()
     last = found["history"][-1]
     assert last["mismatch/lr_surges"] >= 1
+    short = run_scenario("by_callback", block={"lr": {}}, max_steps=1, **given)
+    assert "a baseline of 50 batches, and this training has 1 steps" in short.stderr
     blind = run_scenario("by_callback", block={"lr": {}}, max_steps=2, logging_steps=2, **given)
     assert blind.code != 0 and "set logging_steps=1" in blind.stderr
     needs = run_scenario("by_callback", block={"routing": {"mode": "R3"}}, max_steps=2, **given)
