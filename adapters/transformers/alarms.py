@@ -11,7 +11,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.monitor import Alarm, Monitor
-from mismatch_ext.monitor.defaults import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +107,9 @@ class AlarmCallback(TrainerCallback):
         if self._looked:
             return
         self._looked = True
-        for metric, rule in self.monitor.rules.items():
-            if rule.named and metric not in logs and PREFIX + metric not in logs:
-                message = (
-                    f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
-                    f"is never watched; logged are {', '.join(sorted(logs))}."
-                )
-                self._event(step, "warning", "unwatched", message, {"metric": metric})
-                logger.warning(message)
+        for metric, message in self.monitor.unwatched(logs).items():
+            self._event(step, "warning", "unwatched", message, {"metric": metric})
+            logger.warning(message)
 
     def _act(self, alarm: Alarm) -> None:
         self._event(alarm.step, alarm.level, "alarm", alarm.message, alarm.to_dict())

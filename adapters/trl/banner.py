@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.config import LrConfig, MismatchConfig
-from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.monitor import Monitor, closing_lines
+from mismatch_ext.banner import monitor_lines, rule_of
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.monitor import Monitor
 from mismatch_ext.precision.audit import AuditReport
-from mismatch_ext.rundata import read_run
 from mismatch_ext.versions import installed
-
-logger = logging.getLogger(__name__)
 
 REPORTED = ("mismatch-ext", "torch", "transformers", "accelerate", "trl", "vllm")
 
@@ -90,33 +86,6 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, r
     lines += monitor_lines(monitor, run_dir)
     lines += [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]]
     return "\n".join(lines)
-
-
-def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
-    """Return the lines that say what is watched, and where it is written."""
-    named = [rule.describe() for rule in monitor.rules.values() if rule.named]
-    built_in = len(monitor.rules) - len(named)
-    said = [*named, *([f"{built_in} built-in ones (python -m mismatch_ext.monitor)"] if built_in else [])]
-    return [f"  alarms     {'; '.join(said) or 'none'}", f"  metrics    {run_dir}"]
-
-
-def print_closing(run_dir: Path) -> None:
-    """Print what happened in a run; training has ended well by then, so that a metrics file which is lost is only said."""
-    try:
-        print("\n".join(closing_lines(read_run(run_dir))), flush=True)
-    except RunDirectoryError as error:
-        logger.warning("The summary of the run cannot be printed: %s", error)
-
-
-def rule_of(lr: LrConfig) -> str:
-    """Return what lowers the learning rate, in a few words."""
-    watched = f"a surge of {lr.trigger}"
-    if lr.rule == "reactive":
-        return f"times {lr.decay:g} at {watched}, at least {lr.cooldown} steps apart, floor {lr.floor:g}"
-    every = (
-        f"every {lr.period} steps" if lr.period is not None else f"every {lr.period_factor:g} x the step of {watched}"
-    )
-    return f"times {lr.decay:g} {every}, counted from {lr.count_from}, floor {lr.floor:g}"
 
 
 def _mitigations(block: MismatchConfig, trainer_seam: str, *, sampled_by_engine: bool) -> list[str]:

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.trl.banner import REPORTED, monitor_lines, print_closing, rule_of
+from mismatch_ext.adapters.trl.banner import REPORTED
 from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
-from mismatch_ext.adapters.trl.recorder import PREFIX, RunRecorder, ensure_writable
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from mismatch_ext.banner import monitor_lines, print_closing, rule_of
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.versions import installed
 
@@ -96,6 +98,7 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             header=lambda: self._header(args, model),
             rank=args.process_index,
             world_size=args.world_size,
+            gather=gather_object,
         )
         self._recorder.begin(state.global_step or None)
         if state.global_step:

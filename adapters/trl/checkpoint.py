@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.trl.banner import print_closing
 from mismatch_ext.adapters.trl.host import step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
-from mismatch_ext.adapters.trl.recorder import RunRecorder
 
+from mismatch_ext.banner import print_closing
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
+from mismatch_ext.recorder import RunRecorder
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import gather_object
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
@@ -15,7 +16,6 @@ from mismatch_ext.adapters.trl.banner import banner, run_header
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
-from mismatch_ext.adapters.trl.recorder import RunRecorder
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
@@ -28,6 +28,7 @@ from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.weight_sync import SyncVerdict
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class PreflightMixin(_Host):
             header=self._header,
             rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
+            gather=gather_object,
         )
         self._alarms = AlarmCallback(self._config.monitor, self._recorder.event)
         self.add_callback(self._alarms)

@@ -25,7 +25,6 @@ from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
-from mismatch_ext.adapters.trl.recorder import PREFIX, ensure_writable
 from mismatch_ext.adapters.trl.routing import KEY
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
@@ -35,6 +34,7 @@ from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.recorder import PREFIX, ensure_writable
 from mismatch_ext.records import RolloutBatch, collate
 from mismatch_ext.versions import require
 

@@ -103,6 +103,19 @@ class Monitor:
                 alarms += self._call(rule, alarm)
         return alarms
 
+    def unwatched(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        """Return a sentence for each alarm that was asked for and has no metric in the first log, by its metric.
+
+        Args:
+            metrics: What is logged, by name.
+        """
+        return {
+            metric: f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
+            f"is never watched; logged are {', '.join(sorted(metrics))}."
+            for metric, rule in self.rules.items()
+            if rule.named and metric not in metrics and PREFIX + metric not in metrics
+        }
+
     @property
     def raised(self) -> list[str]:
         """Metrics whose alarm is raised, by their names in the log."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
@@ -62,6 +61,7 @@ class RunRecorder:
         header: Builds the header of a stream segment, called when the first line is written.
         rank: This process; rank 0 writes.
         world_size: Number of ranks whose accumulators are merged.
+        gather: Collects the lists of all ranks into one; needed with more than one.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class RunRecorder:
         header: Callable[[], dict[str, Any]],
         rank: int,
         world_size: int,
+        gather: Callable[[list[Any]], list[Any]] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.monitor = monitor
@@ -81,6 +82,7 @@ class RunRecorder:
         self._rank = rank
         self._is_main_process = rank == 0
         self._world_size = world_size
+        self._gather = gather
         self._stream: RunStream | None = None
         self._aside: Path | None = None
         self._started = self._begun = False
@@ -186,7 +188,8 @@ class RunRecorder:
         """Return what was observed since the last flush, over all ranks; None when nothing was, or all of it masked."""
         accumulator = self._accumulators.pop((split, native), None)
         if self._world_size > 1:
-            states = gather_object([None if accumulator is None else accumulator.state_dict()])
+            assert self._gather is not None
+            states = self._gather([None if accumulator is None else accumulator.state_dict()])
             accumulator = self._merged([state for state in states if state is not None])
         return None if accumulator is None or accumulator.is_empty else accumulator.compute()
 
