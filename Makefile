@@ -1,4 +1,4 @@
-# setup: .venv in the checkout, pinned for two CPU cores, no GPU.   test: everything, with the real peers.
+# setup: .venv in the checkout, pinned for two CPU cores, no GPU.   test: everything, with the real peers, JOBS files at once.
 # check: lint, types, fast tests.   demo: the main job, three settings side by side.   bench: ratios as JSON lines.
 # matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
 SHELL := /bin/bash
@@ -11,6 +11,7 @@ MODEL ?= both
 RUN_DIR ?= runs/demo
 STEPS ?=
 QUICK ?=
+JOBS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
@@ -35,7 +36,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
 	@touch $(STAMP)
 
 test: setup
-	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest tests
+	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests
 
 check: setup
 	$(BIN)/ruff check .
