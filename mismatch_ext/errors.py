@@ -19,6 +19,7 @@
     │   └── ReadinessError                    the checkpoint does not fit the asked dtype
     ├── WeightSyncError (RuntimeError)        the engine holds stale or garbled weights
     ├── EngineError (RuntimeError)            the rollout engine failed
+    ├── StallError (RuntimeError)             the host waits for something that will not come
     └── RunDirectoryError (OSError)           the run directory cannot be read or written
 
 Each leaf also inherits the closest standard exception, so that `except ValueError` works as expected. All take
@@ -101,7 +102,11 @@ class WeightSyncError(MismatchError, RuntimeError):
 
 
 class EngineError(MismatchError, RuntimeError):
-    """The rollout engine failed during generation or weight update."""
+    """The rollout engine failed during generation or weight update, or runs with settings that the trainer cannot match."""
+
+
+class StallError(MismatchError, RuntimeError):
+    """The host trainer made no progress: what it waits for has failed, or takes longer than `monitor.stall_timeout`."""
 
 
 class RunDirectoryError(MismatchError, OSError):

@@ -1,0 +1,32 @@
+"""The `mismatch:` block on its way from verl's driver into every Ray worker and rollout server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from mismatch_ext.config import MismatchConfig
+
+BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
+"""Environment variable that holds the block as JSON: Ray hands it to all processes of a run, as verl's own settings travel."""
+
+
+def active_block() -> MismatchConfig | None:
+    """Return the block of the run that this process belongs to, or None when there is none.
+
+    Raises:
+        ConfigError: The variable was set by hand, and holds no block.
+    """
+    text = os.environ.get(BLOCK_VARIABLE)
+    return MismatchConfig.parse(json.loads(text)) if text else None
+
+
+def encode(block: MismatchConfig) -> str:
+    """Return the block as `active_block` reads it."""
+    return json.dumps(block.to_dict(), sort_keys=True)
+
+
+def digest(block: MismatchConfig | None) -> str:
+    """Return a short digest of a block, by which processes compare theirs; "none" when there is none."""
+    return "none" if block is None else hashlib.sha256(encode(block).encode()).hexdigest()[:16]

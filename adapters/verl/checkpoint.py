@@ -1,0 +1,72 @@
+"""What this package keeps beside verl's own files in an actor's checkpoint: loss scale and learning-rate control."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters.verl.ranks import agree, gathered
+from verl.utils.fs import copy_to_local
+
+from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
+
+STATE_FILE = "mismatch.json"
+SCHEMA = 1
+
+
+def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
+    """Write the state into a checkpoint's folder, in one go; rank 0 writes, and all ranks must call this.
+
+    Args:
+        folder: The folder that verl saves an actor in; made where it is missing.
+        state: JSON-able data.
+        rank: This rank.
+
+    Raises:
+        RunDirectoryError: The folder or the file cannot be written.
+    """
+    error: MismatchError | None = None
+    if rank == 0:
+        path = Path(folder) / STATE_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = path.with_suffix(".tmp")
+            written.write_text(json.dumps({"schema": SCHEMA, **state}), encoding="utf-8")
+            written.replace(path)  # a checkpoint that is saved over holds the old state or the new one
+        except OSError as failure:
+            error = RunDirectoryError(f"{path} cannot be written: {failure}; free space, or save elsewhere.")
+    agree(error)
+
+
+def read_state(folder: str, *, rank: int) -> dict[str, Any] | None:
+    """Return what rank 0 finds in a checkpoint, on all ranks, which must all call this; None where there is nothing of ours.
+
+    Raises:
+        RecordError: The file is damaged, or of another version of this package.
+    """
+    state, error = None, None
+    if rank == 0:
+        try:
+            state = _read(folder)
+        except RecordError as failure:
+            error = failure
+    agree(error)
+    return gathered(state)[0]  # type: ignore[no-any-return]
+
+
+def _read(folder: str) -> dict[str, Any] | None:
+    path = Path(copy_to_local(str(Path(folder) / STATE_FILE) if "://" not in folder else f"{folder}/{STATE_FILE}"))
+    if not path.is_file():
+        return None
+    try:
+        state = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} is damaged: {error}; resume from another checkpoint.") from error
+    if state.get("schema") != SCHEMA:
+        raise RecordError(
+            f"{path} has schema {state.get('schema')!r}, and this release reads {SCHEMA}; resume with the release of "
+            "mismatch-ext that saved it, or from another checkpoint."
+        )
+    return state

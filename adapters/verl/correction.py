@@ -1,0 +1,238 @@
+"""The `correction` section in verl: verl's own settings where they do what is asked, weights in their place where they do not.
+
+In verl 0.9.1 a policy loss reads `actor.policy_loss`, and `algorithm.rollout_correction.bypass_mode` reaches the driver alone: of
+its weights, rejection and `loss_type` nothing happens. `set_correction` sets both places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from mismatch_ext.config import CorrectionConfig
+from mismatch_ext.correction import PRESETS, Rule, Settings, correct, resolve
+from mismatch_ext.errors import ConfigError, RecordError
+
+VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
+"""The names of the factory methods of verl's RolloutCorrectionConfig."""
+QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
+"""What verl does otherwise, and its presets with it."""
+OWN_LOSS = "mismatch_bypass"
+"""Name of our policy loss in verl's registry, for bypass settings that verl's own has no words for."""
+# What verl's loss takes where a key is missing.
+DEFAULTS = {
+    "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
+    "rollout_rs_threshold": None, "loss_type": "ppo_clip",
+}  # fmt: skip
+# Of these losses a token of advantage 0 still has a gradient, or a part in which other tokens have one.
+NOT_BY_ADVANTAGE = ("clip_cov", "kl_cov", "dro")
+
+
+def settings_of(section: CorrectionConfig) -> Settings:
+    """Return the settings of a section; a preset by a name of verl's means what verl's own method of that name does."""
+    settings = resolve(section)
+    if section.preset in VERL_PRESETS and section.compat is None and section.reject is None:
+        settings = replace(settings, compat=QUIRKS)
+    if "unscored_is_one" in settings.compat:
+        raise ConfigError(
+            "mismatch.correction.compat='unscored_is_one': in verl rollouts without a log-probability are refused before they "
+            "are corrected; remove it."
+        )
+    if settings.normalize and settings.mode == "bypass":
+        raise ConfigError(
+            "mismatch.correction.normalize with mode='bypass': the weights are those of the current policy, a micro-batch "
+            "at a time, and would be divided by its mean and not the batch's; remove it, or set mode='decoupled'."
+        )
+    return settings
+
+
+def native_rollout_correction(settings: Settings) -> dict[str, Any] | None:
+    """Return verl's `rollout_correction` that does what the settings ask, or None when verl has none that does.
+
+    `off_policy_threshold` is left out: the loss applies it whichever the weights are.
+
+    Args:
+        settings: The resolved `correction` section.
+    """
+    threshold = _native_threshold(settings)
+    if settings.level == "geometric" or settings.veto is not None or (settings.level != "none" and threshold is None):
+        return None
+    if "unscored_is_one" in settings.compat:
+        return None
+    inverse = "verl_inverse_k1" in settings.compat
+    return {
+        "rollout_is": None if settings.level == "none" else settings.level,
+        "rollout_is_threshold": 2.0 if threshold is None else threshold,
+        "rollout_is_batch_normalize": settings.normalize,
+        "rollout_rs": ",".join(rule.name for rule in settings.rules) or None,
+        "rollout_rs_threshold": ",".join(_native_rule(rule, inverse) for rule in settings.rules) or None,
+        "bypass_mode": settings.mode == "bypass",
+        "loss_type": settings.loss,
+    }
+
+
+def _native_threshold(settings: Settings) -> float | str | None:
+    if settings.bound in ("truncate", "clip"):
+        return settings.upper if settings.lower is None else None
+    return (
+        f"{settings.lower!r}_{settings.upper!r}" if settings.lower is not None and settings.upper is not None else None
+    )
+
+
+def _native_rule(rule: Rule, inverse: bool) -> str:
+    """Return the threshold as verl reads it: its k1 rules compare 1/rho with their bounds."""
+    if rule.lower is None:
+        return repr(rule.upper)
+    return f"{rule.lower!r}_{rule.upper!r}" if inverse else f"{1 / rule.upper!r}_{1 / rule.lower!r}"
+
+
+def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list[str]:
+    """Set in verl's configuration what the section asks for, and say what was set.
+
+    Args:
+        config: All of verl's configuration; changed in place.
+        section: The `correction` section; None drives the user's own `algorithm.rollout_correction` right.
+
+    Raises:
+        ConfigError: The section contradicts verl's own settings, or verl cannot do it.
+    """
+    if section is None:
+        return check_native(config)
+    settings = settings_of(section)
+    given = config.algorithm.get("rollout_correction") or {}
+    for key in ("rollout_is", "rollout_rs", "bypass_mode"):
+        if given.get(key):
+            raise ConfigError(
+                f"algorithm.rollout_correction.{key}={given[key]!r} with mismatch.correction: both would weigh the same tokens; "
+                "remove one of the two."
+            )
+    mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    if settings.mode == "bypass" and mode != "vanilla":
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r} with mismatch.correction.mode='bypass', which has a policy "
+            f"loss of its own ({settings.loss}); remove one of the two."
+        )
+    if settings.off_policy_threshold is not None and mode in NOT_BY_ADVANTAGE:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r} with mismatch.correction.off_policy_threshold: that loss "
+            "has terms that no advantage multiplies, so that a sequence cannot be taken out; leave out one of the two."
+        )
+    native = native_rollout_correction(settings)
+    with open_dict(config):
+        if native is not None:
+            config.algorithm.rollout_correction = OmegaConf.merge(given, native)
+            done = [f"algorithm.rollout_correction: {_words(native)}"]
+        else:
+            # The weights are ours; verl is told of the mode alone.
+            own = {
+                "rollout_is": None,
+                "rollout_rs": None,
+                "bypass_mode": settings.mode == "bypass",
+                "loss_type": settings.loss,
+            }
+            config.algorithm.rollout_correction = OmegaConf.merge(given, own)
+            done = ["the weights of mismatch.correction take the place of verl's, which has no setting for them"]
+        if settings.mode == "bypass":
+            done += _set_policy_loss(config, OWN_LOSS if native is None else "bypass_mode", native)
+        return done
+
+
+def check_native(config: DictConfig) -> list[str]:
+    """Drive the user's own `algorithm.rollout_correction` right where verl 0.9.1 ignores it, and say what was set.
+
+    Args:
+        config: All of verl's configuration; changed in place.
+
+    Raises:
+        ConfigError: A setting has no effect and cannot be given one.
+    """
+    given = config.algorithm.get("rollout_correction") or DictConfig({})
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    mode = policy_loss.get("loss_mode", "vanilla")
+    if mode == "bypass_mode" and not given.get("bypass_mode", False):
+        raise ConfigError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode='bypass_mode' without algorithm.rollout_correction.bypass_mode=True: "
+            "its ratio would be that to the trainer's own old policy, not to the rollout's; set both, or neither."
+        )
+    inert = [key for key in ("rollout_is", "rollout_rs") if given.get(key)]
+    inert += ["loss_type"] if given.get("loss_type", "ppo_clip") != "ppo_clip" else []
+    if not given.get("bypass_mode", False):
+        if "loss_type" in inert:
+            raise ConfigError(
+                f"algorithm.rollout_correction.loss_type={given.loss_type!r} without bypass_mode=True has no effect in verl; "
+                "remove it, or set bypass_mode=True."
+            )
+        return []
+    if mode == "bypass_mode" and policy_loss.get("rollout_correction"):
+        _compare(given, policy_loss.rollout_correction)
+        return []
+    if not inert and mode != "bypass_mode":
+        return []  # the plain ratio pi/mu in whichever loss: what was asked for
+    if mode not in ("vanilla", "bypass_mode"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.{inert[0]}={given[inert[0]]!r} with bypass_mode=True and "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r}: verl applies it in its loss 'bypass_mode' alone; remove "
+            "one of the two."
+        )
+    with open_dict(config):
+        return _set_policy_loss(config, "bypass_mode", OmegaConf.to_container(given, resolve=True))
+
+
+def _compare(driver: DictConfig, worker: DictConfig) -> None:
+    """Refuse two copies of verl's settings that differ: the driver reads one, the loss the other."""
+    for key, default in DEFAULTS.items():
+        mine, theirs = driver.get(key, default), worker.get(key, default)
+        if mine != theirs:
+            raise ConfigError(
+                f"algorithm.rollout_correction.{key}={mine!r}, but {theirs!r} in "
+                "actor_rollout_ref.actor.policy_loss.rollout_correction, which verl's loss reads; remove the latter: it is set "
+                "to the former."
+            )
+
+
+def _set_policy_loss(config: DictConfig, mode: str, native: Any) -> list[str]:
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    policy_loss.loss_mode = mode
+    if native is not None:
+        policy_loss.rollout_correction = native
+    return [
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r}, with the settings of the correction: verl 0.9.1 itself does "
+        "not hand them to its loss"
+    ]
+
+
+def _words(native: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in native.items())
+
+
+def apply_correction(data: Any, settings: Settings) -> dict[str, float]:
+    """Weigh and reject in the driver, in the place of verl's `compute_rollout_correction_and_add_to_batch`.
+
+    Args:
+        data: verl's DataProto with `old_log_probs`, `rollout_log_probs` and `response_mask`; `response_mask` is replaced, as verl
+            does, and `rollout_is_weights` set where there are weights.
+        settings: The resolved `correction` section, of mode `decoupled`.
+
+    Returns:
+        Metrics under verl's names.
+
+    Raises:
+        RecordError: The rollout's log-probabilities are missing, or nothing is unmasked.
+        NonFiniteLogprobError: One of an unmasked token is NaN or infinite; names row and position.
+    """
+    batch = data.batch
+    if "rollout_log_probs" not in batch:
+        raise RecordError(
+            "the batch has no rollout_log_probs, which mismatch.correction needs; set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True."
+        )
+    mask = batch["response_mask"]
+    found = correct(
+        batch["rollout_log_probs"], batch["old_log_probs"], mask, replace(settings, off_policy_threshold=None)
+    )
+    batch["response_mask"] = found.mask.to(mask.dtype)
+    if settings.level != "none":
+        batch["rollout_is_weights"] = found.weights
+    return {f"rollout_corr/{name}": value for name, value in found.metrics.items()}

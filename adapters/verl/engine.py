@@ -1,0 +1,256 @@
+"""verl's FSDP engine with the block: routing replay, loss scaling, learning-rate control and their state in checkpoints.
+
+verl's registry looks engines up by device and vendor first, so that `VERL_ENGINE_VENDOR=mismatch` takes this one and
+`actor.strategy` stays as it is. Without a block the engine does what its parent does.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.checkpoint import read_state, write_state
+from mismatch_ext.adapters.verl.lr import EngineLr, warmup_steps
+from mismatch_ext.adapters.verl.replay import EngineReplay
+from mismatch_ext.adapters.verl.routing import RoutingMixin
+from mismatch_ext.adapters.verl.scaler import (
+    check_precision,
+    loss_scaler,
+    refuse_disabled,
+    scaler_metrics,
+    scaler_report,
+)
+from verl.utils.device import get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.versions import installed
+
+VENDOR = "mismatch"
+
+
+class MismatchFSDPEngine(RoutingMixin, FSDPEngineWithLMHead):
+    """verl's FSDP2 engine with the block.
+
+    Args:
+        block: The block; None takes the one of the run that this process belongs to, if there is one.
+
+    Raises:
+        ConfigError: This engine cannot do what the block asks for.
+    """
+
+    scaler: Any
+
+    def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.block = active_block() if block is None else block
+        self._rate: EngineLr | None = None
+        self._steps = self._skipped = 0
+        self._applied: dict[str, float] = {}
+        if self.block is not None:
+            self._check_setup(self.block)
+
+    def _check_setup(self, block: MismatchConfig) -> None:
+        asked = [name for name in ("precision", "routing", "lr") if getattr(block, name) is not None]
+        if asked and self.engine_config.strategy != "fsdp2":
+            raise ConfigError(
+                f"actor.strategy={self.engine_config.strategy!r} with mismatch.{asked[0]}: it is built on FSDP2 alone; set "
+                "actor_rollout_ref.actor.strategy=fsdp2 and actor_rollout_ref.ref.strategy=fsdp2."
+            )
+        if block.routing is not None and self.use_ulysses_sp:
+            raise ConfigError(
+                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing: each rank would "
+                "see a part of the tokens, and the routes of all; allowed: 1."
+            )
+        dtype = "bfloat16" if block.precision is None else block.precision.dtype
+        if dtype != "bfloat16" and self._trains and self._is_lora and self.model_config.lora.get("merge"):
+            raise ConfigError(
+                f"mismatch.precision.dtype={dtype!r} with model.lora.merge=True: verl sends merged weights to the rollout engine "
+                "in bfloat16; set model.lora.merge=False."
+            )
+
+    def initialize(self) -> None:
+        """Build model, optimizer and schedule as the parent does, and put the block on them.
+
+        Raises:
+            ConfigError: The engine computes in another dtype than the block asks for.
+            ReplayError: The model's routing cannot be replayed.
+        """
+        super().initialize()
+        block = self.block
+        if block is None:
+            return
+        if block.precision is not None:
+            check_precision(block.precision, _name(self._autocast_dtype), "actor" if self._trains else "ref")
+        if block.routing is not None and (self._trains or block.routing.reference):
+            self._replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
+        if not self._trains:
+            return
+        refuse_disabled(self.scaler, get_device_name())
+        self.optimizer.register_step_post_hook(self._count_step)
+        if block.lr is not None:
+            self._rate = EngineLr(block.lr, self.optimizer, self.lr_scheduler, warmup_steps(self.optimizer_config))
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        precision = None if self.block is None else self.block.precision
+        if precision is None:
+            return super()._build_fsdp_module(module)
+        with warnings.catch_warnings():
+            # Of the scaler that is replaced here: it disables itself without CUDA.
+            warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
+            module = super()._build_fsdp_module(module)
+        if self.scaler is not None and precision.dtype == "float16" and self._trains:
+            self.scaler = loss_scaler(precision, get_device_name())
+        return module
+
+    def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._steps += 1
+
+    # Optimizer and schedule
+
+    def optimizer_step(self) -> float:
+        """Step as the parent does, and count what was skipped.
+
+        Raises:
+            LossScaleError: Overflows did not end.
+            ConfigError: The rate was to be led by statistics that nobody gave.
+        """
+        if self.block is None:
+            return super().optimizer_step()  # type: ignore[no-any-return]
+        if self._rate is not None:
+            self._rate.before_step()
+        before = self._steps
+        norm = float(super().optimizer_step())
+        self._skipped += self._steps == before
+        if self._rate is not None:
+            self._rate.after_step(norm)
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on unless every step of the update was skipped, and return the rate that the update applied.
+
+        Stock verl moves it in any case, and returns the next rate.
+        """
+        steps, self._steps = self._steps, 0
+        if self._rate is None and not self._scales:
+            return super().lr_scheduler_step()  # type: ignore[no-any-return]
+        applied = self._rate.applied() if self._rate is not None else float(self.lr_scheduler.get_last_lr()[0])
+        self._applied = {} if self._rate is None else self._rate.control.metrics()
+        if steps:
+            super().lr_scheduler_step()
+        if self._rate is not None:
+            self._rate.moved()
+        return applied
+
+    @property
+    def _scales(self) -> bool:
+        return self.block is not None and self.scaler is not None
+
+    def mismatch_update_lr(self, **statistics: float | None) -> dict[str, float]:
+        """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
+
+        Args:
+            **statistics: As `LrController.update` takes them; none where `mismatch.lr` watches nothing.
+
+        Raises:
+            RecordError: The trigger's statistic is missing or not finite.
+        """
+        return {} if self._rate is None else self._rate.update(**statistics)
+
+    # Checkpoints
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save as the parent does, and beside it loss scale and learning-rate control."""
+        if self.block is not None and self._trains and local_path is not None:
+            state = {
+                "loss_scale": self.scaler.state_dict() if self.scaler is not None else None,
+                "lr": self._rate.state_dict() if self._rate is not None else None,
+            }
+            # First: a checkpoint that verl has finished must not lack our part of it.
+            write_state(local_path, state, rank=self.rank)
+        super().save_checkpoint(local_path, *args, **kwargs)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load as the parent does, and loss scale and learning-rate control where the schedule is loaded too.
+
+        Raises:
+            RecordError: Their state is damaged, or of another rule.
+            LossScaleError: The scaler's state is damaged.
+        """
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if (
+            self.block is None
+            or not self._trains
+            or local_path is None
+            or not self.checkpoint_manager.should_load_extra
+        ):
+            return
+        state = read_state(local_path, rank=self.rank) or {}
+        if self.scaler is not None:
+            if state.get("loss_scale") is not None:
+                self.scaler.load_state_dict(state["loss_scale"])
+            elif self.rank == 0:
+                warnings.warn(
+                    f"{local_path} holds no loss-scaler state; the loss scale starts at {self.scaler.get_scale():g}.",
+                    stacklevel=2,
+                )
+        if self._rate is not None:
+            self._rate.load_state_dict(state.get("lr"))
+
+    # What the worker asks for
+
+    def mismatch_report(self) -> dict[str, Any]:
+        """Return what this engine really does, as plain data, for the check before the first step."""
+        layout = None if self._replay is None else self._replay.layout
+        return {
+            "engine": type(self).__name__,
+            "rank": self.rank,
+            "strategy": self.engine_config.strategy,
+            "forward_only": not self._trains,
+            "autocast_dtype": _name(self._autocast_dtype),
+            "parameter_dtypes": sorted({_name(parameter.dtype) for parameter in self.module.parameters()}),
+            "scaler": scaler_report(self.scaler) if self._trains else None,
+            "routing": None if self._replay is None else self._replay.config.mode,
+            "moe": None
+            if layout is None
+            else {
+                "family": layout.family,
+                "layers": list(layout.layers),
+                "num_experts": layout.num_experts,
+                "top_k": layout.top_k,
+            },
+            "lr": None if self._rate is None else self._rate.control.multiplier,
+            "remove_padding": bool(self.use_remove_padding),
+            "versions": {name: installed(name) for name in ("torch", "transformers", "verl")},
+        }
+
+    def mismatch_metrics(self) -> dict[str, float]:
+        """Return what was measured since the last call, without prefix; all ranks must call this, after an update."""
+        if self.block is None:
+            return {}
+        found = {**(scaler_metrics(self.scaler) if self._trains else {}), **self._applied}
+        if self._trains:
+            found["skipped_steps"], self._skipped = float(self._skipped), 0
+        if self._replay is not None:
+            found |= self._replay.metrics()
+        return found
+
+
+def register_engine() -> None:
+    """Put the engine into verl's registry, once."""
+    for backend in ("fsdp", "fsdp2"):
+        known = EngineRegistry._engines.get("language_model", {}).get(backend, {})
+        for device in {"cuda", get_device_name(), os.environ.get("VERL_ENGINE_DEVICE") or "cuda"}:
+            if (device, VENDOR) not in known:
+                EngineRegistry.register(model_type="language_model", backend=backend, device=device, vendor=VENDOR)(
+                    MismatchFSDPEngine
+                )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

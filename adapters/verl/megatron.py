@@ -1,0 +1,122 @@
+"""The `routing` section with verl's Megatron engine, whose own replay does the work: settings, and checks around it.
+
+verl's replay looks at no expert id, and a router that it has no routes for chooses for itself. Here every sample's routes are
+ingested before a batch runs, and every router that does not replay is an error (`megatron_replay.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.patching import PatchSet
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
+_PATCHES: PatchSet | None = None
+
+
+def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
+    """Set verl's own settings for a Megatron actor, and say what was set.
+
+    Args:
+        config: All of verl's configuration; changed in place.
+        block: The block of this run.
+
+    Returns:
+        Lines for the log.
+
+    Raises:
+        ConfigError: The block asks for what this release cannot do with verl's Megatron engine; names the setting.
+    """
+    routing = block.routing
+    _check_block(block)
+    if routing is None:
+        return []
+    _check_model(config)
+    name, switch = f"{ACTOR}.megatron.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    if _get(config, name) not in (None, "disabled", routing.mode):
+        raise _refused(
+            name, _get(config, name), repr(routing.mode), f"it contradicts mismatch.routing.mode={routing.mode!r}"
+        )
+    if routing.mode == "R2" and _get(config, switch):
+        raise _refused(switch, True, "False", "verl would replay the rollout's routes in the place of the actor's own")
+    with open_dict(config):
+        OmegaConf.update(config, name, routing.mode)
+        if routing.mode == "R3":
+            OmegaConf.update(config, switch, True)
+    return [
+        f"{name}={routing.mode!r}: routing is replayed by verl's own Megatron engine; its routes are checked here, and how far "
+        "they differ from the model's own is not measured."
+    ]
+
+
+def _check_block(block: MismatchConfig) -> None:
+    for setting, refused, shown, allowed, why in (
+        ("mismatch.precision", block.precision is not None, "set", "nothing", "verl's Megatron engine takes dtypes and loss "
+         "scale from settings of its own"),
+        ("mismatch.lr", block.lr is not None, "set", "nothing", "the rate is led in the FSDP2 engine of this package alone"),
+        ("mismatch.monitor.weight_sync", block.monitor.weight_sync != "off", block.monitor.weight_sync, "'off'",
+         "the actor's weights are probed in FSDP2 models alone"),
+        ("mismatch.routing.reference", block.routing is not None and block.routing.reference, True, "False",
+         "verl never replays its reference engine"),
+        ("mismatch.routing.native_gap_rate", block.routing is not None and block.routing.native_gap_rate > 0, "> 0", "0",
+         "its Megatron engine has no pass of the actor without replay"),
+    ):  # fmt: skip
+        if refused:
+            raise _refused(setting, shown, allowed, why)
+
+
+def _check_model(config: DictConfig) -> None:
+    if not _get(config, f"{MODEL}.use_remove_padding"):
+        raise _refused(
+            f"{MODEL}.use_remove_padding",
+            False,
+            "True",
+            "verl packs routes without padding, so that those of a padded batch are other tokens'",
+        )
+    if _get(config, f"{MODEL}.mtp.enable"):
+        raise _refused(
+            f"{MODEL}.mtp.enable",
+            True,
+            "False",
+            "routers that predict further tokens have no routes, and would choose for themselves",
+        )
+
+
+def _get(config: DictConfig, name: str) -> Any:
+    return OmegaConf.select(config, name)
+
+
+def _refused(setting: str, value: object, allowed: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{setting}={value!r} with {ACTOR}.strategy='megatron': {why}; allowed: {allowed}. Change it, or use strategy='fsdp2'."
+    )
+
+
+def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
+    """Apply the checks of verl's Megatron replay for the life of this process; once is enough.
+
+    Args:
+        block: The block of this run.
+
+    Returns:
+        The patches, or None when the block has no `routing` section.
+
+    Raises:
+        PatchError: verl is another than the patches were written for.
+    """
+    global _PATCHES
+    if block.routing is None:
+        return None
+    if _PATCHES is None:
+        # megatron-core is imported here, in a worker: the driver may have none.
+        from mismatch_ext.adapters.verl.megatron_replay import ReplayGuard
+        from mismatch_ext.patches.verl.megatron_replay import closed_topk, replayed_batch
+
+        guard = ReplayGuard()
+        _PATCHES = PatchSet(replayed_batch(guard.batch), closed_topk(guard.before, guard.after)).apply()
+    _PATCHES.verify()
+    return _PATCHES

@@ -1,0 +1,214 @@
+"""The checks around the replay of verl's Megatron engine: of samples before a batch runs, and of every router while it does.
+
+Shapes: T tokens of a sample or a forward pass, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from mismatch_ext.adapters.verl.ranks import agree
+from mismatch_ext.adapters.verl.samples import lengths, names, routes
+from verl.utils import tensordict_utils as tu
+from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
+from verl.utils.megatron.router_replay_utils import (
+    build_r3_replay_mask,
+    get_moe_num_layers_to_build,
+    is_moe_layer,
+    iter_model_routers,
+)
+from verl.utils.megatron_utils import unwrap_model
+
+from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.routing import RoutingTrace
+
+FLAG = "enable_routing_replay"
+"""What verl's worker writes into a batch: whether the actor's replay is meant to work on it."""
+
+
+class ReplayGuard:
+    """Follows the replay of one batch after another in verl's Megatron engine."""
+
+    def __init__(self) -> None:
+        self._passes: WeakKeyDictionary[Any, int] | None = None  # selections per router while a batch is replayed
+        self._layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # decoder index of each router
+
+    @contextmanager
+    def batch(self, engine: Any, data: Any, loss_function: Any = None, forward_only: bool = False) -> Iterator[None]:
+        """Check the routes of a batch's samples, and afterwards that all routers replayed or recorded it.
+
+        Raises:
+            RoutingError: Routes are missing or malformed; names sample, row and layer. On all ranks, when on one.
+            ReplayError: The batch would not be replayed, or was not by all routers.
+        """
+        if not self._replays(engine, data, forward_only):
+            yield
+            return
+        error = None
+        try:
+            routers = self._routers(engine)
+            records = (
+                engine.engine_config.router_replay.mode == "R2" and forward_only and data.get("routed_experts") is None
+            )
+            if not records:
+                check_routes(engine, data)
+        except RoutingError as failure:
+            error = failure
+        agree(error)
+        self._passes = WeakKeyDictionary()
+        try:
+            yield
+            missed = [layer for router, layer in routers if not self._passes.get(router)]
+        except BaseException:
+            # verl clears its queues at the end of a batch that succeeds; the next one would replay what is left in them.
+            RouterReplay.clear_global_indices()
+            RouterReplay.clear_global_router_replay_action()
+            raise
+        finally:
+            self._passes = None
+        if missed:
+            raise ReplayError(
+                f"the routers of decoder layers {missed} selected experts without verl's replay, although the batch was to be "
+                "replayed; look for a router that verl does not patch (moe_router_load_balancing_type='sinkhorn', a fused one)."
+            )
+
+    @staticmethod
+    def _replays(engine: Any, data: Any, forward_only: bool) -> bool:
+        """Tell whether a batch is to be replayed; only the engine that replays nothing, and scoring, may say no."""
+        asked = tu.get_non_tensor_data(data=data, key=FLAG, default=None)
+        if bool(asked) == engine.enable_routing_replay or (asked is False and forward_only):
+            return bool(asked)
+        raise ReplayError(
+            f"the batch has {FLAG}={asked!r}, but the Megatron engine was built with router_replay.mode="
+            f"{engine.engine_config.router_replay.mode!r}: verl would route this {'pass' if forward_only else 'update'} "
+            "natively. Call compute_log_prob and update_actor of verl's ActorRolloutRefWorker, which set it."
+        )
+
+    def _routers(self, engine: Any) -> list[tuple[Any, int]]:
+        """Return this rank's routers with their decoder indices."""
+        chunks = [unwrap_model(chunk) for chunk in engine.module]
+        found = [(router, number - 1) for number, router in iter_model_routers(chunks)]
+        self._layers.update(found)
+        config = engine.tf_config
+        moe_layers(config)
+        stages = range(config.virtual_pipeline_model_parallel_size or 1)
+        expected = sum(get_moe_num_layers_to_build(config, stage) for stage in stages)
+        if len(found) != expected:
+            raise ReplayError(
+                f"this rank has {expected} MoE layers, but {len(found)} routers that verl can replay; was the model built before "
+                "verl patched megatron-core's routers, or does it have routers of its own?"
+            )
+        return found
+
+    def before(self, router: Any) -> None:
+        """Refuse to let a router choose for itself where it is to replay."""
+        action = router.router_replay_action
+        missing = {
+            RouterReplayAction.REPLAY_FORWARD: router.target_topk_idx is None,
+            RouterReplayAction.REPLAY_BACKWARD: not router.replay_backward_list,
+            None: self._passes is not None,
+        }
+        if missing.get(action, False):
+            raise ReplayError(
+                f"{self._name(router)}, action {None if action is None else action.value!r}: verl has no routes for this pass "
+                "and would let the router choose for itself. Look for a layer that runs more often than once per forward pass "
+                "or outside of the decoder (MTP), a second Megatron engine that emptied verl's list of routers, or replay "
+                "without its set_router_replay_data."
+            )
+        if self._passes is not None:
+            self._passes[router] = self._passes.get(router, 0) + 1
+
+    def after(self, router: Any, scores: torch.Tensor, top_k: int, indices: torch.Tensor) -> None:
+        """Refuse routes of which there are not exactly one row per token."""
+        if indices.shape != (scores.shape[0], top_k):
+            raise ReplayError(
+                f"{self._name(router)}: the routes are {tuple(indices.shape)}, the forward pass has {scores.shape[0]} tokens of "
+                f"{top_k} experts; tokens without a row would be dropped. They are of another micro-batch, or of a padded one."
+            )
+
+    def _name(self, router: Any) -> str:
+        if router in self._layers:
+            return f"router of decoder layer {self._layers[router]}"
+        known = RouterReplay.router_instances
+        at = next((number for number, found in enumerate(known) if found is router), None)
+        return f"a router that is not in verl's list of {len(known)}" if at is None else f"router {at} of {len(known)}"
+
+
+def moe_layers(config: Any) -> tuple[int, ...]:
+    """Return the absolute decoder indices of the MoE layers of a megatron-core TransformerConfig.
+
+    Raises:
+        ReplayError: The model has none, or routers that predict further tokens.
+    """
+    if not config.num_moe_experts:
+        raise ReplayError("the Megatron model is dense: it has no routing to replay; remove mismatch.routing.")
+    if getattr(config, "mtp_num_layers", None):
+        raise ReplayError(
+            f"the Megatron model has mtp_num_layers={config.mtp_num_layers}, whose routers have no routes and would choose for "
+            f"themselves; set actor_rollout_ref.model.mtp.enable=False."
+        )
+    return tuple(index for index in range(config.num_layers) if is_moe_layer(config, index))
+
+
+def check_routes(engine: Any, data: Any) -> None:
+    """Check the routes of a batch's samples: those rows of each that verl's Megatron engine replays.
+
+    Args:
+        engine: verl's MegatronEngine.
+        data: The batch, with `input_ids`, `routed_experts` of `[rows, layers, K]` per sample, and for R3 `response_mask`.
+
+    Raises:
+        RoutingError: Routes are missing or malformed; names sample, row and layer.
+        ReplayError: The model cannot be replayed.
+    """
+    config, layers = engine.tf_config, moe_layers(engine.tf_config)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    tokens = lengths(data)
+    recorded = engine.engine_config.router_replay.mode == "R2"
+    if recorded:
+        replayed = tokens
+    else:  # all rows but a sample's last, and none of one without a response: verl says which
+        replayed = [int(mask.sum()) for mask in build_r3_replay_mask(data["input_ids"], data["response_mask"]).unbind()]
+    for array, count, rows, name in zip(routes(data), tokens, replayed, names(data, rank), strict=True):
+        _check_sample(array, name, config, layers, rows, (count,) if recorded else (count, count - 1))
+
+
+def _check_sample(
+    array: Any, name: str, config: Any, layers: tuple[int, ...], replayed: int, allowed: tuple[int, ...]
+) -> None:
+    """Check one sample's routes; an array that is none is named by `ingest`."""
+    where, ids = f"request {name}", array
+    if isinstance(array, torch.Tensor) and array.dim() == 3:
+        ids = array.detach().cpu()
+        if len(ids) not in allowed:
+            raise RoutingError(
+                f"{where}: routing has {len(ids)} rows; allowed: {' or '.join(map(str, allowed))} for {allowed[0]} tokens. They "
+                "were lost on the way, or are another sample's."
+            )
+        if ids.shape[1] not in (len(layers), config.num_layers):
+            raise RoutingError(
+                f"{where}: routing has {ids.shape[1]} layers; allowed: {len(layers)}, the model's MoE layers, or "
+                f"{config.num_layers}, all of them. Was it recorded in another model?"
+            )
+        ids = ids[:replayed]
+        zero = (ids == 0).flatten(1).all(1)
+        if config.moe_router_topk > 1 and replayed and bool(zero[-1]):
+            real = int((~zero).nonzero()[-1]) + 1 if not bool(zero.all()) else 0
+            raise RoutingError(
+                f"{where}: routing has {real} rows, and zeros from there on, but verl replays {replayed}: the others would go to "
+                "expert 0 alone. The rollout engine did not record them, or an agent loop added tokens after the last generation."
+            )
+    RoutingTrace.ingest(
+        ids,
+        num_experts=config.num_moe_experts,
+        layers=layers,
+        tokens=replayed,
+        version=0,
+        request=name,
+        top_k=config.moe_router_topk,
+        last_row=True,
+    )

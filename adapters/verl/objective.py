@@ -1,0 +1,89 @@
+"""The driver's share of the objective: correction and KL between scores and advantages, and the KL's coefficient and baseline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import transfer_queue as tq
+from mismatch_ext.adapters.verl.correction import apply_correction, native_rollout_correction, settings_of
+from mismatch_ext.adapters.verl.kl import (
+    BASELINE,
+    COEF,
+    KlControl,
+    apply_kl_to_rewards,
+    baseline,
+    coefficient,
+    in_rewards,
+    wants_baseline,
+)
+from mismatch_ext.patches.verl.advantage import HANDLERS, KL_IN_REWARDS, ROLLOUT_CORRECTION
+from tensordict import TensorDict
+from verl import DataProto
+from verl.workers.utils.padding import response_to_nested
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import Settings
+from mismatch_ext.patching import Patch, PatchSet
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+else:
+    _Host = object
+
+
+class ObjectiveMixin(_Host):
+    """Overrides what verl's trainer computes between old log-probabilities and the update."""
+
+    _block: MismatchConfig
+    _kl: KlControl | None = None
+    _settings: Settings | None = None
+
+    def _begin_objective(self) -> None:
+        """Put the block's functions where verl calls its own by name, for as long as this trainer lives."""
+        patches: list[Patch] = []
+        if self._block.kl is not None:
+            self._kl = KlControl(self._block.kl, coefficient(self._block.kl, self.config))
+            if in_rewards(self._block.kl):
+                HANDLERS[KL_IN_REWARDS.name] = self._penalise
+                patches.append(KL_IN_REWARDS)
+        if self._block.correction is not None:
+            self._settings = settings_of(self._block.correction)
+            if self._settings.mode == "decoupled" and native_rollout_correction(self._settings) is None:
+                HANDLERS[ROLLOUT_CORRECTION.name] = self._correct
+                patches.append(ROLLOUT_CORRECTION)
+        self._patches = PatchSet(*patches).apply()
+
+    def _penalise(self, data: Any) -> dict[str, float]:
+        assert self._kl is not None
+        return apply_kl_to_rewards(data, self._kl.section, self._kl.coef)
+
+    def _correct(self, data: Any) -> dict[str, float]:
+        assert self._settings is not None
+        return apply_correction(data, self._settings)
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Compute advantages as verl does, with the coefficient and the baseline of this batch fixed before."""
+        if self._kl is not None:
+            fields = ["uid", "response_mask", "old_log_probs", "rollout_log_probs", "ref_log_prob"]
+            found = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+            mask = found["response_mask"]
+            data = DataProto(batch=found.to_padded_tensor())
+            data.non_tensor_batch["uid"] = _texts(data.batch.pop("uid"))
+            metrics.update(self._kl.begin(data))
+            if wants_baseline(self._kl.section):
+                field = TensorDict(
+                    {BASELINE: response_to_nested(baseline(data, self._kl.section), mask)}, batch_size=len(batch)
+                )
+                tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=field)
+        return super()._compute_advantage(batch, metrics)
+
+    def _carry_coefficient(self, batch: Any) -> None:
+        """Send the coefficient of this batch along with it to the workers."""
+        if self._kl is not None:
+            batch.extra_info[COEF] = self._kl.coef
+
+
+def _texts(values: Any) -> Any:
+    import numpy as np
+
+    return np.array(values.tolist(), dtype=object)

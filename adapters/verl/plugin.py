@@ -1,0 +1,81 @@
+"""Loading: what happens when verl imports this package, in the driver and in every process that it starts.
+
+verl swallows a plugin that fails to load, with a message at DEBUG, and would train without the block. So a failure is said on
+standard error, and the driver refuses to run a configuration with a block. In the workers nothing of ours is needed to find out:
+the class that Ray starts there is ours, and cannot be loaded either.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+_loaded: list[Any] = []
+
+
+def load() -> None:
+    """Put the seam into this process and, in a process of a run with a block, register the trainer; loading twice is harmless.
+
+    Raises:
+        MismatchError: This verl is outside of the range that was tested, or not as it was.
+        SystemExit: The same, in a driver whose command line asks for a block.
+    """
+    try:
+        _load()
+    except Exception as error:
+        message = f"mismatch-ext could not be loaded into verl: {type(error).__name__}: {error}"
+        print(message, file=sys.stderr, flush=True)
+        message += "\nThis run asks for a mismatch block; nothing was started."
+        if asked_for(sys.argv[1:]):
+            raise SystemExit(message) from error
+        _refuse_blocks(message)
+        raise
+
+
+def _load() -> None:
+    # All imports here: one that fails is a failure to load like any other.
+    from mismatch_ext.adapters.verl.block import active_block
+    from mismatch_ext.patches.verl.validate_config import PREPARE, VALIDATE_CONFIG
+
+    from mismatch_ext.patching import PatchSet
+    from mismatch_ext.versions import require
+
+    require("verl")
+    if not _loaded:
+        PREPARE.append(_prepare)
+        _loaded.append(PatchSet(VALIDATE_CONFIG).apply())
+    if active_block() is not None:
+        # In the process of verl's TaskRunner the trainer is looked up by its name.
+        import mismatch_ext.adapters.verl.trainer  # noqa: F401
+
+
+def _prepare(config: Any) -> None:
+    # Late: it imports what of verl is not loaded yet while verl imports this package.
+    from mismatch_ext.adapters.verl.settings import prepare
+
+    prepare(config)
+
+
+def _refuse_blocks(message: str) -> None:
+    """Let verl's check of its configuration end a driver that has a block, which may be in a file that no argument names."""
+    import verl.utils.config as host
+
+    original = host.validate_config
+
+    @functools.wraps(original)
+    def refuse(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.get("mismatch") is not None:
+            raise SystemExit(message)
+        return original(config, *args, **kwargs)
+
+    host.validate_config = refuse
+
+
+def asked_for(arguments: list[str]) -> bool:
+    """Tell whether a Hydra command line has a `mismatch` block, as `+mismatch.routing.mode=R3` or `+mismatch=default`."""
+    return any(
+        argument.lstrip("+").startswith(("mismatch.", "mismatch=", "mismatch@"))
+        for argument in arguments
+        if not argument.startswith(("-", "~"))
+    )

@@ -1,0 +1,176 @@
+"""Before the first step and after each weight update: what is active in every process, and what the rollout computes with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mismatch_ext.adapters.verl.banner import banner, run_header
+from mismatch_ext.adapters.verl.block import digest
+from mismatch_ext.adapters.verl.servers import read_rollouts, score_probes
+from mismatch_ext.adapters.verl.watchdog import Watchdog
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, EngineError
+from mismatch_ext.monitor import Monitor
+from mismatch_ext.patching import PatchSet
+from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.weight_sync import SyncObservation, WeightSyncChecker
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+else:
+    _Host = object
+
+ANSWER_TIMEOUT = 120.0
+"""Seconds that a rollout server may take to answer a question."""
+
+
+class PreflightMixin(_Host):
+    """Looks at workers and rollout servers through verl's own worker group and replicas."""
+
+    _block: MismatchConfig
+    _monitor: Monitor
+    _recorder: RunRecorder | None
+    _run_dir: Path
+    _watchdog: Watchdog
+    _audit_report: AuditReport | None = None
+    _checker: WeightSyncChecker | None = None
+    _patches: PatchSet
+    _trainer_probes: torch.Tensor | None = None
+
+    def _bypasses(self) -> bool:
+        """Whether the engine's log-probabilities stand for the old policy's, so that the trainer takes none."""
+        given = self.config.algorithm.get("rollout_correction")
+        return bool(given is not None and given.get("bypass_mode"))
+
+    def _check_processes(self) -> None:
+        """Check that every worker and every rollout server runs this block, in the dtypes that it asks for.
+
+        Raises:
+            MismatchError: One does not; names the process and what it runs with.
+        """
+        self._watchdog.phase("checking workers and rollout servers")
+        wanted = digest(self._block)
+        self._reports = self.actor_rollout_wg.mismatch_report()
+        self._rollouts = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
+        named = [(f"worker of rank {report['rank']}", report) for report in self._reports]
+        named += [(f"rollout worker {number}", report) for number, report in enumerate(self._rollouts)]
+        for name, report in named:
+            if report["block"] != wanted:
+                raise ConfigError(
+                    f"the {name} runs with mismatch block {report['block']}, the trainer with {wanted}: the environment of that "
+                    "process differs. Start Ray by main_ppo, or with the same MISMATCH_EXT_BLOCK everywhere."
+                )
+        routing = self._block.routing
+        for name, report in named[len(self._reports) :]:
+            if routing is not None and routing.mode == "R3" and not report["records_routing"]:
+                raise EngineError(
+                    f"mismatch.routing.mode='R3', but the {name} does not record routing: vLLM "
+                    f"{report['reading']['version']} was started without enable_return_routed_experts. Look for "
+                    "rollout.engine_kwargs that switch it off."
+                )
+        trainers = [TrainerReading(**report["trainer"]) for report in self._reports]
+        engines = [EngineReading(**report["reading"]) for report in self._rollouts]
+        self._readings: dict[str, Any] = {"trainer": trainers[0], "engine": engines[0]}
+        if self._block.precision is not None:
+            policy = PrecisionPolicy(self._block.precision.dtype)
+            for trainer in trainers:
+                for engine in engines:
+                    self._audit_report = audit(policy, trainer, engine, None)
+                    self._audit_report.raise_for_findings()
+        self._probes = self._draw_probes()
+        surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
+        self._surplus = surplus
+
+    def _draw_probes(self) -> torch.Tensor:
+        """Draw the fixed probe sequences `[N, T]`; every token id is as likely, so that rare embeddings are probed too."""
+        special = set(self.tokenizer.added_tokens_decoder) | set(self.tokenizer.all_special_ids)
+        plain = torch.tensor(sorted(set(range(len(self.tokenizer))) - special))
+        monitor = self._block.monitor
+        generator = torch.Generator().manual_seed(0)
+        shape = (monitor.weight_sync_probes, monitor.weight_sync_probe_length)
+        return plain[torch.randint(len(plain), shape, generator=generator)]
+
+    def _verify_weights(self) -> None:
+        """Check that the rollout servers compute with the weights that the actor has now.
+
+        Raises:
+            WeightSyncError: One does not, and `monitor.weight_sync` is "error".
+        """
+        monitor = self._block.monitor
+        if monitor.weight_sync == "off":
+            return
+        self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
+        trainer: TrainerReading = self._readings["trainer"]
+        if self._checker is None:
+            compute = trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
+            self._checker = WeightSyncChecker(self._readings["engine"].model_dtype, trainer_dtype=compute)
+        now = torch.tensor(self.actor_rollout_wg.mismatch_score(self._probes.tolist())[0], dtype=torch.float64)
+        changed = self._trainer_probes is None or not torch.equal(now, self._trainer_probes)
+        for number, replica in enumerate(self.llm_server_manager.get_replicas()):
+            rollout = score_probes(replica, self._probes.tolist(), ANSWER_TIMEOUT)
+            verdict = self._checker.observe(
+                SyncObservation(engine_logprobs=rollout, trainer_logprobs=now, trainer_changed=changed and number == 0)
+            )
+            if not verdict.ok:
+                self._event("error", "weight_sync", verdict.message)
+                if monitor.weight_sync == "error":
+                    self._checker.raise_for(verdict)
+        self._trainer_probes = now
+        self._verdict = verdict
+
+    def _announce(self) -> None:
+        """Open the metrics file, and say what is active, in which peer, and by which seam."""
+        self._recorder = RunRecorder(
+            self._run_dir,
+            monitor=self._block.monitor,
+            sampling=self._sampling(),
+            header=self._header,
+            rank=0,
+            world_size=1,
+        )
+        self._recorder.begin(self.global_steps or None)
+        if self._surplus is not None:
+            self._event(
+                "info",
+                "vocabulary",
+                f"{self._surplus['model_size'] - self._surplus['tokenizer_size']} ids of the model are not in its tokenizer.",
+                self._surplus,
+            )
+        if self._bypasses():
+            message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
+            self._event("warning", "bypass", message)
+        if (bias := self._sampling().ratio_bias()) is not None:
+            self._event("warning", "sampling", bias)
+        print(banner(self._block, self._header(), self._monitor, self._run_dir), flush=True)
+
+    def _sampling(self) -> SamplingSettings:
+        rollout = self.config.actor_rollout_ref.rollout
+        return SamplingSettings(
+            temperature=float(rollout.temperature),
+            top_p=float(rollout.top_p),
+            top_k=int(rollout.top_k),
+            repetition_penalty=float(rollout.get("repetition_penalty", 1.0)),
+        )
+
+    def _header(self) -> dict[str, Any]:
+        return run_header(
+            self.config,
+            self._block,
+            self._readings,
+            self._reports[0],
+            self._patches.describe(),
+            self._audit_report,
+            self._sampling(),
+        )
+
+    def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Say it, and keep it in the run's metrics file."""
+        print(f"mismatch-ext: {message}", flush=True)
+        if self._recorder is not None:
+            self._recorder.event(self.global_steps, level, name, message, data)

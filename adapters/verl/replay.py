@@ -1,0 +1,234 @@
+"""The `routing` section in verl's FSDP engine: which routes belong to which forward pass.
+
+R3: the routes of the rollout engine come with the samples, in verl's own field `routed_experts`. R2: the pass that computes
+old log-probabilities records them, and returns them as an output of that name, so that verl's batch holds them for the update.
+Either way they travel with their sample, through every shuffle and split, and are checked before any forward pass runs.
+
+Shapes: T tokens of a sample, L MoE layers, K experts per token, R rows of a forward pass, padding included.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
+from mismatch_ext.adapters.verl.ranks import agree, gathered
+from torch import Tensor, nn
+
+from mismatch_ext.config import RoutingConfig
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing import Agreement, RoutingTrace, agreement, align, align_packed, check_plausible
+
+FIELD = "routed_experts"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleRoutes:
+    """Routes of one sample.
+
+    Args:
+        trace: A row for each of its tokens.
+        recorded: How many of them, from the first on, were recorded; the model routes the others itself.
+    """
+
+    trace: RoutingTrace
+    recorded: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How a forward pass lays out the tokens of its samples.
+
+    Args:
+        lengths: Tokens of each sample.
+        packed: Whether samples follow each other in one row; else each is padded on the right to the longest.
+        padding: Tokens after the last sample of a packed row.
+    """
+
+    lengths: tuple[int, ...]
+    packed: bool
+    padding: int = 0
+
+    @property
+    def places(self) -> list[int]:
+        """Row of each sample's first token."""
+        if not self.packed:
+            return [index * max(self.lengths) for index in range(len(self.lengths))]
+        return [sum(self.lengths[:index]) for index in range(len(self.lengths))]
+
+    def real(self) -> Tensor:
+        """Return where there are tokens and no padding `[R]`."""
+        if self.packed:
+            return torch.arange(sum(self.lengths) + self.padding) < sum(self.lengths)
+        return self.attention().flatten()
+
+    def attention(self) -> Tensor:
+        """Return the same of a padded batch `[B, S]`."""
+        return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+
+
+class EngineReplay:
+    """Records or replays routing around an engine's forward passes, and counts how far it differs from the model's own.
+
+    Args:
+        config: The `routing` section.
+        model: The engine's model, wrapped as the engine runs it.
+        seed: Seed of the choice of passes that are measured.
+
+    Raises:
+        ReplayError: The model's routing cannot be replayed.
+    """
+
+    def __init__(self, config: RoutingConfig, model: nn.Module, seed: int) -> None:
+        self.config = config
+        self.layout = moe_layout(model)
+        self._model = model
+        self._random = random.Random(seed)
+        self._agreement: Agreement | None = None
+        self._checked = config.mode == "R2"  # the model's own routes need no such check
+
+    def ingest(
+        self, arrays: Sequence[Any], tokens: Sequence[int], needed: Sequence[int], names: Sequence[str]
+    ) -> list[SampleRoutes]:
+        """Check the routes of a batch's samples.
+
+        Args:
+            arrays: Expert ids of each sample `[rows, layers, K]`; None where there are none.
+            tokens: Tokens of each sample.
+            needed: Rows of each sample, from the first on, that its loss depends on.
+            names: What to call each sample in messages.
+
+        Raises:
+            RoutingError: Routes are missing or malformed; names sample, row and layer.
+        """
+        read = self._recorded if self.config.mode == "R3" else self._complete
+        return [read(*sample) for sample in zip(arrays, tokens, needed, names, strict=True)]
+
+    def _complete(self, array: Any, tokens: int, needed: int, name: str) -> SampleRoutes:
+        """Read what a pass of this engine has recorded: a row for every token."""
+        return SampleRoutes(trace=self._ingested(array, tokens, name), recorded=tokens)
+
+    def _recorded(self, array: Any, tokens: int, needed: int, name: str) -> SampleRoutes:
+        """Read what verl made of a rollout engine's record: rows that were not recorded are zero, and come last.
+
+        The last sampled token never passes through the rollout engine. Nor does what an agent loop adds after the last
+        generation, and the samples that verl fills up a batch with have no routes at all: none of these has a loss.
+        """
+        ids = None if array is None else torch.as_tensor(array)
+        if ids is None or ids.dim() != 3 or ids.is_floating_point():
+            self._ingested(array, tokens, name)  # says what is wrong with it
+        assert ids is not None
+        if len(ids) not in (tokens, tokens - 1):
+            raise RoutingError(
+                f"request {name}: routing has {len(ids)} rows for {tokens} tokens; allowed: one for each, or all but the last. "
+                "They were lost on the way from the rollout engine, or are another sample's."
+            )
+        # With one expert per token a row of zeros is a route, and only the last one's place says that it is none.
+        zero = (ids == 0).flatten(1).all(1) if self.layout.top_k > 1 else torch.arange(len(ids)) == tokens - 1
+        routed = (~zero).nonzero()
+        recorded = int(routed[-1]) + 1 if len(routed) else 0
+        if recorded < needed:
+            raise RoutingError(
+                f"request {name}: routing has {recorded} rows for {tokens} tokens, and zeros from there on, but its loss depends "
+                f"on the first {needed}; the rollout engine did not record them, or they were lost on the way."
+            )
+        filler = self._filler(tokens - recorded)
+        if not recorded:
+            layers, experts = self.layout.layers, self.layout.num_experts
+            return SampleRoutes(trace=RoutingTrace(parts=(filler,), layers=layers, num_experts=experts), recorded=0)
+        trace = self._ingested(ids[:recorded], recorded, name)
+        return SampleRoutes(trace=replace(trace, parts=(*trace.parts, filler)), recorded=recorded)
+
+    def _ingested(self, array: Any, tokens: int, name: str) -> RoutingTrace:
+        layout = self.layout
+        return RoutingTrace.ingest(
+            array,
+            num_experts=layout.num_experts,
+            layers=layout.layers,
+            tokens=tokens,
+            version=0,
+            request=name,
+            top_k=layout.top_k,
+            last_row=True,
+        )
+
+    def _filler(self, rows: int) -> Tensor:
+        """Return routes that are valid, and that a mask keeps from being used."""
+        dtype = torch.uint8 if self.layout.num_experts <= 256 else torch.uint16
+        filler = torch.arange(self.layout.top_k, dtype=torch.int32).to(dtype)
+        return filler.expand(rows, len(self.layout.layers), -1).contiguous()
+
+    @contextmanager
+    def replaying(self, samples: Sequence[SampleRoutes], rows: Rows, *, measured: bool) -> Iterator[None]:
+        """Run the forward pass of a micro-batch under the routes of its samples.
+
+        Args:
+            samples: Routes of its samples, in its order.
+            rows: Where their tokens lie.
+            measured: Whether this pass may count in the agreement; the reference's says nothing about the gap.
+
+        Raises:
+            RoutingError: Routes do not fit their tokens, or cannot be this model's.
+            ReplayError: The forward pass did not obey them.
+        """
+        trace, mask = self._laid(samples, rows)
+        checks = not self._checked and measured
+        drawn = measured and self._random.random() < self.config.agreement_rate
+        with replay_routing(self._model, trace, mask, native=checks or drawn) as replay:
+            yield
+        if checks:
+            self._check(trace, replay.native, mask)
+        if drawn:
+            new = agreement(trace, replay.native, mask, real=rows.real())
+            self._agreement = new if self._agreement is None else self._agreement.merge(new)
+
+    def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
+        """Check routes once against the model's own: another layer's are valid ids too, which only the model can tell."""
+        error = None
+        try:
+            if bool(mask.any()):
+                check_plausible(trace, native, mask)
+        except RoutingError as failure:
+            error = failure
+        agree(error)
+        self._checked = all(gathered(bool(mask.any())))
+
+    def _laid(self, samples: Sequence[SampleRoutes], rows: Rows) -> tuple[RoutingTrace, Tensor]:
+        """Return the routes of a forward pass, a row per token, and where they were recorded."""
+        traces = [sample.trace for sample in samples]
+        if rows.packed:
+            trace, mask = align_packed(traces, rows.lengths)
+            if rows.padding:
+                trace = replace(trace, parts=(*trace.parts, self._filler(rows.padding)))
+                mask = torch.cat([mask, torch.zeros(rows.padding, dtype=torch.bool)])
+        else:
+            trace, mask = align(traces, rows.attention())
+        for sample, place, length in zip(samples, rows.places, rows.lengths, strict=True):
+            mask[place + sample.recorded : place + length] = False
+        return trace, mask
+
+    @contextmanager
+    def recording(self, rows: Rows) -> Iterator[list[Tensor]]:
+        """Record the forward pass of a micro-batch; afterwards the list holds the routes of each sample `[T, L, K]`."""
+        found: list[Tensor] = []
+        with record_routing(self._model) as recording:
+            yield found
+        experts = recording.trace.experts
+        # Neither torch's pickles nor its nested tensors take unsigned 16 bits.
+        experts = experts if experts.dtype == torch.uint8 else experts.to(torch.int32).to(torch.int16)
+        found += [experts[place : place + length] for place, length in zip(rows.places, rows.lengths, strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the agreement since the last call, over all ranks, which must all call this."""
+        found, self._agreement = self._agreement, None
+        states = [state for state in gathered(None if found is None else found.state_dict()) if state is not None]
+        if not states:
+            return {}
+        merged = functools.reduce(Agreement.merge, map(Agreement.from_state, states))
+        return {**merged.metrics(), **merged.layer_metrics()}

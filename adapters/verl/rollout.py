@@ -1,0 +1,44 @@
+"""What runs inside the workers of verl's vLLM server."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from mismatch_ext.adapters.verl.block import active_block, digest
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.versions import require
+
+
+class RolloutExtension(vLLMColocateWorkerExtension):
+    """verl's extension of vLLM's worker, which also says what the worker runs with."""
+
+    def mismatch_report(self) -> dict[str, Any]:
+        """Return dtypes and modes that this worker really uses, and the block that it knows."""
+        runner = self.model_runner
+        config = runner.vllm_config
+        counts: Counter[str] = Counter()
+        for parameter in runner.model.parameters():
+            if parameter.numel():
+                counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        caches = [cache for cache in getattr(runner, "kv_caches", []) if hasattr(cache, "dtype")]
+        asked = str(config.cache_config.cache_dtype)
+        held = str(caches[0].dtype).removeprefix("torch.") if caches else canonical(config.model_config.dtype)
+        reading = EngineReading(
+            engine="vllm",
+            version=require("vllm"),
+            model_dtype=canonical(config.model_config.dtype),
+            parameter_dtypes=dict(counts),
+            kv_cache_dtype=asked if held == "uint8" and asked != "auto" else held,
+            logprobs_mode=str(config.model_config.logprobs_mode),
+            quantization=config.model_config.quantization,
+        )
+        return {
+            "block": digest(active_block()),
+            "records_routing": bool(getattr(config.model_config, "enable_return_routed_experts", False)),
+            "reading": asdict(reading),
+        }

@@ -1,0 +1,99 @@
+"""The `routing` section in verl's FSDP engine: which passes are replayed, recorded, or left to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mismatch_ext.adapters.verl import samples
+from mismatch_ext.adapters.verl.ranks import agree
+from mismatch_ext.adapters.verl.replay import FIELD, EngineReplay, SampleRoutes
+from verl.utils import tensordict_utils as tu
+
+from mismatch_ext.errors import RoutingError
+
+if TYPE_CHECKING:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Host
+else:
+    _Host = object
+
+ROW = "mismatch_row"
+NATIVE = "mismatch_native"
+"""Entry of a batch that asks for a pass without replay, to measure the gap that replay closes."""
+
+
+class RoutingMixin(_Host):
+    """Overrides the methods of verl's engine that run its model; the engine sets `_replay`."""
+
+    _replay: EngineReplay | None = None
+    _routes: list[SampleRoutes] | None = None  # of the mini-batch that runs
+    _recording = False
+    _adapter_off = False
+
+    @property
+    def _trains(self) -> bool:
+        return not self.engine_config.forward_only
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run the model without its adapter as the parent does: that is the reference policy."""
+        self._adapter_off = True
+        try:
+            with super().disable_adapter():
+                yield
+        finally:
+            self._adapter_off = False
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+        """Run a mini-batch as the parent does, under the routes that travel with its samples.
+
+        Raises:
+            RoutingError: A sample's routes are missing or malformed, on any rank; names it. No forward pass has run then.
+            ReplayError: A forward pass did not obey them.
+        """
+        replay = self._replay
+        if replay is None or self._routes_natively(data):
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        reference = self._is_reference
+        self._recording = replay.config.mode == "R2" and forward_only and not reference
+        error = None
+        if not self._recording:
+            try:
+                self._routes = replay.ingest(
+                    samples.routes(data), samples.lengths(data), samples.needed(data), samples.names(data, self.rank)
+                )
+            except RoutingError as failure:
+                error = failure
+        try:
+            agree(error)
+            data = data.exclude(FIELD)  # a copy: what has been ingested need not be cut, or moved to the device
+            data[ROW] = torch.arange(len(data))
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        finally:
+            self._routes, self._recording = None, False
+
+    @property
+    def _is_reference(self) -> bool:
+        return not self._trains or self._adapter_off
+
+    def _routes_natively(self, data: Any) -> bool:
+        assert self._replay is not None
+        asked = bool(tu.get_non_tensor_data(data=data, key=NATIVE, default=False))
+        return asked or (self._is_reference and not self._replay.config.reference)
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        """Run a micro-batch as the parent does, recorded or replayed."""
+        replay = self._replay
+        if replay is None or not (self._recording or self._routes is not None):
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        rows = samples.rows_of(micro_batch, self._get_packed_pad_size(int(micro_batch["input_ids"].offsets()[-1])))
+        if self._routes is not None:
+            routes = [self._routes[row] for row in micro_batch[ROW].tolist()]
+            with replay.replaying(routes, rows, measured=not self._is_reference):
+                return super().forward_step(micro_batch, loss_function, forward_only)
+        with replay.recording(rows) as recorded:
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        output["model_output"][FIELD] = torch.nested.as_nested_tensor(recorded, layout=torch.jagged)
+        return loss, output

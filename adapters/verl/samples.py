@@ -1,0 +1,73 @@
+"""What replay reads off verl's batches: routes, names and lengths of samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mismatch_ext.adapters.verl.replay import FIELD, Rows
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from mismatch_ext.errors import RoutingError
+
+
+def lengths(data: Any) -> list[int]:
+    """Return the tokens of each sample."""
+    return [int(count) for count in data["input_ids"].offsets().diff().tolist()]
+
+
+def rows_of(data: Any, padding: int) -> Rows:
+    """Return how the engine lays out a micro-batch.
+
+    Args:
+        data: The micro-batch.
+        padding: Tokens that follow a packed row.
+    """
+    packed = bool(tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True))
+    return Rows(lengths=tuple(lengths(data)), packed=packed, padding=padding if packed else 0)
+
+
+def routes(data: Any) -> list[Any]:
+    """Return the routes of each sample as they came `[rows, layers, K]`; None where a sample has none.
+
+    Raises:
+        RoutingError: The batch has no such field.
+    """
+    field = data.get(FIELD, None)
+    if field is None:
+        raise RoutingError(
+            f"the batch of {len(data)} samples has no {FIELD!r}, so it cannot be replayed: with R3 the rollout engine returned "
+            "no routing for one of them or more (rollout.enable_rollout_routing_replay=True is needed); with R2 no pass computed "
+            "old log-probabilities before this one."
+        )
+    return list(
+        field.unbind() if isinstance(field, Tensor) else field.tolist()
+    )  # a stack of objects where some are None
+
+
+def needed(data: Any) -> list[int]:
+    """Return how many rows of each sample, from the first on, its loss depends on: none where it has no loss.
+
+    The token at position t is predicted from the row of position t - 1, and through attention from all before it.
+    """
+    prompts = data.get("prompts", None)
+    known = prompts is not None and prompts.is_nested  # padded prompts do not say where a response begins
+    starts = prompts.offsets().diff().tolist() if known else [None] * len(data)
+    found = []
+    for mask, start, tokens in zip(data["loss_mask"].unbind(), starts, lengths(data), strict=True):
+        trained = mask.nonzero()
+        if not len(trained):
+            found.append(0)
+        else:
+            found.append(tokens - 1 if start is None else int(start + trained[-1]))
+    return found
+
+
+def names(data: Any, rank: int) -> list[str]:
+    """Return what to call each sample in messages that begin with "request"."""
+    found = [f"{index} of rank {rank}'s mini-batch" for index in range(len(data))]
+    uids = data.get("uid", None)
+    uids = uids.tolist() if hasattr(uids, "tolist") else uids
+    if isinstance(uids, (list, tuple)) and len(uids) == len(found):
+        return [f"{name} (uid {uid})" for name, uid in zip(found, uids, strict=True)]
+    return found

@@ -1,0 +1,125 @@
+"""Failure, checkpoint and resume in verl's driver: what a checkpoint holds of it, and what is saved when a run fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.verl.checkpoint import SCHEMA, STATE_FILE
+from mismatch_ext.adapters.verl.kl import KlControl
+from mismatch_ext.adapters.verl.watchdog import Watchdog
+
+from mismatch_ext.banner import print_closing
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError, StallError
+from mismatch_ext.monitor import Monitor
+from mismatch_ext.recorder import RunRecorder
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+else:
+    _Host = object
+
+
+class SavingMixin(_Host):
+    """Overrides the methods of verl's trainer that save and load; the workers' part is in `checkpoint.py`."""
+
+    _block: MismatchConfig
+    _recorder: RunRecorder | None
+    _monitor: Monitor
+    _kl: KlControl | None
+    _watchdog: Watchdog
+    _run_dir: Path
+    _updated_step: int
+    _saved_step: int
+    global_steps: int
+
+    def _folder(self, step: int) -> Path:
+        return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
+
+    def _save_checkpoint(self) -> None:
+        self._watchdog.phase(f"saving a checkpoint of step {self.global_steps}")
+        path = self._folder(self.global_steps) / STATE_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(".tmp")
+        state = {
+            "schema": SCHEMA,
+            "kl": None if self._kl is None else self._kl.state_dict(),
+            "monitor": self._monitor.state_dict(),
+        }
+        written.write_text(json.dumps(state), encoding="utf-8")
+        written.replace(path)  # first, and in one go: a checkpoint that verl has finished must not lack our part of it
+        super()._save_checkpoint()
+        self._saved_step = self.global_steps
+
+    def _load_checkpoint(self) -> None:
+        """Resume as verl does, and the driver's own state with it."""
+        super()._load_checkpoint()
+        self._updated_step = self._saved_step = self.global_steps
+        if not self.global_steps:
+            return
+        folder = self._folder(self.global_steps)
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = Path(self.config.trainer.resume_from_path).absolute()
+        state = _read_state(folder / STATE_FILE)
+        if self._kl is not None and state.get("kl") is not None:
+            self._kl.load_state_dict(state["kl"])
+        if state.get("monitor") is not None:
+            self._monitor.load_state_dict(state["monitor"])
+            self._monitor.rearm_stops()
+
+    @contextlib.contextmanager
+    def _failing_loudly(self) -> Iterator[None]:
+        """Turn a hang into its error; save what was trained when a check of ours fails; and write how the run ended."""
+        try:
+            yield
+        except BaseException as error:
+            stalled = self._watchdog.message
+            if stalled is None and isinstance(error, MismatchError):
+                self._rescue(error)
+            with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
+                self._end("failed", stalled or f"{type(error).__name__}: {error}")
+            if stalled is not None:
+                raise StallError(stalled) from error
+            raise
+
+    def _rescue(self, error: MismatchError) -> None:
+        """Save a checkpoint of the last finished update, unless this run has saved it."""
+        step = self._updated_step
+        if step == 0:
+            return
+        if self._saved_step != step:
+            failed_in, self.global_steps = self.global_steps, step
+            try:
+                self._save_checkpoint()
+            except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
+                error.add_note(f"The training state of step {step} could not be saved: {failure}")
+                return
+            finally:
+                self.global_steps = failed_in
+        error.add_note(
+            f"The training state of step {step} is in {self._folder(step)}; resume with trainer.resume_mode=auto."
+        )
+        print(f"mismatch-ext: the training state of step {step} is in {self._folder(step)}.", flush=True)
+
+    def _end(self, status: str, message: str = "") -> None:
+        if self._recorder is None or not self._recorder.started:
+            return
+        step = self._updated_step
+        if left := self._recorder.flush("train", step):
+            self._recorder.step("train", step, left)
+        self._recorder.end(step, status, message)
+        print_closing(self._run_dir)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds of the driver's; nothing where it is one of stock verl."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} is damaged: {error}; resume from another checkpoint.") from error

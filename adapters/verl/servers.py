@@ -1,0 +1,75 @@
+"""What the trainer asks verl's rollout servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import EngineError
+
+
+def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[dict[str, Any]]:
+    """Ask every worker of every rollout server what it runs with.
+
+    Args:
+        replicas: verl's rollout replicas.
+        timeout: Seconds to wait for each server.
+
+    Raises:
+        EngineError: A server does not answer, or its workers are not ours.
+    """
+    reports = []
+    for number, server in enumerate(server for replica in replicas for server in replica.servers):
+        try:
+            reports += ray.get(server.__ray_call__.remote(_ask, "mismatch_report", timeout), timeout=timeout + 10)
+        except Exception as error:
+            raise EngineError(
+                f"rollout server {number} does not say what it runs with: {type(error).__name__}: {error}. Its workers need "
+                "rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its mismatch block."
+            ) from error
+    return reports
+
+
+def _ask(server: Any, method: str, timeout: float) -> list[Any]:
+    """Call a method on all vLLM workers of a server, from within it, and return what they return: verl's own call drops it."""
+    if server.node_rank:
+        return []  # without an engine of its own: the first node's reaches the workers of all
+    # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
+    loop = server._server_task.get_loop()
+    return list(asyncio.run_coroutine_threadsafe(server.engine.collective_rpc(method=method), loop).result(timeout))
+
+
+def score_probes(replica: Any, token_ids: Sequence[Sequence[int]], timeout: float) -> Tensor:
+    """Score probe tokens `[N, T]` by a rollout server; log-probabilities `[N, T-1]`, float64.
+
+    Greedy decoding of one token draws no random number, so that scoring leaves the server's sampling as it was.
+
+    Args:
+        replica: One of verl's rollout replicas.
+        token_ids: Probe tokens.
+        timeout: Seconds to wait.
+
+    Raises:
+        EngineError: The server failed, or does not answer.
+    """
+    sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+    calls = [
+        replica.servers[0].generate.remote(
+            prompt_ids=list(ids), sampling_params=dict(sampling), request_id=f"mismatch-probe-{row}"
+        )
+        for row, ids in enumerate(token_ids)
+    ]
+    try:
+        outputs = ray.get(calls, timeout=timeout)
+    except Exception as error:
+        raise EngineError(
+            f"the rollout server could not score probe tokens: {type(error).__name__}: {error}"
+        ) from error
+    # verl pads the list by one entry, for the token that was decoded.
+    rows = [[entry[0] for entry in out.extra_fields["prompt_logprobs"][:-1]] for out in outputs]
+    return torch.tensor(rows, dtype=torch.float64)

@@ -1,0 +1,227 @@
+"""From the block to verl's own settings, in the driver and before Ray starts: what is driven natively, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, encode
+from mismatch_ext.adapters.verl.correction import set_correction
+from mismatch_ext.adapters.verl.kl import set_kl
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.versions import require
+
+TRAINER = "mismatch"
+"""Name of our trainer in verl's registry, and of our engine's vendor."""
+
+EXTENSION = "mismatch_ext.adapters.verl.rollout.RolloutExtension"
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+ELSEWHERE = (
+    "verl.experimental.one_step_off_policy",
+    "verl.experimental.fully_async_policy",
+    "verl.experimental.separation",
+)
+
+
+def prepare(config: DictConfig) -> None:
+    """Read the block of verl's configuration, and set in it what the block stands for.
+
+    Args:
+        config: All of verl's configuration, with a root block `mismatch`; changed in place.
+
+    Raises:
+        ConfigError: The block is malformed, or this configuration of verl cannot do what it asks for; names the setting, its
+            value, what is allowed and what to do.
+        PeerVersionError: verl or vLLM is outside of the tested range.
+    """
+    if OmegaConf.select(config, "trainer.v1.trainer_mode") == TRAINER:
+        return  # prepared already
+    block = MismatchConfig.parse(OmegaConf.to_container(config.mismatch, resolve=True))
+    assert block is not None
+    for peer in ("torch", "verl", "vllm", "transformers"):
+        require(peer)
+    _check_host(config, block)
+    with open_dict(config):
+        _set_trainer(config, block)
+        _set_precision(config, block)
+        _set_routing(config, block)
+        done = set_correction(config, block.correction)
+        done += set_kl(config, block.kl) if block.kl is not None else []
+        for line in done:
+            print(f"mismatch-ext: {line}", flush=True)
+        _set_environment(config, block)
+
+
+def _refuse(setting: str, value: object, allowed: str, why: str, instead: str = "change it") -> ConfigError:
+    return ConfigError(
+        f"{setting}={value!r} with a mismatch block: {why}; allowed: {allowed}. {instead[0].upper()}{instead[1:]}."
+    )
+
+
+def _check_host(config: DictConfig, block: MismatchConfig) -> None:
+    """Refuse a configuration of verl in which the block, or a part of it, would do nothing."""
+    for module in ELSEWHERE:
+        if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
+            raise _refuse(
+                "trainer",
+                module,
+                "verl.trainer.main_ppo",
+                "that trainer takes none of its settings",
+                "start main_ppo, or remove the block",
+            )
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    for setting, value, wanted, why in (
+        (
+            "trainer.use_v1",
+            config.trainer.use_v1,
+            (True,),
+            "the deprecated trainer has no registry that ours could enter by",
+        ),
+        (
+            "trainer.v1.trainer_mode",
+            config.trainer.v1.trainer_mode,
+            ("sync",),
+            "rollouts of older weights are not told apart from numerics",
+        ),
+        (
+            "actor_rollout_ref.hybrid_engine",
+            config.actor_rollout_ref.hybrid_engine,
+            (True,),
+            "the rollout server is checked through the actor's workers",
+        ),
+        ("actor_rollout_ref.actor.strategy", actor.strategy, ("fsdp2",), "this release's engine is verl's for FSDP2"),
+        ("actor_rollout_ref.rollout.name", rollout.name, ("vllm",), "this release reads back vLLM alone"),
+        (
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            rollout.calculate_log_probs,
+            (True,),
+            "without the engine's log-probabilities there is no gap to measure",
+        ),
+    ):
+        if value not in wanted:
+            raise _refuse(setting, value, " or ".join(map(repr, wanted)), why)
+    if OmegaConf.select(config, "distillation.enabled"):
+        raise _refuse("distillation.enabled", True, "False", "the loss of distillation is not ours to extend")
+    given = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls")
+    if given not in (None, EXTENSION):
+        raise _refuse(
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
+            given,
+            EXTENSION,
+            "the rollout server proves by that class that it is as asked",
+            "derive your class from ours and give it as a subclass, or remove it",
+        )
+    if block.monitor.weight_sync_probe_length >= (rollout.max_model_len or 1 << 30):
+        raise _refuse(
+            "mismatch.monitor.weight_sync_probe_length",
+            block.monitor.weight_sync_probe_length,
+            f"less than rollout.max_model_len ({rollout.max_model_len})",
+            "a probe and one token have to fit",
+        )
+
+
+def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
+    config.trainer.v1.trainer_mode = TRAINER
+    engine = config.actor_rollout_ref.rollout.engine_kwargs
+    engine.vllm = OmegaConf.merge(engine.get("vllm") or {}, {"worker_extension_cls": EXTENSION})
+
+
+def _set_precision(config: DictConfig, block: MismatchConfig) -> None:
+    """One dtype for actor, reference, weight sync and rollout."""
+    if block.precision is None:
+        return
+    dtype, group = block.precision.dtype, config.actor_rollout_ref
+    for setting, value, why in (
+        (
+            "actor_rollout_ref.model.lora.merge",
+            OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"),
+            "merged adapters are sent in bfloat16",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.qat.enable",
+            OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"),
+            "quantised weights have a dtype of their own",
+        ),
+    ):
+        if value and dtype != "bfloat16":
+            raise _refuse(setting, value, "False", f"{why}, not in {dtype}")
+    backend = group.rollout.checkpoint_engine.backend
+    if str(backend).startswith("delta") and dtype != "bfloat16":
+        raise _refuse(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend",
+            backend,
+            "'naive'",
+            f"it sends weights in bfloat16, not in {dtype}",
+        )
+    quantization = group.rollout.get("quantization")
+    if quantization:
+        raise _refuse(
+            "actor_rollout_ref.rollout.quantization", quantization, "None", f"the rollout would not compute in {dtype}"
+        )
+    wanted = {"param_dtype": SHORT[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    for role in ("actor", "ref"):
+        fsdp = group[role].fsdp_config
+        given = fsdp.get("mixed_precision")
+        found = None if given is None else given.get("param_dtype", "bf16")
+        if found is not None and not _same_dtype(found, dtype):
+            raise ConfigError(
+                f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.param_dtype={found!r} with mismatch.precision.dtype="
+                f"{dtype!r}: the two contradict each other; remove one of them."
+            )
+        fsdp.mixed_precision = {**wanted, **(dict(given) if given is not None else {})}
+        if not _same_dtype(fsdp.dtype, dtype):
+            # The key is documented as the training dtype, and read for Megatron alone.
+            print(
+                f"mismatch-ext: actor_rollout_ref.{role}.fsdp_config.dtype={fsdp.dtype!r} is ignored by verl's FSDP engine; "
+                f"mismatch.precision sets mixed_precision.param_dtype={wanted['param_dtype']!r}, which it reads.",
+                flush=True,
+            )
+            fsdp.dtype = dtype
+    found = group.rollout.dtype
+    if not (
+        _same_dtype(found, dtype) or _same_dtype(found, "bfloat16")
+    ):  # bfloat16 is verl's default: nobody need have asked for it
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.dtype={found!r} with mismatch.precision.dtype={dtype!r}: the two contradict each "
+            "other; remove one of them."
+        )
+    group.rollout.dtype = dtype
+
+
+def _same_dtype(name: object, dtype: str) -> bool:
+    return str(name).removeprefix("torch.") in {
+        dtype,
+        SHORT[dtype],
+        {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}[dtype],
+    }
+
+
+def _set_routing(config: DictConfig, block: MismatchConfig) -> None:
+    """R3: let the rollout record its routing, by verl's own switch."""
+    if block.routing is None:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    if block.routing.mode == "R2" and OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
+        raise ConfigError(
+            "mismatch.routing.mode='R2' with algorithm.rollout_correction.bypass_mode=True: R2 records the trainer's pass "
+            "over the rollouts, which bypass mode leaves out; use R3, or set bypass_mode=False."
+        )
+    if block.routing.mode == "R3":
+        rollout.enable_rollout_routing_replay = True
+
+
+def _set_environment(config: DictConfig, block: MismatchConfig) -> None:
+    """Hand the block to every process that Ray starts, and let verl's registry choose our engine there."""
+    variables: Mapping[str, str] = {BLOCK_VARIABLE: encode(block), "VERL_ENGINE_VENDOR": TRAINER}
+    init = config.ray_kwargs.ray_init
+    runtime = init.get("runtime_env") or {}
+    given = dict(runtime.get("env_vars") or {})
+    vendor = given.get("VERL_ENGINE_VENDOR")
+    if vendor not in (None, TRAINER):
+        raise _refuse(
+            "VERL_ENGINE_VENDOR", vendor, TRAINER, "this vendor's engine knows nothing of the block", "remove it"
+        )
+    init.runtime_env = OmegaConf.merge(runtime, {"env_vars": {**given, **variables}})

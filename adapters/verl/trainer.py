@@ -1,0 +1,222 @@
+"""verl's synchronous PPO trainer with the `mismatch:` block.
+
+Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (the gap) ->
+`_compute_advantage` (correction, KL in rewards) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
+`_compute_metrics` (loggers, run directory, alarms). What happens when something fails is in `saving.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.objective import ObjectiveMixin
+from mismatch_ext.adapters.verl.preflight import PreflightMixin
+from mismatch_ext.adapters.verl.routing import NATIVE
+from mismatch_ext.adapters.verl.saving import SavingMixin
+from mismatch_ext.adapters.verl.settings import TRAINER
+from mismatch_ext.adapters.verl.steering import Gap, leading_statistics, merged
+from mismatch_ext.adapters.verl.watchdog import Watchdog
+from mismatch_ext.adapters.verl.worker import MismatchWorker
+from omegaconf import DictConfig, open_dict
+from torch import Tensor
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.utils.padding import response_from_nested
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, NonFiniteLogprobError
+from mismatch_ext.monitor import Monitor
+from mismatch_ext.recorder import RunRecorder, ensure_writable
+
+OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
+# What verl calls the metrics that built-in alarms watch by other hosts' names.
+ALIASES = {"grad_norm": "actor/grad_norm", "loss": "actor/loss"}
+
+
+@register_trainer(TRAINER)
+class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSync):
+    """Chosen by `settings.prepare` for a configuration with a block; verl's own trainer runs those without."""
+
+    def __init__(self, config: DictConfig) -> None:
+        block = active_block()
+        if block is None:
+            raise ConfigError(
+                f"trainer.v1.trainer_mode={TRAINER!r}, but no mismatch block reached this process; give the block (+mismatch...) "
+                "and leave trainer_mode alone."
+            )
+        self._block: MismatchConfig = block
+        with open_dict(config):
+            # verl asks in several places whether the mode is "sync", and this trainer is.
+            config.trainer.v1.trainer_mode = "sync"
+        run_dir = block.monitor.run_dir or Path(config.trainer.default_local_dir) / "mismatch"
+        self._run_dir = Path(run_dir)
+        ensure_writable(self._run_dir)
+        self._monitor = Monitor(block.monitor)
+        self._recorder: RunRecorder | None = None
+        self._gap: Gap | None = None
+        self._watchdog = Watchdog(block.monitor.stall_timeout, self._release_waiting)
+        self._random = random.Random(0)
+        self._stopped: str | None = None
+        self._looked = False
+        self._updated_step = self._saved_step = 0
+        super().__init__(config)
+        self._begin_objective()
+
+    def _init_resource_pool_mgr(self) -> None:
+        """Map verl's roles as it does, with our worker where it has its own."""
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            if "actor" in str(role):
+                self.role_worker_mapping[role] = ray.remote(MismatchWorker)
+
+    def _release_waiting(self) -> None:
+        """End the processes whose answers the trainer may be waiting for."""
+        handles = list(getattr(getattr(self, "actor_rollout_wg", None), "workers", []))
+        manager = getattr(self, "llm_server_manager", None)
+        handles += [server for replica in (manager.get_replicas() if manager else []) for server in replica.servers]
+        for handle in handles:
+            ray.kill(handle)
+
+    def init(self) -> None:
+        """Initialise as verl does, watched: a rollout server that fails to start leaves its caller waiting."""
+        self._watchdog.phase("starting workers and rollout servers")
+        with self._watchdog.watching(), self._failing_loudly():
+            super().init()
+
+    def on_init_end(self) -> None:
+        """Check every process, send the first weights, and check that they arrived; then say what is active."""
+        self._check_processes()
+        super().on_init_end()
+        self._verify_weights()
+        self._announce()
+
+    def on_step_begin(self) -> None:
+        self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")
+        super().on_step_begin()
+
+    def on_step_end(self) -> None:
+        """Send the new weights, and check that the rollout server computes with them."""
+        self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
+        super().on_step_end()
+        self._verify_weights()
+        self._watchdog.phase(f"finishing step {self.global_steps}")
+
+    def on_validate_begin(self) -> None:
+        self._watchdog.phase(f"validating at step {self.global_steps}")
+        super().on_validate_begin()
+
+    # One batch.
+
+    def _read(self, batch: Any, *fields: str) -> dict[str, Any]:
+        """Return fields of a batch, padded on the right with 0, without the rows that verl has filled it up with."""
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+        padded = data.to_padded_tensor()
+        return {name: padded[name][self._rows(batch)] for name in fields}
+
+    @staticmethod
+    def _rows(batch: Any) -> list[int]:
+        """Return the rows of a batch that verl has not filled it up with."""
+        return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
+        self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
+        self._check_rollouts(batch)
+        batch = super()._compute_old_log_prob(batch, metrics)
+        if not self._bypasses():
+            found = self._read(batch, OLD, ROLLOUT, MASK)
+            assert self._recorder is not None
+            self._gap = (found[OLD].float(), found[ROLLOUT].float(), found[MASK].bool())
+            self._recorder.observe("train", *self._gap)
+            self._measure_native(batch, found[MASK])
+        return batch
+
+    def _measure_native(self, batch: Any, mask: Tensor) -> None:
+        """Score a share of the batches once more without replay: the gap there is what replay closes."""
+        routing = self._block.routing
+        if routing is None or self._random.random() >= routing.native_gap_rate:
+            return
+        assert self._gap is not None and self._recorder is not None
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        given, batch.extra_info = (
+            batch.extra_info,
+            {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, NATIVE: True},
+        )
+        try:
+            self.actor_rollout_wg.compute_log_prob(batch)
+        finally:
+            batch.extra_info = given
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["log_probs", MASK])
+        native = response_from_nested(data["log_probs"], data[MASK]).to_padded_tensor(0.0)[self._rows(batch)]
+        self._recorder.observe("train", native.float(), *self._gap[1:], native=True)
+
+    def _check_rollouts(self, batch: Any) -> None:
+        """Refuse log-probabilities that are not numbers, before anything is computed from them."""
+        found = self._read(batch, ROLLOUT, MASK)
+        bad = (~found[ROLLOUT].isfinite() & found[MASK].bool()).nonzero()
+        if len(bad):
+            row, token = (int(x) for x in bad[0])
+            raise NonFiniteLogprobError(
+                f"rollout {batch.keys[self._rows(batch)[row]]}, token {token}: the engine reported log-probability "
+                f"{float(found[ROLLOUT][row, token])} at step {self.global_steps}; its logits overflowed or its weights are "
+                "broken. In float16, check the checkpoint with "
+                "`mismatch-ext readiness`."
+            )
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Update the actor as verl does, at the rate that this batch calls for."""
+        self._watchdog.phase(f"updating the actor in step {self.global_steps}")
+        if self._block.lr is not None:
+            responses = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["responses"])[
+                "responses"
+            ]
+            lengths = responses.offsets().diff()[self._rows(batch)]
+            limit = int(self.config.actor_rollout_ref.rollout.response_length)
+            statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
+            metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(**statistics)))
+        self._carry_coefficient(batch)
+        batch = super()._update_actor(batch, metrics)
+        self._updated_step = self.global_steps
+        metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
+        return batch
+
+    # What came of it.
+
+    def _compute_metrics(
+        self, batch: Any, metrics: dict[str, Any], timing_raw: Any, global_steps: int, epoch: int
+    ) -> None:
+        """Compute verl's metrics, add the gap's, write all of them and hold them against the alarms."""
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        assert self._recorder is not None
+        metrics.update(self._recorder.flush("train", global_steps))
+        numbers = {name: getattr(value, "item", lambda v=value: v)() for name, value in metrics.items()}
+        self._recorder.step("train", global_steps, numbers)
+        if not self._looked:
+            self._looked = True
+            for metric, message in self._monitor.unwatched(numbers).items():
+                self._event("warning", "unwatched", message, {"metric": metric})
+        watched = numbers | {alias: numbers[name] for alias, name in ALIASES.items() if name in numbers}
+        for alarm in self._monitor.observe(global_steps, watched):
+            self._event(alarm.level, "alarm", alarm.message, alarm.to_dict())
+            if alarm.stops:
+                self._stop(alarm.message)
+
+    def _stop(self, message: str) -> None:
+        """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""
+        self._stopped = message
+        if self._saved_step != self.global_steps:
+            self._save_checkpoint()
+        self.total_training_steps = self.global_steps
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train as verl does, watched; a failure of ours saves what was trained first."""
+        self._watchdog = Watchdog(self._block.monitor.stall_timeout, self._release_waiting)
+        self._watchdog.phase("starting to train")
+        with self._watchdog.watching(), self._failing_loudly():
+            super().fit(agent_loop_manager)
+        self._end("completed", self._stopped or "")

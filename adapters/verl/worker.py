@@ -1,0 +1,172 @@
+"""The Ray worker that holds actor and reference: our engine and loss in it, and what the trainer asks it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.verl.block import active_block, digest
+from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, register_engine
+from mismatch_ext.adapters.verl.loss import make_loss
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, ReadinessError
+from mismatch_ext.precision.audit import TrainerReading
+from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
+from mismatch_ext.versions import require
+
+# Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off.
+SURPLUS_MASS = 1e-4
+
+register_engine()
+
+F = TypeVar("F", bound=Callable[..., Any])
+on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)
+
+
+class MismatchWorker(ActorRolloutRefWorker):
+    """verl's worker with the block: what it has built is looked at before the first step."""
+
+    def _block(self) -> MismatchConfig:
+        block = active_block()
+        if block is None:
+            raise ConfigError(
+                f"worker {os.getpid()}: the mismatch block did not reach this process, so nothing of it is active here. Ray was "
+                "started before verl, or env_vars of ray_kwargs.ray_init.runtime_env were replaced; start Ray by main_ppo, or "
+                "set MISMATCH_EXT_BLOCK in the cluster's environment."
+            )
+        return block
+
+    @on_all_ranks
+    def init_model(self) -> None:
+        """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
+        block = self._block()
+        super().init_model()
+        if "actor" not in self.role:
+            return
+        engine = self.actor.engine
+        if not isinstance(engine, MismatchFSDPEngine):
+            raise ConfigError(
+                f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {MismatchFSDPEngine.__name__}, "
+                "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
+            )
+        self.actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
+        self._check_readiness(block)
+
+    def _check_readiness(self, block: MismatchConfig) -> None:
+        """Check that this rank's shards of the weights fit the dtype that both sides will compute in."""
+        if block.precision is None or block.precision.readiness == "off":
+            return
+        dtype = block.precision.dtype
+        shards = (
+            (name, getattr(p, "to_local", lambda p=p: p)().detach())
+            for name, p in self.actor.engine.module.named_parameters()
+        )
+        report = ReadinessReport.of(weights=scan_weights(shards, dtype), activations=[], dtype=dtype)
+        if report.verdict == "not ready":
+            message = f"the checkpoint is not ready for {dtype}: {'; '.join(report.reasons)}"
+            if block.precision.readiness == "error":
+                raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
+            print(f"mismatch-ext: {message}", flush=True)
+
+    @on_all_ranks
+    def mismatch_report(self) -> dict[str, Any]:
+        """Return what is active in this process, read back from the live objects."""
+        engine = self.actor.engine
+        return {
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "block": digest(active_block()),
+            "engine": type(engine).__name__,
+            "loss": getattr(self.actor.loss_fn, "func", self.actor.loss_fn).__module__,
+            "versions": {peer: require(peer) for peer in ("verl", "torch", "transformers")},
+            "trainer": asdict(self._reading()),
+            **engine.mismatch_report(),
+        }
+
+    def _reading(self) -> TrainerReading:
+        engine = self.actor.engine
+        device = torch.device(get_device_name())
+        return read_trainer(
+            engine.module,
+            lambda: torch.autocast(device_type=device.type, dtype=engine._autocast_dtype),
+            engine.scaler,
+            device,
+        )
+
+    @on_all_ranks
+    def mismatch_score(self, token_ids: list[list[int]]) -> list[list[float]]:
+        """Score probe tokens `[N, T]` with the actor's present weights; log-probabilities `[N, T-1]`.
+
+        Every rank takes part: the forward pass of a sharded model is collective.
+        """
+        with self._scoring() as score:
+            return score(score_tokens, torch.tensor(token_ids)).tolist()
+
+    @on_all_ranks
+    def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
+        """Measure the probability of ids that the rollout masks, its tokenizer having no text for them; None if there are none.
+
+        Raises:
+            ConfigError: It is large enough to be taken for a gap between rollout and trainer.
+        """
+        with self._scoring() as score:
+            found = score(
+                lambda model, ids, autocast: vocabulary_surplus(model, tokenizer_size, ids, autocast),
+                torch.tensor(token_ids),
+            )
+        if found is None:
+            return None
+        if found.mass_mean > SURPLUS_MASS:
+            raise ConfigError(
+                f"the model's vocabulary has {found.model_size} ids, its tokenizer {found.tokenizer_size}: verl's rollout masks "
+                f"the {found.model_size - found.tokenizer_size} ids between them and the trainer does not, and the policy gives "
+                f"them probability {found.mass_mean:.3g} on average (allowed: {SURPLUS_MASS:g}), so that all log-probabilities "
+                "differ by that mass. Resize the model's embeddings to the tokenizer."
+            )
+        return asdict(found)
+
+    def _scoring(self) -> Any:
+        return _Scoring(self.actor.engine)
+
+    @on_all_ranks
+    def mismatch_update_lr(self, **statistics: float) -> dict[str, float]:
+        """Let statistics of the batch, the same on all ranks, lead the rate of the update that learns from it."""
+        return dict(self.actor.engine.mismatch_update_lr(**statistics))
+
+    @on_all_ranks
+    def mismatch_metrics(self) -> dict[str, float]:
+        """Return what the engine measured since the last call."""
+        return dict(self.actor.engine.mismatch_metrics())
+
+
+class _Scoring:
+    """The engine in evaluation, loaded where it is offloaded, under its own autocast."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> Callable[..., Any]:
+        self._mode = self._engine.eval_mode()
+        self._mode.__enter__()
+        engine = self._engine
+        device = next(engine.module.parameters()).device
+
+        def score(function: Callable[..., Any], token_ids: torch.Tensor) -> Any:
+            return function(
+                engine.module,
+                token_ids.to(device),
+                lambda: torch.autocast(device_type=device.type, dtype=engine._autocast_dtype),
+            )
+
+        return score
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)

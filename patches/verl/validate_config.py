@@ -1,0 +1,38 @@
+"""The one function that verl's driver calls with its whole configuration before it starts Ray."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mismatch_ext.patching import Patch
+
+PREPARE: list[Callable[[Any], None]] = []
+"""What gets a configuration with a `mismatch` block, and may change or refuse it; not closed over, which a digest cannot tell."""
+
+
+def _make(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def checked(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.get("mismatch") is not None:
+            for prepare in PREPARE:
+                prepare(config)  # before verl's own checks, which then see the settings that the block stands for
+        return original(config, *args, **kwargs)
+
+    return checked
+
+
+VALIDATE_CONFIG = Patch(
+    name="verl/validate_config",
+    peer="verl",
+    supports=">=0.9.1,<=0.9.1",
+    target="verl.utils.config:validate_config",
+    make=_make,
+    # Imported there while verl itself was; nothing calls it by that name.
+    allow_aliases=("verl.utils:validate_config",),
+    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py",
+    reason="verl has no hook that sees the configuration before Ray starts, and ignores a root block that it does not know.",
+    not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",
+    remove_when="verl calls its plugins with the configuration before it starts Ray.",
+)
