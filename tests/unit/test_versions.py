@@ -17,6 +17,7 @@ from tests import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+ELSEWHERE = {"sglang": ROOT / "requirements/constraints-sglang-cpu.txt"}
 
 
 @pytest.fixture
@@ -66,7 +67,9 @@ def test_every_range_is_closed_and_has_the_installed_version(name: str) -> None:
     parts = {part.operator for part in SpecifierSet(PEERS[name].supports)}
     assert {">=", "<="} <= parts <= {">=", "<=", "!="}
     version = installed(name)
-    assert version is not None and in_range(version, PEERS[name].supports)
+    if version is None:  # a peer whose pins do not go with the others' has an environment of its own
+        version = re.findall(rf"^{name}==(\S+)", ELSEWHERE[name].read_text(encoding="utf-8"), re.MULTILINE)[0]
+    assert in_range(version, PEERS[name].supports)
 
 
 @pytest.mark.parametrize("patch", [patch for patch, _ in DECLARED], ids=lambda patch: patch.name)

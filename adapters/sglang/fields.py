@@ -1,0 +1,94 @@
+"""Reading single fields of what a server sent: checked types, and messages whose length does not depend on the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from reprlib import Repr
+from typing import Any
+
+from mismatch_ext.errors import RecordError
+
+MAX_TOKEN_ID = 2**31 - 1
+SHOWN = 120
+"""Characters of a server's value that a message quotes."""
+
+
+class _Brief(Repr):
+    """Python's abbreviating repr, which leaves bytes whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = SHOWN
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 4
+        self.maxlevel = 3
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        """Return the representation of the first bytes."""
+        return repr(bytes(value[:SHOWN]))
+
+    repr_bytearray = repr_bytes
+
+
+_repr = _Brief()
+
+
+def brief(value: object) -> str:
+    """Return a short representation of anything that a server may send, huge numbers and deep nesting included."""
+    if is_integer(value) and abs(int(value)) >= 10**40:  # type: ignore[call-overload]
+        return f"an integer of {int(value).bit_length()} bits"  # type: ignore[call-overload]
+    try:
+        text = _repr.repr(value)
+    except (ValueError, TypeError, AttributeError, RuntimeError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def refuse(request: str, field: str, value: object, allowed: str) -> RecordError:
+    """Return the error for a field whose value is not allowed; `allowed` ends the sentence and may say what to change."""
+    return RecordError(f"request {request}, {field}: found {brief(value)}; allowed: {allowed}.")
+
+
+def mapping(value: object, request: str, field: str) -> Mapping[Any, Any]:
+    """Return a field that must be a JSON object."""
+    if not isinstance(value, Mapping):
+        raise refuse(request, field, value, "an object")
+    return value
+
+
+def sequence(value: object, request: str, field: str) -> Sequence[Any]:
+    """Return a field that must be a JSON array; the in-process engine sends tuples too."""
+    if not isinstance(value, (list, tuple)):
+        raise refuse(request, field, value, "a list")
+    return value
+
+
+def count(value: object, request: str, field: str) -> int:
+    """Return a field that must be an integer from 0 to 2^31 - 1."""
+    if not is_integer(value) or not 0 <= int(value) <= MAX_TOKEN_ID:  # type: ignore[call-overload]
+        raise refuse(request, field, value, f"an integer from 0 to {MAX_TOKEN_ID}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def token_ids(value: object, request: str, field: str) -> tuple[int, ...]:
+    """Return a field that must be a list of token ids."""
+    ids = sequence(value, request, field)
+    for position, token in enumerate(ids):
+        if not is_integer(token) or not 0 <= token <= MAX_TOKEN_ID:
+            raise refuse(request, f"{field}[{position}]", token, f"a token id from 0 to {MAX_TOKEN_ID}")
+    return tuple(int(token) for token in ids)
+
+
+def is_integer(value: object) -> bool:
+    """Tell whether a value is an integer and not a boolean."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def number(value: object) -> float | None:
+    """Return a number as a float, or None when it is no number; what exceeds a float becomes infinite."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (OverflowError, ValueError):
+        return float("inf")

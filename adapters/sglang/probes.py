@@ -1,0 +1,63 @@
+"""Log-probabilities that SGLang assigns to given tokens, for checking its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mismatch_ext.adapters.sglang.fields import brief, number
+from mismatch_ext.adapters.sglang.request import generate_request
+from mismatch_ext.adapters.sglang.transport import Transport
+from torch import Tensor
+
+from mismatch_ext.errors import RecordError
+from mismatch_ext.records import SamplingSettings
+
+FIELD = "meta_info.input_token_logprobs"
+# Greedy at temperature 1: scoring draws no random number, so it leaves the engine's sampling as it was.
+SCORING = SamplingSettings(temperature=1.0, top_k=1)
+
+
+def score_tokens(transport: Transport, token_ids: Sequence[Sequence[int]]) -> Tensor:
+    """Score fixed token sequences with the engine's present weights, at temperature 1.
+
+    The sequences are computed anew, without the prefix cache.
+
+    Args:
+        transport: The engine.
+        token_ids: N sequences of the same length T, at least 2.
+
+    Returns:
+        Log-probabilities `[N, T-1]`, float64, of tokens 1..T-1 given those before them; NaN where the engine's is not finite.
+
+    Raises:
+        EngineError: The engine failed or was not reached.
+        RecordError: A response is not the score of its sequence.
+    """
+    prompts = [list(map(int, ids)) for ids in token_ids]
+    request = generate_request(prompts, SCORING, max_new_tokens=0, prompt_logprobs=True)
+    outputs = transport.generate(request)
+    if len(outputs) != len(prompts):
+        raise RecordError(f"{len(outputs)} responses for {len(prompts)} sequences that were to be scored.")
+    rows = [_scores(output, ids, row) for row, (output, ids) in enumerate(zip(outputs, prompts, strict=True))]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _scores(output: dict[str, object], ids: list[int], row: int) -> list[float]:
+    meta = output.get("meta_info")
+    entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
+    if not isinstance(entries, (list, tuple)) or len(entries) != len(ids):
+        raise RecordError(
+            f"sequence {row}, {FIELD}: found {brief(entries)}; allowed: {len(ids)} entries, one per token."
+        )
+    scores = []
+    for position, (entry, token) in enumerate(zip(entries[1:], ids[1:], strict=True), start=1):
+        # SGLang writes 0 for the last id of the vocabulary; the log-probability is that of the token.
+        if not isinstance(entry, (list, tuple)) or len(entry) < 2 or entry[1] not in (token, 0):
+            raise RecordError(
+                f"sequence {row}, {FIELD}[{position}]: found {brief(entry)}; allowed: the score of token {token}."
+            )
+        # Over HTTP a value that is not finite arrives as null; the weight check judges it.
+        value = number(entry[0])
+        scores.append(float("nan") if value is None else value)
+    return scores

@@ -1,0 +1,182 @@
+"""Requests for SGLang: one dict that is the body of `POST /generate` and the keyword arguments of `Engine.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mismatch_ext.adapters.sglang.fields import brief, is_integer, token_ids
+from packaging.version import InvalidVersion, Version
+
+from mismatch_ext.errors import PeerVersionError, RecordError, RoutingError
+from mismatch_ext.records import SamplingSettings
+
+START_LEN_SINCE = Version("0.5.12.post1")
+GREEDY_BELOW = 1e-6
+
+
+def generate_request(
+    input_ids: Sequence[int] | Sequence[Sequence[int]],
+    sampling: SamplingSettings,
+    *,
+    max_new_tokens: int,
+    routing: bool = False,
+    routed_experts_start: int = 0,
+    logprobs: bool = True,
+    prompt_logprobs: bool = False,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    n: int = 1,
+    seed: int | None = None,
+    stream: bool = False,
+    request_ids: str | Sequence[str] | None = None,
+    version: str | None = None,
+) -> dict[str, Any]:
+    """Build a request, refusing what SGLang would answer with something that does not compare with the trainer.
+
+    Args:
+        input_ids: Token ids of a prompt, or of several.
+        sampling: Settings to sample with; all of them are sent, so that no default of the server applies.
+        max_new_tokens: Most tokens to sample; 0 scores the prompt alone.
+        routing: Ask for the experts of every token but the last; needs a server with `--enable-return-routed-experts`.
+        routed_experts_start: First position whose experts are sent, at most the length of the shortest prompt.
+        logprobs: Ask for the log-probability of each sampled token.
+        prompt_logprobs: Ask for those of the prompt too, which are at temperature 1 whatever the sampling's; it is then computed
+            anew, without the prefix cache.
+        stop_token_ids: Tokens that end a response, beside the model's own.
+        ignore_eos: Go on after the model's own end token; SGLang then knows no other one either.
+        n: Responses per prompt.
+        seed: Seed of the sampling; None leaves it to the server.
+        stream: Ask for a stream; its last chunk has the routes.
+        request_ids: Names of the requests, one per prompt; None lets the server name them.
+        version: The server's version; None assumes one that this release supports.
+
+    Raises:
+        RecordError: Token ids or settings that SGLang refuses, or takes as something else.
+        RoutingError: A start of the routes beyond a prompt, or without routing.
+        PeerVersionError: A start of the routes with a version that ignores it.
+    """
+    prompts, batched = _prompts(input_ids)
+    _check_sampling(sampling, prompt_logprobs and logprobs)
+    _check_number("max_new_tokens", max_new_tokens, 0)
+    _check_number("n", n, 1)
+    if prompt_logprobs and not logprobs:
+        raise RecordError("prompt_logprobs=True with logprobs=False; allowed: both, for SGLang returns them together.")
+    if ignore_eos and stop_token_ids:
+        raise RecordError(
+            f"ignore_eos=True with stop_token_ids={brief(stop_token_ids)}: SGLang then ignores both; leave out one of the two."
+        )
+    _check_start(routed_experts_start, routing, prompts, version)
+    settings: dict[str, Any] = {
+        "max_new_tokens": int(max_new_tokens),
+        "temperature": float(sampling.temperature),
+        "top_p": float(sampling.top_p),
+        "top_k": int(sampling.top_k) if sampling.top_k > 0 else -1,
+        "min_p": float(sampling.min_p),
+        "repetition_penalty": float(sampling.repetition_penalty),
+        "ignore_eos": bool(ignore_eos),
+        "n": int(n),
+    }
+    if stop_token_ids:
+        settings["stop_token_ids"] = list(token_ids(list(stop_token_ids), "to be sent", "stop_token_ids"))
+    if seed is not None:
+        settings["sampling_seed"] = _seed(seed)
+    request: dict[str, Any] = {
+        "input_ids": prompts if batched else prompts[0],
+        "sampling_params": settings,
+        "return_logprob": bool(logprobs),
+    }
+    if prompt_logprobs:
+        request["logprob_start_len"] = 0
+    if routing:
+        request["return_routed_experts"] = True
+    if routed_experts_start:
+        request["routed_experts_start_len"] = int(routed_experts_start)
+    if stream:
+        request["stream"] = True
+    if request_ids is not None:
+        request["rid"] = _names(request_ids, len(prompts), batched)
+    return request
+
+
+def _prompts(input_ids: Any) -> tuple[list[list[int]], bool]:
+    if isinstance(input_ids, (str, bytes)) or not isinstance(input_ids, Sequence) or not input_ids:
+        raise RecordError(f"input_ids is {brief(input_ids)}; allowed: a list of token ids, or a list of such lists.")
+    batched = not is_integer(input_ids[0])
+    prompts = []
+    for row, prompt in enumerate(input_ids if batched else [input_ids]):
+        if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence) or not prompt:
+            raise RecordError(
+                f"input_ids[{row}] is {brief(prompt)}; allowed: a list of at least one token id. Give token ids, not text: the "
+                "server's tokenizer need not be the trainer's."
+            )
+        prompts.append(list(token_ids(list(prompt), "to be sent", f"input_ids[{row}]")))
+    return prompts, batched
+
+
+def _check_sampling(sampling: SamplingSettings, prompt_logprobs: bool) -> None:
+    if sampling.temperature < GREEDY_BELOW:
+        raise RecordError(
+            f"sampling temperature={sampling.temperature}: SGLang samples greedily below {GREEDY_BELOW} and reports "
+            f"log-probabilities at temperature 1; allowed: >= {GREEDY_BELOW}."
+        )
+    if sampling.top_k == 1 and sampling.temperature != 1:
+        raise RecordError(
+            f"sampling top_k=1 with temperature={sampling.temperature}: SGLang reports log-probabilities at temperature 1 or at "
+            "the request's, depending on what else is in its batch; allowed: top_k=1 with temperature 1."
+        )
+    if sampling.repetition_penalty > 2:
+        raise RecordError(
+            f"sampling repetition_penalty={sampling.repetition_penalty} is refused by SGLang; allowed: 0 < x <= 2."
+        )
+    if prompt_logprobs and sampling.temperature != 1:
+        raise RecordError(
+            f"prompt_logprobs=True with temperature={sampling.temperature}: SGLang's log-probabilities of a prompt are at "
+            "temperature 1 whatever the request's, and do not compare with the response's; score with a request of temperature 1."
+        )
+
+
+def _check_start(start: Any, routing: bool, prompts: Sequence[Sequence[int]], version: str | None) -> None:
+    shortest = min(map(len, prompts))
+    if not is_integer(start) or not 0 <= start <= shortest:
+        raise RoutingError(
+            f"routed_experts_start={brief(start)}; allowed: 0 to {shortest}, the length of the shortest prompt."
+        )
+    if not start:
+        return
+    if not routing:
+        raise RoutingError(f"routed_experts_start={start} with routing=False has no effect; leave out one of the two.")
+    if version is not None and _parsed(version) < START_LEN_SINCE:
+        raise PeerVersionError(
+            f"sglang {version} ignores routed_experts_start_len={start} and returns all rows; leave it out, or run "
+            f"{START_LEN_SINCE} or later."
+        )
+
+
+def _parsed(version: str) -> Version:
+    try:
+        return Version(version)
+    except (InvalidVersion, TypeError) as error:
+        raise PeerVersionError(
+            f"sglang version {brief(version)} is no version; allowed: one such as '0.5.18'."
+        ) from error
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if not is_integer(value) or value < least:
+        raise RecordError(f"{name}={brief(value)}; allowed: an integer >= {least}.")
+
+
+def _seed(seed: Any) -> int:
+    if not is_integer(seed) or not -(2**63) <= seed < 2**63:
+        raise RecordError(f"seed={brief(seed)}; allowed: an integer of 64 bits.")
+    return int(seed)
+
+
+def _names(names: str | Sequence[str], prompts: int, batched: bool) -> str | list[str]:
+    given = [names] if isinstance(names, str) else list(names)
+    if len(given) != prompts or len(set(given)) != prompts or not all(isinstance(n, str) and n for n in given):
+        raise RecordError(
+            f"request_ids={brief(names)} for {prompts} prompts; allowed: one name per prompt, all different."
+        )
+    return given if batched else given[0]

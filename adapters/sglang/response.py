@@ -1,0 +1,179 @@
+"""What SGLang answers to `/generate` or returns from `Engine.generate`, as rollout records.
+
+The log-probabilities of a response are log_softmax(logits / T) before top-p, top-k and min-p; those of a prompt are at T = 1
+whatever the request's T. Over HTTP a NaN or infinite value arrives as null.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mismatch_ext.adapters.sglang.fields import brief, is_integer, mapping, number, refuse, sequence, token_ids
+from mismatch_ext.adapters.sglang.response_checks import (
+    check_counts,
+    check_prompt_logprobs,
+    check_weights,
+    finish_reason,
+)
+from mismatch_ext.adapters.sglang.routes import RoutingShape, to_trace
+
+from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError
+from mismatch_ext.records import Provenance, RolloutRecord
+
+LOGPROBS = "meta_info.output_token_logprobs"
+LOWEST = (-65504.0, -3.3e38)
+"""Lowest value of float16, and just above those of bfloat16 and float32: what SGLang clamps minus infinity to."""
+TOLERANCE = 1e-3
+"""Nats above 0 that rounding may give a log-probability."""
+
+
+def to_records(
+    outputs: Any,
+    *,
+    prompt_ids: Sequence[Sequence[int]],
+    provenance: Provenance,
+    shape: RoutingShape | None = None,
+    routed_experts_start: int = 0,
+    n: int = 1,
+    weight_version: str | None = None,
+    allow_abort: bool = False,
+) -> list[RolloutRecord]:
+    """Turn the responses to a batch of prompts into records, in the order of the prompts.
+
+    Args:
+        outputs: The list that SGLang returned; n responses per prompt, those of a prompt beside each other. A single response
+            may come without its list.
+        prompt_ids: One list of token ids per prompt.
+        provenance: Where the rollouts come from.
+        shape: The model's routing shape when routing was requested; None reads none.
+        routed_experts_start: As it was in the request.
+        n: Responses per prompt.
+        weight_version: The server's stamp of its weights that every response must have; None accepts any one.
+        allow_abort: Keep what aborted requests had sampled.
+
+    Raises:
+        RecordError: A response is malformed, or their number is wrong; names request, field, value and what is allowed.
+        RoutingError: Routing is missing or malformed.
+        EngineError: A request was aborted.
+    """
+    items = [outputs] if isinstance(outputs, Mapping) else sequence(outputs, "of the batch", "response")
+    if n < 1 or len(items) != n * len(prompt_ids):
+        raise RecordError(
+            f"{len(items)} responses for {len(prompt_ids)} prompts with n={n}; allowed: {n * len(prompt_ids)}, n per prompt."
+        )
+    return [
+        parse_response(
+            output,
+            prompt_ids=prompt_ids[row // n],
+            provenance=provenance,
+            shape=shape,
+            routed_experts_start=routed_experts_start,
+            weight_version=weight_version,
+            request_id=str(row),
+            allow_abort=allow_abort,
+        )
+        for row, output in enumerate(items)
+    ]
+
+
+def parse_response(
+    output: Any,
+    *,
+    prompt_ids: Sequence[int],
+    provenance: Provenance,
+    shape: RoutingShape | None = None,
+    routed_experts_start: int = 0,
+    weight_version: str | None = None,
+    request_id: str | None = None,
+    allow_abort: bool = False,
+) -> RolloutRecord:
+    """Turn one finished response into a record, after checking everything that the record will be used for.
+
+    Args:
+        output: The response: `output_ids` and `meta_info`. Of a stream, the last chunk, which has all tokens and the routes.
+        prompt_ids: Token ids of its prompt.
+        provenance: Where it comes from; its weight version is that of the routes too.
+        shape: The model's routing shape when routing was requested; None reads none.
+        routed_experts_start: As it was in the request; a server that ignored it sent all rows, which are cut.
+        weight_version: The server's stamp of its weights that the response must have; None accepts any one.
+        request_id: Name of the request; None takes the server's.
+        allow_abort: Keep what an aborted request had sampled.
+
+    Returns:
+        The record; its last token has no route, because it never passed through the engine's model.
+
+    Raises:
+        RecordError: The response is malformed; names request, field, value and what is allowed.
+        NonFiniteLogprobError: A log-probability is null, NaN or infinite.
+        RoutingError: Routing is missing or malformed.
+        EngineError: The request was aborted.
+    """
+    fields = mapping(output, request_id or "?", "response")
+    if fields.get("error") is not None and fields.get("meta_info") is None:
+        raise EngineError(f"request {request_id or '?'}: SGLang answered with the error {brief(fields['error'])}.")
+    meta = mapping(fields.get("meta_info"), request_id or "?", "meta_info")
+    request = request_id or _name(meta)
+    reason = finish_reason(meta, request, allow_abort)
+    ids = token_ids(fields.get("output_ids"), request, "output_ids")
+    check_counts(meta, len(prompt_ids), len(ids), request)
+    check_prompt_logprobs(meta, provenance.sampling.temperature, request)
+    check_weights(meta, weight_version, request)
+    return RolloutRecord(
+        prompt_ids=tuple(prompt_ids),
+        response_ids=ids,
+        rollout_logprobs=_logprobs(meta, ids, request),
+        response_mask=(True,) * len(ids),
+        finish_reason=reason,
+        provenance=provenance,
+        request_id=request,
+        routing=None
+        if shape is None
+        else to_trace(
+            meta.get("routed_experts"),
+            prompt_tokens=len(prompt_ids),
+            output_tokens=len(ids),
+            shape=shape,
+            start=routed_experts_start,
+            version=provenance.weight_version,
+            request=request,
+        ),
+    )
+
+
+def _name(meta: Mapping[Any, Any]) -> str:
+    name = meta.get("id")
+    return name[:80] if isinstance(name, str) and name else "?"
+
+
+def _logprobs(meta: Mapping[Any, Any], ids: tuple[int, ...], request: str) -> tuple[float, ...]:
+    found = meta.get("output_token_logprobs")
+    if found is None and ids:
+        raise refuse(request, LOGPROBS, found, "one entry per token; send return_logprob=true with the request")
+    entries = sequence(found if found is not None else (), request, LOGPROBS)
+    if len(entries) != len(ids):
+        raise refuse(request, LOGPROBS, entries, f"{len(ids)} entries, one per token of output_ids, not {len(entries)}")
+    pairs = enumerate(zip(entries, ids, strict=True))
+    return tuple(_logprob(entry, token, position, request) for position, (entry, token) in pairs)
+
+
+def _logprob(entry: Any, token: int, position: int, request: str) -> float:
+    """Return the log-probability of an entry (log-probability, token id, text or null)."""
+    field = f"{LOGPROBS}[{position}]"
+    if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
+        raise refuse(request, field, entry, "[log-probability, token id, text or null]")
+    if not is_integer(entry[1]) or entry[1] != token:
+        raise refuse(request, f"{field}[1]", entry[1], f"{token}, the token of output_ids[{position}]")
+    value = math.nan if entry[0] is None else number(entry[0])
+    if value is None:
+        raise refuse(request, f"{field}[0]", entry[0], "a number")
+    if not math.isfinite(value) or value == LOWEST[0] or value <= LOWEST[1]:
+        raise NonFiniteLogprobError(
+            f"request {request}, {field}[0]: found {brief(entry[0])} for token id {token}; allowed: a finite log-probability. "
+            "SGLang writes NaN and infinity as null, and clamps minus infinity to its dtype's lowest value: its logits "
+            "overflowed or its weights are broken. In float16, check the checkpoint with `mismatch-ext readiness`."
+        )
+    if value > TOLERANCE:
+        raise refuse(request, f"{field}[0]", entry[0], "a log-probability <= 0")
+    return value

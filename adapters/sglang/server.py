@@ -1,0 +1,192 @@
+"""What an SGLang server runs with, read from its own report, and one verdict on whether the trainer can match it.
+
+The report is `GET /server_info` (`/get_server_info` before), or `Engine.get_server_info()`: the server's arguments after it
+resolved them, and its version. `dtype` may still be "auto" there, which says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mismatch_ext.adapters.sglang.fields import brief
+from mismatch_ext.adapters.sglang.server_checks import (
+    ORIGINAL_LOGPROB,
+    ServerProblem,
+    numeric_problems,
+    precision_problems,
+    routing_problems,
+    version_problems,
+)
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import EngineError
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.precision.dtypes import canonical, spelled
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.records import Provenance, SamplingSettings
+from mismatch_ext.versions import PEERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerVerdict:
+    """Whether a server fits, and everything that does not.
+
+    Args:
+        version: The server's version.
+        problems: All problems, in the order of the checks.
+    """
+
+    version: str
+    problems: tuple[ServerProblem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What to change at the server's start, each once."""
+        return tuple(dict.fromkeys(problem.flag for problem in self.problems))
+
+    def raise_for_problems(self) -> None:
+        """Refuse a server that does not fit.
+
+        Raises:
+            EngineError: There is a problem; the message has each on a line.
+        """
+        if self.problems:
+            raise EngineError(str(self))
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"sglang {self.version}: runs as the trainer needs it."
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        return f"sglang {self.version} does not run as the trainer needs it, {len(self.problems)} problems:\n{lines}"
+
+
+def read_server(info: Any, *, original_logprobs: bool | None = None) -> EngineReading:
+    """Read the dtypes and modes that a server reports.
+
+    Args:
+        info: The server's report.
+        original_logprobs: Whether the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`, which no report shows; None takes
+            this process's environment, which an in-process engine inherits.
+
+    Returns:
+        The reading; parameter dtypes are out of reach, and a dtype "auto" stays so. Its "processed_logprobs" are
+        log_softmax(logits / T), as the trainer computes them; unlike vLLM's of that name they are not renormalised over what
+        top-p, top-k and min-p keep.
+
+    Raises:
+        EngineError: It is no report of SGLang; names the field.
+    """
+    fields = _report(info)
+    if original_logprobs is None:
+        original_logprobs = os.environ.get(ORIGINAL_LOGPROB, "false").lower() in ("1", "true")
+    return EngineReading(
+        engine="sglang",
+        version=_text(fields, "version"),
+        model_dtype=spelled(_text(fields, "dtype")),
+        parameter_dtypes={},
+        kv_cache_dtype=spelled(_text(fields, "kv_cache_dtype")),
+        logprobs_mode="raw_logprobs" if original_logprobs else "processed_logprobs",
+        quantization=_quantization(fields),
+    )
+
+
+def to_provenance(
+    reading: EngineReading, *, sampling: SamplingSettings, weight_version: int, patch_digest: str = "none"
+) -> Provenance:
+    """Describe where a rollout of a server comes from.
+
+    Args:
+        reading: What the server reports.
+        sampling: Settings that the request was built with.
+        weight_version: Number of weight updates that the server had received.
+        patch_digest: Digest of the patches that are active.
+
+    Raises:
+        ProvenanceError: The server's dtype is unknown, for example "auto".
+    """
+    return Provenance(
+        engine=reading.engine,
+        engine_version=reading.version,
+        dtype=reading.model_dtype,
+        kv_cache_dtype=reading.kv_cache_dtype,
+        weight_version=weight_version,
+        patch_digest=patch_digest,
+        sampling=sampling,
+        logprobs_mode=reading.logprobs_mode,
+    )
+
+
+def check_server(
+    info: Any,
+    *,
+    config: MismatchConfig,
+    trainer_dtype: str,
+    needs_routing: bool | None = None,
+    deterministic: bool = False,
+    original_logprobs: bool | None = None,
+) -> ServerVerdict:
+    """Compare a server's settings with what the trainer needs, all of them before the first request.
+
+    Args:
+        info: The server's report.
+        config: The `mismatch:` block; its `precision.dtype` comes before the trainer's.
+        trainer_dtype: Dtype that the trainer computes in.
+        needs_routing: Whether routes are replayed; None takes it from the block (`routing.mode` R3).
+        deterministic: Whether the run was promised to be deterministic.
+        original_logprobs: As in `read_server`.
+
+    Returns:
+        The verdict; call `raise_for_problems` to refuse the server.
+
+    Raises:
+        EngineError: It is no report of SGLang; names the field.
+        PrecisionError: `trainer_dtype` is no compute dtype.
+    """
+    fields = _report(info)
+    reading = read_server(info, original_logprobs=original_logprobs)
+    policy = PrecisionPolicy(config.precision.dtype if config.precision is not None else canonical(trainer_dtype))
+    routing = config.routing is not None and config.routing.mode == "R3" if needs_routing is None else needs_routing
+    problems = [
+        *version_problems(reading),
+        *precision_problems(reading, policy),
+        *numeric_problems(fields, policy, deterministic),
+        *(routing_problems(fields) if routing else ()),
+    ]
+    return ServerVerdict(version=reading.version, problems=tuple(problems))
+
+
+def _report(info: Any) -> Mapping[Any, Any]:
+    if not isinstance(info, Mapping):
+        raise EngineError(
+            f"the report of the SGLang server is {brief(info)}; allowed: the object of GET /server_info or of "
+            "Engine.get_server_info()."
+        )
+    return info
+
+
+def _text(fields: Mapping[Any, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= 80:
+        raise EngineError(
+            f"the report of the SGLang server has {name}={brief(value)}; allowed: text. Is it that of GET /server_info of an "
+            f"SGLang server ({PEERS['sglang'].supports})?"
+        )
+    return value
+
+
+def _quantization(fields: Mapping[Any, Any]) -> str | None:
+    for name in ("quantization", "torchao_config", "modelopt_quant"):
+        value = fields.get(name)
+        if isinstance(value, str) and value in ("", "unquant"):
+            continue
+        if value is not None:
+            return value if isinstance(value, str) and len(value) <= 60 else brief(value)
+    return None

@@ -1,0 +1,134 @@
+"""The settings of an SGLang server that a trainer cannot match, one function per group of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mismatch_ext.adapters.sglang.fields import brief, is_integer
+from mismatch_ext.adapters.sglang.routes import FLAG
+from packaging.version import InvalidVersion
+
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.versions import PEERS, in_range
+
+ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+BYPASSING = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
+"""MoE runners that choose experts inside a fused kernel, past the place where SGLang records them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerProblem:
+    """One setting of a server that the trainer cannot match.
+
+    Args:
+        field: Name in the server's report.
+        found: Its value there.
+        allowed: What it must be.
+        flag: What to give or leave out when starting the server.
+        why: The reason.
+    """
+
+    field: str
+    found: str
+    allowed: str
+    flag: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: found {self.found}; allowed: {self.allowed}. {self.why} Fix: {self.flag}."
+
+
+def version_problems(reading: EngineReading) -> list[ServerProblem]:
+    """Check that the version is one that this release was run against."""
+    supports = PEERS["sglang"].supports
+    try:
+        inside = in_range(reading.version, supports)
+    except InvalidVersion:
+        inside = False
+    why = "Formats and the kind of log-probabilities differ between versions."
+    flag = f'pip install "sglang{supports}"'
+    return [] if inside else [_problem("version", reading.version, supports, flag, why)]
+
+
+def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[ServerProblem]:
+    """Check dtypes, quantisation and the kind of log-probabilities."""
+    problems = []
+    dtype = policy.engine_dtype
+    if reading.model_dtype != dtype:
+        why = (
+            "SGLang's 'auto' turns a float32 checkpoint into float16, and what it became is not reported."
+            if reading.model_dtype == "auto"
+            else "Trainer and server then compute different log-probabilities, and weight updates are cast without a word."
+        )
+        problems.append(_problem("dtype", reading.model_dtype, dtype, f"--dtype {dtype}", why))
+    if reading.kv_cache_dtype not in policy.kv_cache_dtypes:
+        why = "Another cache dtype rounds keys and values that the trainer does not."
+        allowed = " or ".join(policy.kv_cache_dtypes)
+        problems.append(_problem("kv_cache_dtype", reading.kv_cache_dtype, allowed, "--kv-cache-dtype auto", why))
+    if reading.quantization is not None:
+        why = "Quantised weights are not the trainer's."
+        flag = "leave out --quantization, --torchao-config and --modelopt-quant"
+        problems.append(_problem("quantization", reading.quantization, "none", flag, why))
+    if reading.logprobs_mode != policy.logprobs_mode:
+        why = "Log-probabilities then ignore the temperature that is sampled with."
+        problems.append(_problem(ORIGINAL_LOGPROB, "1", "unset", f"unset {ORIGINAL_LOGPROB}", why))
+    return problems
+
+
+def numeric_problems(fields: Mapping[Any, Any], policy: PrecisionPolicy, deterministic: bool) -> list[ServerProblem]:
+    """Check modes that change what is computed: on-policy, deterministic, speculative, partial replay of a prefix."""
+    found: list[ServerProblem] = []
+    target, speculative = fields.get("rl_on_policy_target"), fields.get("speculative_algorithm")
+    if target is not None and policy.dtype != "bfloat16":
+        why = f"On-policy mode rounds logits and head to bfloat16 under any dtype; the trainer computes in {policy.dtype}."
+        found.append(_problem("rl_on_policy_target", target, "none", "leave out --rl-on-policy-target", why))
+    setting = fields.get("enable_deterministic_inference")
+    if deterministic and setting is not True:
+        why = "A deterministic run was asked for, and log-probabilities otherwise depend on what else is in the batch."
+        flag = "--enable-deterministic-inference"
+        found.append(_problem("enable_deterministic_inference", setting, "true", flag, why))
+    if speculative is not None:
+        why = "Neither log-probabilities nor routes of drafted tokens have been compared with a trainer's."
+        found.append(_problem("speculative_algorithm", speculative, "none", "leave out --speculative-algorithm", why))
+    if fields.get("enable_decoder_swa_bounded_replay") is True:
+        why = "What it computes after a prefix hit is not the full prefill that the trainer computes."
+        flag = "--no-enable-decoder-swa-bounded-replay"
+        found.append(_problem("enable_decoder_swa_bounded_replay", True, "false", flag, why))
+    return found
+
+
+def routing_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
+    """Check that routes are recorded for every token and layer.
+
+    SGLang keeps the routes of a token in host memory beside the index of its KV-cache slot: what fills a slot from elsewhere
+    than the model brings no routes, and the slot's former ones stay.
+    """
+    problems = []
+    captured = fields.get("enable_return_routed_experts")
+    if captured is not True:
+        why = "Without it the server ignores a request's return_routed_experts."
+        problems.append(_problem("enable_return_routed_experts", captured, "true", FLAG, why))
+    backend = fields.get("moe_runner_backend")
+    if isinstance(backend, str) and backend in BYPASSING:
+        why = "It chooses experts inside a fused kernel, past the place where SGLang records them."
+        problems.append(_problem("moe_runner_backend", backend, "triton", "--moe-runner-backend triton", why))
+    for name in ("enable_hierarchical_cache", "enable_lmcache"):
+        if fields.get(name) is True:
+            why = "Keys and values that come back from that cache come without their routes."
+            problems.append(_problem(name, True, "false", f"leave out --{name.replace('_', '-')}", why))
+    mode, stages = fields.get("disaggregation_mode"), fields.get("pp_size")
+    if mode is not None and not (isinstance(mode, str) and mode == "null"):
+        why = "The prompt's routes stay with the server that computed it."
+        problems.append(_problem("disaggregation_mode", mode, "null", "leave out --disaggregation-mode", why))
+    if is_integer(stages) and stages != 1:
+        why = "A pipeline stage records the routes of its own layers alone."
+        problems.append(_problem("pp_size", stages, "1", "--pp-size 1", why))
+    return problems
+
+
+def _problem(field: str, found: object, allowed: str, flag: str, why: str) -> ServerProblem:
+    shown = found if isinstance(found, str) and len(found) <= 60 else brief(found)
+    return ServerProblem(field=field, found=shown, allowed=allowed, flag=flag, why=why)

@@ -1,0 +1,198 @@
+"""Weight updates of SGLang: checkpoint names, the engine's dtype, buckets, a stamp, and a check of what the engine then holds.
+
+SGLang casts what it receives to its own dtype without a word, and drops what it has no name for without a word: the fused
+expert weights that transformers keeps are of the second kind. Here tensors are cast before they are sent, a value that
+overflows is an error that names its tensor, and names are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+
+import torch
+from mismatch_ext.adapters.sglang.probes import score_tokens
+from mismatch_ext.adapters.sglang.transport import Bucket, Transport
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReadinessError, RecordError
+from mismatch_ext.fingerprint import fingerprint
+from mismatch_ext.precision.audit import SyncReading
+from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
+from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker
+
+BUCKET_BYTES = 1 << 29
+FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a transformers model's parameters under the names and in the shapes of its checkpoint, a layer at a time.
+
+    transformers fuses the experts of a layer into one tensor when it loads a checkpoint; this undoes it as `save_pretrained`
+    does. One layer's experts are copied at a time.
+
+    Args:
+        model: A transformers model, unwrapped.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def layer(item: tuple[str, Tensor]) -> str:
+        found = LAYER.match(item[0])
+        return found[1] if found else ""
+
+    for _, group in groupby(model.named_parameters(), key=layer):
+        with torch.no_grad():
+            tensors = {name: parameter.detach() for name, parameter in group}
+            yield from revert_weight_conversion(model, tensors).items()
+
+
+def update_weights(
+    transport: Transport,
+    named_parameters: NamedTensors,
+    *,
+    dtype: str | torch.dtype,
+    weight_version: int | str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    fused_experts: bool = False,
+) -> SyncReading:
+    """Send weights in the engine's dtype; its cache is flushed, for it is of the weights before.
+
+    That SGLang accepted them does not say that it computes with them: `VerifiedWeights` looks.
+
+    Args:
+        transport: The engine.
+        named_parameters: Checkpoint names and tensors of the whole model, such as `checkpoint_parameters(model)`.
+        dtype: The engine's dtype, which `read_server` reports.
+        weight_version: Stamp that SGLang puts into responses from now on; None leaves the one before.
+        bucket_bytes: Bytes that are sent at a time; a larger tensor goes alone.
+        fused_experts: Send experts fused in one tensor too, for the few models whose checkpoints have them so.
+
+    Returns:
+        The dtype that tensors came in, and the one that they were sent in.
+
+    Raises:
+        ReadinessError: A weight is not finite, or overflows in the engine's dtype; names the tensor. Tensors before it may have
+            been sent: send all of them again.
+        RecordError: There are no tensors, or their names are not those of a checkpoint.
+        EngineError: SGLang refused.
+    """
+    target = torch_dtype(dtype)
+    sent: set[str] = set()
+    # Counted and not kept: a sharded trainer gathers one tensor at a time.
+    cast = (_cast(name, tensor, target, sent, fused_experts) for name, tensor in named_parameters)
+    stamp = None if weight_version is None else str(weight_version)
+    transport.update_weights(_buckets(cast, bucket_bytes), weight_version=stamp)
+    if not sent:
+        raise RecordError("a weight update without tensors; a generator such as named_parameters() can be used once.")
+    return SyncReading(sent_dtype=" and ".join(sorted(sent)), received_dtype=canonical(target))
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype, sent: set[str], fused_experts: bool) -> tuple[str, Tensor]:
+    if FUSED.search(name) and not fused_experts:
+        raise RecordError(
+            f"{name} holds all experts of a layer, as transformers keeps them; SGLang has no such name, drops it and reports "
+            "success. Send checkpoint_parameters(model), or say fused_experts=True if the model's checkpoint has this name."
+        )
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    whole = whole.detach()
+    sent.add(str(whole.dtype).removeprefix("torch."))
+    if not whole.is_floating_point():
+        return name, whole
+    # A copy always: the trainer may go on while SGLang still reads.
+    cast = whole.to(dtype, copy=True)
+    if not bool(torch.isfinite(cast).all()):
+        raise ReadinessError(_not_finite(name, whole, dtype))
+    return name, cast
+
+
+def _not_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> str:
+    again = "Tensors before it may have been sent: send all of them again after the repair."
+    if not bool(torch.isfinite(tensor).all()):
+        count = int((~torch.isfinite(tensor)).sum())
+        return f"{name}: {count} of {tensor.numel()} weights are NaN or infinite in the trainer. {again}"
+    largest, limit = float(tensor.abs().max()), facts(dtype)
+    return (
+        f"{name}: weight {largest:.6g} overflows in {limit.name}; allowed: magnitudes up to {limit.max:g}. Run engine and "
+        f"trainer in bfloat16, or check the checkpoint with `mismatch-ext readiness`. {again}"
+    )
+
+
+def _buckets(tensors: NamedTensors, most: int) -> Iterator[Bucket]:
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in tensors:
+        if bucket and held + tensor.nbytes > most:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, tensor))
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class VerifiedWeights:
+    """Sends the trainer's weights, and checks each time that the engine computes with them.
+
+    Both sides score fixed probe tokens; `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics.
+    The engine must hold the trainer's weights when this is built.
+
+    Args:
+        transport: The engine.
+        parameters: Returns checkpoint names and tensors each time that it is called.
+        score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]` at temperature 1.
+        probes: Probe tokens `[N, T]`, int64.
+        dtype: The engine's dtype.
+        trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
+        version: Number of updates that the engine has had.
+
+    Raises:
+        EngineError: The engine failed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        parameters: Callable[[], NamedTensors],
+        score: Callable[[Tensor], Tensor],
+        *,
+        probes: Tensor,
+        dtype: str | torch.dtype,
+        trainer_dtype: str | torch.dtype | None = None,
+        version: int = 0,
+    ) -> None:
+        self.transport, self.parameters, self.score = transport, parameters, score
+        self.probes, self.dtype, self.version = probes, canonical(dtype), version
+        self.checker = WeightSyncChecker(dtype, trainer_dtype=trainer_dtype)
+        self.checker.baseline(score_tokens(transport, probes.tolist()), score(probes))
+        self._fingerprint = fingerprint(parameters())
+
+    def update(self) -> SyncVerdict:
+        """Send the trainer's weights and verify them; the stamp of responses is then `str(version)`.
+
+        Raises:
+            WeightSyncError: The engine holds stale or garbled weights.
+            ReadinessError: A weight does not fit the engine's dtype.
+            EngineError: SGLang refused.
+        """
+        update_weights(self.transport, self.parameters(), dtype=self.dtype, weight_version=self.version + 1)
+        self.version += 1
+        verdict = self.verify()
+        self.checker.raise_for(verdict)
+        return verdict
+
+    def verify(self) -> SyncVerdict:
+        """Judge whether the engine holds the trainer's present weights, however they came there; raises nothing if not."""
+        now = fingerprint(self.parameters())
+        verdict = self.checker.observe(
+            SyncObservation(
+                engine_logprobs=score_tokens(self.transport, self.probes.tolist()),
+                trainer_logprobs=self.score(self.probes),
+                trainer_changed=now != self._fingerprint,
+            )
+        )
+        self._fingerprint = now
+        return verdict

@@ -1,0 +1,197 @@
+"""Recordings of three versions of SGLang: every kind of request that the adapter builds, parsed into records."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from mismatch_ext.adapters.sglang import (
+    RoutingShape,
+    check_server,
+    generate_request,
+    parse_response,
+    read_server,
+    to_provenance,
+    to_records,
+)
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import MismatchError, RecordError, RoutingError
+from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from tests.unit.sglang_recorded import FOLDER
+
+FILES = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("cases_*.json"))}
+NAMES = [(stem, case["name"]) for stem, data in FILES.items() for case in data["cases"]]
+VERSIONS = ["0.5.15", "0.5.18", "0.5.23"]
+
+
+def case(stem: str, name: str) -> dict[str, Any]:
+    """Return a recorded request's prompts, settings and responses."""
+    return next(found for found in FILES[stem]["cases"] if found["name"] == name)
+
+
+def shape(stem: str) -> RoutingShape:
+    """Return the routing shape of the model that was recorded."""
+    return RoutingShape(**FILES[stem]["shape"])
+
+
+def provenance(stem: str, temperature: float) -> Provenance:
+    """Return the provenance that the recorded server's report gives."""
+    reading = read_server(FILES[stem]["server_info"], original_logprobs=False)
+    return to_provenance(reading, sampling=SamplingSettings(temperature=temperature), weight_version=0)
+
+
+def records(stem: str, name: str, **changes: Any) -> list[RolloutRecord]:
+    """Parse the responses to a recorded request."""
+    found = case(stem, name)
+    arguments: dict[str, Any] = {
+        "prompt_ids": found["ids"],
+        "provenance": provenance(stem, found["temperature"]),
+        "shape": shape(stem),
+        "routed_experts_start": found["start"],
+        "n": found["n"],
+        "weight_version": "default",
+    }
+    return to_records(found["out"], **(arguments | changes))
+
+
+def test_there_is_a_recording_of_each_version() -> None:
+    assert sorted(data["version"] for data in FILES.values()) == VERSIONS
+
+
+@pytest.mark.parametrize(("stem", "name"), NAMES)
+def test_every_request_gives_complete_records(stem: str, name: str) -> None:
+    found = case(stem, name)
+    for record, output in zip(records(stem, name), found["out"], strict=True):
+        tokens = len(record.prompt_ids) + len(record.response_ids)
+        assert record.routing is not None
+        assert (record.routing.start, record.routing.rows) == (found["start"], tokens - 1 - found["start"])
+        assert record.routing.layers == (0, 1, 2)
+        assert list(record.response_ids) == output["output_ids"]
+        assert record.provenance.engine_version == FILES[stem]["version"]
+        assert record.provenance.sampling.temperature == found["temperature"]
+        assert record.finish_reason == ("stop" if name == "stop token" else "length")
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_a_stop_token_belongs_to_the_response_and_has_no_row(stem: str) -> None:
+    (record,) = records(stem, "stop token")
+    end = case(stem, "stop token")["out"][0]["meta_info"]["finish_reason"]["matched"]
+    assert record.response_ids.index(end) == len(record.response_ids) - 1 and 2 < len(record.response_ids) < 8
+    assert record.routing is not None and record.routing.rows == 5 + len(record.response_ids) - 1
+
+
+def test_sglang_ignores_stop_tokens_with_ignore_eos_so_that_the_request_is_refused() -> None:
+    (record,) = records("cases_bfloat16_0.5.15", "stop token and ignore_eos")
+    assert record.response_ids[3] == 251 and len(record.response_ids) == 8  # 251 was its stop token
+    with pytest.raises(RecordError, match="ignore_eos=True with stop_token_ids"):
+        generate_request([1], SamplingSettings(), max_new_tokens=8, stop_token_ids=[251], ignore_eos=True)
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_a_prompt_that_was_only_scored(stem: str) -> None:
+    (record,) = records(stem, "scored")
+    assert record.response_ids == () and record.routing is not None and record.routing.rows == 4
+    (entry, *rest) = case(stem, "scored")["out"][0]["meta_info"]["input_token_logprobs"]
+    assert entry[0] is None and len(rest) == 4
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_several_responses_share_their_prompts_routes(stem: str) -> None:
+    found = records(stem, "n")
+    assert [len(record.prompt_ids) for record in found] == [5, 5, 7, 7]
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first.routing is not None and second.routing is not None
+        assert torch.equal(
+            first.routing.experts[: len(first.prompt_ids)], second.routing.experts[: len(first.prompt_ids)]
+        )
+
+
+@pytest.mark.parametrize("stem", FILES)
+@pytest.mark.parametrize("start", [0, 3, 5])
+def test_rows_that_do_not_fit_the_start_are_refused(stem: str, start: int) -> None:
+    (record,) = records(stem, "start")
+    assert record.routing is not None and record.routing.start == 6
+    with pytest.raises(RoutingError, match=r"request 0, meta_info.routed_experts: .*allowed: \d+ characters|bytes"):
+        records(stem, "start", routed_experts_start=start)
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_a_server_that_ignores_the_start_gives_the_same_rows(stem: str) -> None:
+    for plain, cut in zip(records(stem, "batch"), records(stem, "batch", routed_experts_start=5), strict=True):
+        assert plain.routing is not None and cut.routing is not None
+        assert cut.routing.same_as(plain.routing.slice(5, plain.routing.rows))
+
+
+@pytest.mark.parametrize(("stem", "name"), NAMES)
+def test_another_model_another_prompt_or_other_weights_are_refused(stem: str, name: str) -> None:
+    other = RoutingShape(num_layers=4, layers=(0, 1, 2), num_experts=8, top_k=2)
+    with pytest.raises(RoutingError, match="routed_experts: .*(bytes|characters)"):
+        records(stem, name, shape=other)
+    with pytest.raises(RecordError, match="meta_info.prompt_tokens: found"):
+        records(stem, name, prompt_ids=[[*ids, 4] for ids in case(stem, name)["ids"]])
+    with pytest.raises(RecordError, match="meta_info.weight_version: found 'default'; allowed: '1'"):
+        records(stem, name, weight_version="1")
+
+
+def test_experts_that_ran_in_a_dense_layer_are_seen() -> None:
+    data = json.loads((FOLDER / "dense_layer_0.5.18.json").read_text(encoding="utf-8"))
+    trainers = RoutingShape(num_layers=3, layers=(1, 2), num_experts=8, top_k=2)
+    with pytest.raises(
+        RoutingError, match=r"request 0, layer 0: the engine recorded routes here, .*layers are \(1, 2\)"
+    ):
+        to_records(data["out"], prompt_ids=data["ids"], provenance=provenance(next(iter(FILES)), 1.0), shape=trainers)
+
+
+@pytest.mark.parametrize(("stem", "name"), [pair for pair in NAMES if pair[1] in ("scored", "prompt logprobs")])
+def test_recorded_prompt_logprobs_are_refused_at_another_temperature(stem: str, name: str) -> None:
+    with pytest.raises(RecordError, match="meta_info.input_token_logprobs: .*none at temperature 0.5"):
+        records(stem, name, provenance=provenance(stem, 0.5))
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_an_earlier_chunk_of_a_stream_is_refused(stem: str) -> None:
+    (record,) = records(stem, "stream")
+    assert len(record.response_ids) == 5
+    chunk = case(stem, "stream")["out"][0]
+    unfinished = {**chunk, "meta_info": {**chunk["meta_info"], "finish_reason": None}}
+    with pytest.raises(RecordError, match="finish_reason: found None; allowed: .*give the last chunk"):
+        parse_response(unfinished, prompt_ids=record.prompt_ids, provenance=record.provenance)
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_the_recorded_server_is_judged_by_its_own_report(stem: str) -> None:
+    data = FILES[stem]
+    config = MismatchConfig.parse({"precision": {"dtype": data["dtype"]}, "routing": {"mode": "R3"}})
+    assert config is not None
+    found = check_server(data["server_info"], config=config, trainer_dtype="float32", original_logprobs=False)
+    assert [problem.field for problem in found.problems] == ([] if data["version"] != "0.5.15" else ["version"])
+    without = data["server_info"] | {"enable_return_routed_experts": False}
+    found = check_server(without, config=config, trainer_dtype="float32", original_logprobs=False)
+    assert found.flags[-1] == "--enable-return-routed-experts"
+
+
+@pytest.mark.parametrize(("stem", "name"), NAMES)
+def test_a_response_without_any_one_of_its_fields_raises_our_errors_or_reads_the_same(stem: str, name: str) -> None:
+    found = case(stem, name)
+    for record, output in zip(records(stem, name), found["out"], strict=True):
+        needed = []
+        for field in output["meta_info"]:
+            meta = {key: value for key, value in output["meta_info"].items() if key != field}
+            try:
+                again = parse_response(
+                    {**output, "meta_info": meta},
+                    prompt_ids=record.prompt_ids,
+                    provenance=record.provenance,
+                    shape=shape(stem),
+                    routed_experts_start=found["start"],
+                    request_id=record.request_id,
+                )
+            except MismatchError:
+                needed.append(field)
+            else:
+                assert again.rollout_logprobs == record.rollout_logprobs
+        logprobs = ["output_token_logprobs"] * bool(record.response_ids)
+        assert sorted(needed) == sorted(["finish_reason", "routed_experts", *logprobs])

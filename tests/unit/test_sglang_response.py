@@ -1,0 +1,218 @@
+"""Responses of SGLang become the records that vLLM's adapter yields, or an error that names what is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from mismatch_ext.adapters import vllm
+from mismatch_ext.adapters.sglang import parse_response, to_records
+
+from mismatch_ext.errors import EngineError, MismatchError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.records import RolloutRecord, collate
+from mismatch_ext.routing import RoutingTrace
+from tests.unit.sglang_recorded import PROMPT, RECORDED, SHAPE, provenance, recorded, response, routes
+
+BF16 = "moe_bf16_0.5.18.json"
+HTTP = "moe_http_fp32_0.5.23.json"
+
+
+def parse(output: Any, **changes: Any) -> RolloutRecord:
+    """Parse a response to PROMPT."""
+    return parse_response(output, **({"prompt_ids": PROMPT, "provenance": provenance(), "shape": SHAPE} | changes))
+
+
+def test_a_recording_of_the_engine_gives_tokens_logprobs_and_routes() -> None:
+    prompts, outputs = recorded(BF16)
+    first, second = to_records(outputs, prompt_ids=prompts, provenance=provenance(), shape=SHAPE)
+    assert (first.prompt_ids, first.response_ids) == ((5, 9, 17, 33, 65), (167, 40, 167, 162, 185, 48))
+    assert first.rollout_logprobs[0] == -4.178915023803711 and first.rollout_logprobs[-1] == -2.922822952270508
+    assert (first.response_mask, first.finish_reason, first.request_id) == ((True,) * 6, "length", "0")
+    assert first.provenance == provenance()
+    assert first.routing is not None and second.routing is not None
+    assert first.routing.layer(0).tolist()[:3] == [[3, 0], [7, 5], [5, 3]]
+    assert first.routing.layer(1).tolist()[-1] == [6, 3]
+    # 5 + 6 and 7 + 6 tokens; the last one was never fed back.
+    assert (first.routing.rows, second.routing.rows, second.routing.start) == (10, 12, 0)
+    assert first.routing.versions == ((0, 3),)
+
+
+def test_a_recording_over_http_reads_the_same() -> None:
+    prompts, outputs = recorded(HTTP)
+    (record,) = to_records(outputs, prompt_ids=prompts, provenance=provenance(), shape=SHAPE, weight_version="default")
+    assert record.response_ids == (224, 244, 176, 109, 120, 91)
+    assert record.rollout_logprobs[1] == -2.126373291015625
+    assert record.routing is not None and record.routing.layer(0).tolist()[-1] == [0, 4]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_recording_is_accepted_and_collates(name: str) -> None:
+    prompts, outputs = recorded(name)
+    records = to_records(outputs, prompt_ids=prompts, provenance=provenance(), shape=SHAPE)
+    batch = collate(records, pad_token_id=0)
+    assert batch.response_mask.sum().item() == sum(len(output["output_ids"]) for output in outputs)
+    assert all(r.routing is not None and r.routing.rows == len(r.prompt_ids) + len(r.response_ids) - 1 for r in records)
+
+
+def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:
+    trace = RoutingTrace.ingest(
+        routes(6), num_experts=8, layers=(0, 1), tokens=7, version=3, request="0", top_k=2, last_row=False
+    )
+    (theirs,) = vllm.to_records([PROMPT], [[21, 22, 23]], [[-0.5, -1.5, -2.5]], provenance(), [trace])
+    (ours,) = to_records([response()], prompt_ids=[PROMPT], provenance=provenance(), shape=SHAPE)
+    for name in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask", "provenance", "request_id"):
+        assert getattr(ours, name) == getattr(theirs, name)
+        assert type(getattr(ours, name)) is type(getattr(theirs, name))
+    assert ours.routing is not None and ours.routing.same_as(trace)
+
+
+def test_tuples_of_the_engine_and_lists_of_http_read_alike() -> None:
+    entries = [tuple(entry) for entry in response()["meta_info"]["output_token_logprobs"]]
+    assert parse(response(output_token_logprobs=entries)).rollout_logprobs == (-0.5, -1.5, -2.5)
+
+
+def test_without_a_shape_no_routes_are_read() -> None:
+    assert parse(response(routed_experts="garbage"), shape=None).routing is None
+
+
+def test_several_responses_per_prompt_stay_beside_each_other() -> None:
+    other = [1, 2, 3, 4]
+    records = to_records([response()] * 4, prompt_ids=[PROMPT, other], provenance=provenance(), n=2)
+    assert [r.prompt_ids for r in records] == [tuple(PROMPT)] * 2 + [tuple(other)] * 2
+    (single,) = to_records(response(), prompt_ids=[PROMPT], provenance=provenance())
+    assert single.response_ids == (21, 22, 23)
+    with pytest.raises(RecordError, match="3 responses for 2 prompts with n=2; allowed: 4"):
+        to_records([response()] * 3, prompt_ids=[PROMPT, other], provenance=provenance(), n=2)
+
+
+def test_scoring_a_prompt_alone_gives_a_record_without_a_response() -> None:
+    scored = response([], output_token_logprobs=[], output_token_logprobs_length=0, completion_tokens=0)
+    scored["meta_info"]["routed_experts"] = routes(3)
+    record = parse(scored)
+    assert record.response_ids == () and record.routing is not None and record.routing.rows == 3
+
+
+@pytest.mark.parametrize("kind", ["stop", "length"])
+@pytest.mark.parametrize("form", ["object", "text"])
+def test_the_reason_of_the_end_is_read_in_both_forms(kind: str, form: str) -> None:
+    assert parse(response(finish_reason={"type": kind} if form == "object" else kind)).finish_reason == kind
+
+
+def test_an_aborted_request_is_refused_unless_it_is_asked_for() -> None:
+    aborted = response(finish_reason={"type": "abort", "message": "out of memory", "status_code": 500})
+    with pytest.raises(EngineError, match="request a1, meta_info.finish_reason: SGLang aborted it .*out of memory"):
+        parse(aborted)
+    assert parse(aborted, allow_abort=True).finish_reason == "abort"
+
+
+def test_an_answer_that_is_an_error_says_so() -> None:
+    with pytest.raises(EngineError, match="request 7: SGLang answered with the error .*too long"):
+        parse({"error": {"message": "the prompt is too long"}}, request_id="7")
+
+
+# Change of the response, the class of the error, and what its message must name.
+MALFORMED: list[tuple[dict[str, Any], type[MismatchError], str]] = [
+    ({"finish_reason": None}, RecordError, "finish_reason: found None; allowed: .*last chunk"),
+    ({"finish_reason": {"type": None}}, RecordError, "finish_reason: found .*'stop', 'length' or 'abort'"),
+    ({"finish_reason": {"kind": "stop"}}, RecordError, "finish_reason: found .*'stop', 'length' or 'abort'"),
+    ({"finish_reason": 3}, RecordError, "finish_reason: found 3"),
+    ({"prompt_tokens": 5}, RecordError, "prompt_tokens: found 5; allowed: 4, .*another one"),
+    ({"prompt_tokens": True}, RecordError, "prompt_tokens: found True"),
+    ({"completion_tokens": 2}, RecordError, "completion_tokens: found 2; allowed: 3, .*--incremental-streaming-output"),
+    ({"completion_tokens": None}, RecordError, "completion_tokens: found None; allowed: an integer"),
+    ({"output_token_logprobs_length": 9}, RecordError, "output_token_logprobs_length: found 9; allowed: 3"),
+    ({"output_token_logprobs": None}, RecordError, "output_token_logprobs: found None; .*return_logprob=true"),
+    ({"output_token_logprobs": "abc"}, RecordError, "output_token_logprobs: found 'abc'; allowed: a list"),
+    ({"output_token_logprobs": [[-0.5, 21, None]]}, RecordError, "allowed: 3 entries, .*not 1"),
+    ({"output_token_logprobs": [[-1, 21], [-1, 22], [-1, 23], [-1, 23]]}, RecordError, "allowed: 3 entries, .*not 4"),
+    ({"output_token_logprobs": [[-1, 21], [-1, 22], -1]}, RecordError, r"logprobs\[2\]: found -1; allowed: \[log"),
+    ({"output_token_logprobs": [[-1, 21], [-1, 99], [-1, 23]]}, RecordError, r"\[1\]\[1\]: found 99; allowed: 22"),
+    ({"output_token_logprobs": [[-1, 21.0], [-1, 22], [-1, 23]]}, RecordError, r"\[0\]\[1\]: found 21.0; allowed: 21"),
+    ({"output_token_logprobs": [["-1", 21], [-1, 22], [-1, 23]]}, RecordError, r"\[0\]\[0\]: found '-1'; .*a number"),
+    ({"output_token_logprobs": [[-1, 21], [0.5, 22], [-1, 23]]}, RecordError, r"\[1\]\[0\]: found 0.5; allowed: .*<= 0"),
+    ({"output_token_logprobs": [[-1, 21], [False, 22], [-1, 23]]}, RecordError, r"\[1\]\[0\]: found False; .*a number"),
+    ({"weight_version": 4}, RecordError, "weight_version: found 4; allowed: text"),
+    ({"weight_versions": [4]}, RecordError, r"weight_versions\[0\]: found 4; allowed: an object"),
+    ({"weight_versions": [{"version": 4}]}, RecordError, r"weight_versions\[0\].version: found 4"),
+    ({"weight_versions": [{"version": "v6", "start": 0, "end": 3}]}, RecordError, "weight_version: found 'v7'.*'v6'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), MALFORMED)
+def test_a_malformed_response_is_refused_by_name(
+    change: dict[str, Any], kind: type[MismatchError], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as error:
+        parse(response(**change))
+    assert "request a1, meta_info." in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([21, 22, 2**31], r"output_ids\[2\]: found 2147483648; allowed: a token id from 0 to 2147483647"),
+        ([21, -1, 23], r"output_ids\[1\]: found -1"),
+        ([21, True, 23], r"output_ids\[1\]: found True"),
+        ([21, 22.0, 23], r"output_ids\[1\]: found 22.0"),
+        ([21, [22], 23], r"output_ids\[1\]: found \[22\]"),
+        ("abc", "output_ids: found 'abc'; allowed: a list"),
+    ],
+)
+def test_token_ids_are_integers_in_range(ids: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        parse(response() | {"output_ids": ids})
+
+
+@pytest.mark.parametrize("output", [None, [], "text", 3, {"output_ids": [1]}, {"meta_info": []}])
+def test_what_is_no_response_is_refused(output: Any) -> None:
+    with pytest.raises(RecordError, match="request r5, (response|meta_info): found .*allowed: an object"):
+        parse(output, request_id="r5")
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, -(10**400), -65504.0, -3.4028234663852886e38])
+def test_a_logprob_that_is_not_finite_is_refused_in_every_form(value: Any) -> None:
+    with pytest.raises(NonFiniteLogprobError, match=r"request a1, meta_info.output_token_logprobs\[1\]\[0\]: .*id 22"):
+        parse(response(output_token_logprobs=[[-1, 21], [value, 22], [-1, 23]]))
+
+
+def test_rounding_above_zero_is_no_fault() -> None:
+    entries = [[1e-7, 21], [0, 22], [-103.5, 23]]
+    assert parse(response(output_token_logprobs=entries)).rollout_logprobs == (1e-7, 0.0, -103.5)
+
+
+def test_prompt_logprobs_do_not_mix_with_another_temperature() -> None:
+    scored = response(input_token_logprobs=[[None, 11, None], [-2.0, 12, None]])
+    assert parse(scored).response_ids == (21, 22, 23)
+    with pytest.raises(RecordError, match="request a1, meta_info.input_token_logprobs: .*none at temperature 0.5"):
+        parse(scored, provenance=provenance(0.5))
+    assert parse(response(input_token_logprobs=[]), provenance=provenance(0.5)).provenance.sampling.temperature == 0.5
+
+
+def test_weights_that_change_within_a_response_are_refused() -> None:
+    spans = [{"version": "v6", "start": 0, "end": 2}, {"version": "v7", "start": 2, "end": 3}]
+    with pytest.raises(RecordError, match="request a1, meta_info.weight_versions: .*one version"):
+        parse(response(weight_versions=spans))
+    assert parse(response(weight_versions=spans[1:])).response_ids == (21, 22, 23)
+
+
+def test_another_version_of_the_weights_than_expected_is_refused() -> None:
+    assert parse(response(), weight_version="v7").response_ids == (21, 22, 23)
+    for output in (response(), response(weight_versions=[{"version": "v7", "start": 0, "end": 3}])):
+        with pytest.raises(RecordError, match="meta_info.weight_version: found 'v7'; allowed: 'v8', the stamp"):
+            parse(output, weight_version="v8")
+    with pytest.raises(RecordError, match="meta_info.weight_version: found None; allowed: 'v7'"):
+        parse(response(drop="weight_version"), weight_version="v7")
+
+
+def test_missing_routes_name_the_flag_of_the_server() -> None:
+    with pytest.raises(
+        RoutingError, match="request a1, meta_info.routed_experts: missing.*--enable-return-routed-expe"
+    ):
+        parse(response(drop="routed_experts"))
+
+
+def test_the_name_of_a_request_is_bounded() -> None:
+    with pytest.raises(RecordError) as error:
+        parse(response(id="x" * 10**6, prompt_tokens="y" * 10**6))
+    assert len(str(error.value)) < 500

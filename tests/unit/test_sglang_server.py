@@ -1,0 +1,210 @@
+"""One verdict on a server, with every setting that the trainer cannot match and the flag to change."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mismatch_ext.adapters.sglang import check_server, read_server, to_provenance
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import EngineError, PrecisionError, ProvenanceError
+from mismatch_ext.records import SamplingSettings
+from tests.unit.sglang_recorded import FOLDER, HOSTILE
+
+FIELDS: dict[str, dict[str, list[str]]] = json.loads((FOLDER / "fields.json").read_text(encoding="utf-8"))
+GOOD: dict[str, Any] = {
+    "version": "0.5.23",
+    "dtype": "float16",
+    "kv_cache_dtype": "auto",
+    "quantization": None,
+    "torchao_config": "",
+    "modelopt_quant": None,
+    "enable_return_routed_experts": True,
+    "enable_deterministic_inference": False,
+    "rl_on_policy_target": None,
+    "moe_runner_backend": "auto",
+    "speculative_algorithm": None,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "disaggregation_mode": "null",
+    "pp_size": 1,
+}
+R3 = MismatchConfig.parse({"precision": {"dtype": "float16"}, "routing": {"mode": "R3"}})
+PLAIN = MismatchConfig.parse({})
+assert R3 is not None and PLAIN is not None
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_RETURN_ORIGINAL_LOGPROB", raising=False)
+
+
+def verdict(change: dict[str, Any], config: Any = R3, dtype: str = "float16", **arguments: Any) -> Any:
+    """Check a server that is right for FP16 and R3, but for the change."""
+    return check_server(GOOD | change, config=config, trainer_dtype=dtype, **arguments)
+
+
+@pytest.mark.parametrize("version", FIELDS)
+def test_the_fields_that_are_read_are_the_servers(version: str) -> None:
+    later = {"torchao_config", "enable_decoder_swa_bounded_replay"}
+    missing = set(GOOD) - {"version"} - set(FIELDS[version]["ServerArgs"])
+    assert missing <= later
+
+
+def test_a_server_that_fits_passes() -> None:
+    found = verdict({})
+    assert found.ok and not found.problems and not found.flags
+    found.raise_for_problems()
+    assert str(found) == "sglang 0.5.23: runs as the trainer needs it."
+
+
+@pytest.mark.parametrize("spelling", ["half", "float16", "fp16", "torch.float16"])
+def test_every_spelling_of_a_dtype_is_known(spelling: str) -> None:
+    assert verdict({"dtype": spelling}).ok
+
+
+# Change of the server's report, the field of the problem, what to change, and part of the reason.
+PROBLEMS = [
+    ({"version": "0.5.17"}, "version", 'pip install "sglang>=0.5.18,<=0.5.23', "Formats"),
+    ({"version": "0.6.0"}, "version", 'pip install "sglang>=0.5.18,<=0.5.23', "Formats"),
+    ({"version": "unknown"}, "version", 'pip install "sglang>=0.5.18,<=0.5.23', "Formats"),
+    ({"dtype": "bfloat16"}, "dtype", "--dtype float16", "cast without a word"),
+    ({"dtype": "auto"}, "dtype", "--dtype float16", "float32 checkpoint into float16"),
+    ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype", "--kv-cache-dtype auto", "rounds keys"),
+    ({"kv_cache_dtype": "bf16"}, "kv_cache_dtype", "--kv-cache-dtype auto", "rounds keys"),
+    ({"quantization": "fp8"}, "quantization", "leave out --quantization, --torchao-config and --modelopt-quant", "not"),
+    ({"torchao_config": "int8wo"}, "quantization", "leave out --quantization, --torchao-config and --modelopt-quant", ""),
+    ({"modelopt_quant": {"a": 1}}, "quantization", "leave out --quantization, --torchao-config and --modelopt-quant", ""),
+    ({"rl_on_policy_target": "fsdp"}, "rl_on_policy_target", "leave out --rl-on-policy-target", "to bfloat16"),
+    ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm", "leave out --speculative-algorithm", "drafted"),
+    ({"enable_return_routed_experts": False}, "enable_return_routed_experts", "--enable-return-routed-experts", "ignores"),
+    ({"enable_return_routed_experts": None}, "enable_return_routed_experts", "--enable-return-routed-experts", "ignores"),
+    ({"moe_runner_backend": "flashinfer_trtllm"}, "moe_runner_backend", "--moe-runner-backend triton", "fused"),
+    ({"moe_runner_backend": "flashinfer_mxfp4"}, "moe_runner_backend", "--moe-runner-backend triton", "fused"),
+    ({"moe_runner_backend": "triton_kernel"}, "moe_runner_backend", "--moe-runner-backend triton", "fused"),
+    ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache", "leave out --enable-hierarchical-cache", "without"),
+    ({"enable_lmcache": True}, "enable_lmcache", "leave out --enable-lmcache", "without their routes"),
+    ({"disaggregation_mode": "decode"}, "disaggregation_mode", "leave out --disaggregation-mode", "prompt's routes"),
+    ({"pp_size": 2}, "pp_size", "--pp-size 1", "own layers"),
+    (
+        {"enable_decoder_swa_bounded_replay": True},
+        "enable_decoder_swa_bounded_replay",
+        "--no-enable-decoder-swa-bounded-replay",
+        "full prefill",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "field", "flag", "why"), PROBLEMS)
+def test_each_problem_is_found_alone_and_names_the_flag(
+    change: dict[str, Any], field: str, flag: str, why: str
+) -> None:
+    found = verdict(change)
+    (problem,) = found.problems
+    assert (problem.field, found.flags) == (field, (flag,))
+    assert why in problem.why and f"Fix: {flag}." in str(found) and not found.ok
+    with pytest.raises(EngineError, match="does not run as the trainer needs it, 1 problems"):
+        found.raise_for_problems()
+
+
+def test_all_problems_come_in_one_verdict() -> None:
+    changes: dict[str, Any] = {}
+    for change, field, _, _ in PROBLEMS:
+        changes |= {} if field in ("quantization", "version") and changes.get(field) else change
+    found = verdict(changes, deterministic=True, original_logprobs=True)
+    fields = [problem.field for problem in found.problems]
+    assert fields == [
+        "version", "dtype", "kv_cache_dtype", "quantization", "SGLANG_RETURN_ORIGINAL_LOGPROB", "rl_on_policy_target",
+        "enable_deterministic_inference", "speculative_algorithm", "enable_decoder_swa_bounded_replay",
+        "enable_return_routed_experts", "moe_runner_backend", "enable_hierarchical_cache", "enable_lmcache",
+        "disaggregation_mode", "pp_size",
+    ]  # fmt: skip
+    assert len(found.flags) == len(fields)
+    with pytest.raises(EngineError) as error:
+        found.raise_for_problems()
+    assert all(flag in str(error.value) for flag in found.flags)
+
+
+def test_routing_is_checked_only_where_it_is_replayed() -> None:
+    off = {"enable_return_routed_experts": False, "moe_runner_backend": "flashinfer_trtllm", "pp_size": 4}
+    assert verdict(off, config=PLAIN).ok
+    assert len(verdict(off, config=PLAIN, needs_routing=True).problems) == 3
+    assert verdict(off, needs_routing=False).ok
+    own = MismatchConfig.parse({"routing": {"mode": "R2"}})
+    assert verdict(off, config=own).ok
+
+
+def test_the_on_policy_mode_is_refused_with_all_but_bfloat16() -> None:
+    mode = {"rl_on_policy_target": "fsdp", "enable_deterministic_inference": True}
+    assert verdict(mode | {"dtype": "bfloat16"}, config=PLAIN, dtype="bfloat16").ok
+    for dtype in ("float16", "float32"):
+        (problem,) = verdict(mode | {"dtype": dtype}, config=PLAIN, dtype=dtype).problems
+        assert problem.field == "rl_on_policy_target" and f"the trainer computes in {dtype}" in problem.why
+
+
+def test_the_blocks_dtype_comes_before_the_trainers() -> None:
+    assert verdict({}, dtype="bfloat16").ok
+    (problem,) = verdict({}, config=PLAIN, dtype="bfloat16").problems
+    assert (problem.field, problem.found, problem.allowed) == ("dtype", "float16", "bfloat16")
+    with pytest.raises(PrecisionError, match="'int8' is not a compute dtype"):
+        verdict({}, config=PLAIN, dtype="int8")
+
+
+def test_determinism_is_asked_for_only_where_it_was_promised() -> None:
+    assert verdict({}).ok
+    assert verdict({}, deterministic=True).flags == ("--enable-deterministic-inference",)
+    assert verdict({"enable_deterministic_inference": True}, deterministic=True).ok
+
+
+def test_the_reading_is_what_the_audit_compares() -> None:
+    reading = read_server(GOOD | {"dtype": "half", "quantization": "unquant", "version": "0.5.18"})
+    assert (reading.engine, reading.version, reading.model_dtype) == ("sglang", "0.5.18", "float16")
+    assert (reading.kv_cache_dtype, reading.quantization, reading.parameter_dtypes) == ("auto", None, {})
+    assert reading.logprobs_mode == "processed_logprobs"
+
+
+@pytest.mark.parametrize(("value", "mode"), [("1", "raw"), ("TRUE", "raw"), ("0", "processed"), ("", "processed")])
+def test_raw_logprobs_are_seen_in_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, mode: str) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
+    assert read_server(GOOD).logprobs_mode == f"{mode}_logprobs"
+    assert read_server(GOOD, original_logprobs=False).logprobs_mode == "processed_logprobs"
+    assert verdict({}).ok == (mode == "processed")
+
+
+def test_a_provenance_has_what_was_read_and_the_temperature() -> None:
+    made = to_provenance(read_server(GOOD), sampling=SamplingSettings(temperature=0.7), weight_version=4)
+    assert (made.engine, made.engine_version, made.dtype, made.weight_version) == ("sglang", "0.5.23", "float16", 4)
+    assert made.sampling.temperature == 0.7 and made.logprobs_mode == "processed_logprobs"
+    with pytest.raises(ProvenanceError, match="dtype 'auto' is not one of"):
+        to_provenance(read_server(GOOD | {"dtype": "auto"}), sampling=SamplingSettings(), weight_version=0)
+
+
+@pytest.mark.parametrize("info", [None, [], "text", {}, {"version": 5}, {"version": "0.5.18"}, GOOD | {"dtype": None}])
+def test_what_is_no_report_is_refused(info: Any) -> None:
+    with pytest.raises(EngineError, match="the report of the SGLang server (is|has) .*allowed: "):
+        check_server(info, config=R3, trainer_dtype="float16")
+
+
+@given(st.dictionaries(st.sampled_from(sorted(GOOD)), st.integers(0, len(HOSTILE) - 1), max_size=4))
+def test_no_report_breaks_the_check_or_its_message(change: dict[str, int]) -> None:
+    try:
+        found = verdict({field: HOSTILE[which] for field, which in change.items()}, deterministic=True)
+    except EngineError as error:
+        assert len(str(error)) < 1000
+    else:
+        assert len(str(found)) < 10_000 and found.ok == (not found.flags)
+
+
+@pytest.mark.parametrize("field", sorted(GOOD))
+def test_every_field_of_a_report_may_hold_anything(field: str) -> None:
+    for value in HOSTILE:
+        try:
+            found = verdict({field: value}, needs_routing=True)
+        except EngineError as error:
+            assert f"{field}=" in str(error) and len(str(error)) < 1000
+        else:
+            assert all(problem.field in (field, "quantization") for problem in found.problems)
