@@ -67,11 +67,12 @@ def test_every_spelling_of_a_dtype_is_known(spelling: str) -> None:
     assert verdict({"dtype": spelling}).ok
 
 
+INSTALL = 'pip install "sglang>=0.5.18,<=0.5.23,!=0.5.19,!=0.5.20,!=0.5.21,!=0.5.22"'
 # Change of the server's report, the field of the problem, what to change, and part of the reason.
 PROBLEMS = [
-    ({"version": "0.5.17"}, "version", 'pip install "sglang>=0.5.18,<=0.5.23', "Formats"),
-    ({"version": "0.6.0"}, "version", 'pip install "sglang>=0.5.18,<=0.5.23', "Formats"),
-    ({"version": "unknown"}, "version", 'pip install "sglang>=0.5.18,<=0.5.23', "Formats"),
+    ({"version": "0.5.17"}, "version", INSTALL, "Formats"),
+    ({"version": "0.6.0"}, "version", INSTALL, "Formats"),
+    ({"version": "unknown"}, "version", INSTALL, "Formats"),
     ({"dtype": "bfloat16"}, "dtype", "--dtype float16", "cast without a word"),
     ({"dtype": "auto"}, "dtype", "--dtype float16", "float32 checkpoint into float16"),
     ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype", "--kv-cache-dtype auto", "rounds keys"),
