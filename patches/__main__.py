@@ -5,7 +5,7 @@ from __future__ import annotations
 from mismatch_ext.patches.torch.checkpoint import NON_REENTRANT, REENTRANT
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
-from mismatch_ext.patches.verl.validate_config import VALIDATE_CONFIG
+from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 
 from mismatch_ext.patching import Patch
@@ -15,6 +15,7 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (engine_arguments({"dtype": "float16"}), "while TRL builds its trainer; only with a `mismatch` block"),
     (CPU_MOE_REPACK, "while TRL builds its trainer with a `mismatch` block, and during `update_weights`, on a CPU"),
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
+    (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),
     (ROLLOUT_CORRECTION, "in verl's driver, with a `correction` that verl has no setting for"),
     (REENTRANT, "inside `replay_routing`"),

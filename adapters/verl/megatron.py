@@ -6,9 +6,15 @@ ingested before a batch runs, and every router that does not replay is an error 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+from mismatch_ext.adapters.transformers import read_trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import nn
+from verl.utils.device import get_device_name
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
@@ -55,9 +61,9 @@ def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
 
 def _check_block(block: MismatchConfig) -> None:
     for setting, refused, shown, allowed, why in (
-        ("mismatch.precision", block.precision is not None, "set", "nothing", "verl's Megatron engine takes dtypes and loss "
-         "scale from settings of its own"),
-        ("mismatch.lr", block.lr is not None, "set", "nothing", "the rate is led in the FSDP2 engine of this package alone"),
+        ("mismatch.precision", block.precision is not None, "set", "to leave it out",
+         "dtypes and loss scale of verl's Megatron engine are set elsewhere"),
+        ("mismatch.lr", block.lr is not None, "set", "to leave it out", "the rate is led in our FSDP2 engine alone"),
         ("mismatch.monitor.weight_sync", block.monitor.weight_sync != "off", block.monitor.weight_sync, "'off'",
          "the actor's weights are probed in FSDP2 models alone"),
         ("mismatch.routing.reference", block.routing is not None and block.routing.reference, True, "False",
@@ -114,9 +120,30 @@ def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
     if _PATCHES is None:
         # megatron-core is imported here, in a worker: the driver may have none.
         from mismatch_ext.adapters.verl.megatron_replay import ReplayGuard
-        from mismatch_ext.patches.verl.megatron_replay import closed_topk, replayed_batch
+        from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, GUARD, REPLAYED_BATCH
 
-        guard = ReplayGuard()
-        _PATCHES = PatchSet(replayed_batch(guard.batch), closed_topk(guard.before, guard.after)).apply()
+        GUARD[:] = [ReplayGuard()]
+        _PATCHES = PatchSet(REPLAYED_BATCH, CLOSED_TOPK).apply()
     _PATCHES.verify()
     return _PATCHES
+
+
+def megatron_report(engine: Any) -> dict[str, Any]:
+    """Return what verl's Megatron engine runs with, as plain data, for the check before the first step.
+
+    Args:
+        engine: verl's engine, initialised.
+    """
+    reading = read_trainer(nn.ModuleList(engine.module), nullcontext, None, torch.device(get_device_name()))
+    optimizer = getattr(engine, "optimizer", None)
+    if "float16" in reading.parameter_dtypes and optimizer is not None:
+        scale = {"class": type(optimizer).__name__, "enabled": True, "scale": float(optimizer.get_loss_scale())}
+        reading = replace(reading, scaler=scale)
+    mode = engine.engine_config.router_replay.mode
+    return {
+        "engine": type(engine).__name__,
+        "strategy": engine.engine_config.strategy,
+        "trainer": asdict(reading),
+        "routing": None if mode == "disabled" else mode,
+        "patches": [] if _PATCHES is None else _PATCHES.describe(),
+    }

@@ -72,7 +72,8 @@ class ObjectiveMixin(_Host):
             metrics.update(self._kl.begin(data))
             if wants_baseline(self._kl.section):
                 field = TensorDict(
-                    {BASELINE: response_to_nested(baseline(data, self._kl.section), mask)}, batch_size=len(batch)
+                    {BASELINE: response_to_nested(baseline(data, self._kl.section, batch.keys), mask)},
+                    batch_size=len(batch),
                 )
                 tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=field)
         return super()._compute_advantage(batch, metrics)

@@ -36,7 +36,7 @@ def load() -> None:
 def _load() -> None:
     # All imports here: one that fails is a failure to load like any other.
     from mismatch_ext.adapters.verl.block import active_block
-    from mismatch_ext.patches.verl.validate_config import PREPARE, VALIDATE_CONFIG
+    from mismatch_ext.patches.verl.validate_config import PREPARE, REFUSE, RUNTIME_ENV, VALIDATE_CONFIG
 
     from mismatch_ext.patching import PatchSet
     from mismatch_ext.versions import require
@@ -44,17 +44,24 @@ def _load() -> None:
     require("verl")
     if not _loaded:
         PREPARE.append(_prepare)
-        _loaded.append(PatchSet(VALIDATE_CONFIG).apply())
+        REFUSE.append(_refuse_unprepared)
+        _loaded.append(PatchSet(VALIDATE_CONFIG, RUNTIME_ENV).apply())
     if active_block() is not None:
         # In the process of verl's TaskRunner the trainer is looked up by its name.
         import mismatch_ext.adapters.verl.trainer  # noqa: F401
 
 
-def _prepare(config: Any) -> None:
+def _prepare(config: Any) -> dict[str, Any]:
     # Late: it imports what of verl is not loaded yet while verl imports this package.
     from mismatch_ext.adapters.verl.settings import prepare
 
-    prepare(config)
+    return prepare(config)
+
+
+def _refuse_unprepared(config: Any) -> None:
+    from mismatch_ext.adapters.verl.settings import refuse_unprepared
+
+    refuse_unprepared(config)
 
 
 def _refuse_blocks(message: str) -> None:

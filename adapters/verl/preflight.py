@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.verl.banner import banner, run_header
 from mismatch_ext.adapters.verl.block import digest
-from mismatch_ext.adapters.verl.servers import read_rollouts, score_probes
+from mismatch_ext.adapters.verl.servers import answered, ask_probes, read_rollouts
 from mismatch_ext.adapters.verl.watchdog import Watchdog
 
 from mismatch_ext.config import MismatchConfig
@@ -39,7 +40,7 @@ class PreflightMixin(_Host):
     _run_dir: Path
     _watchdog: Watchdog
     _audit_report: AuditReport | None = None
-    _checker: WeightSyncChecker | None = None
+    _checkers: Sequence[WeightSyncChecker] = ()
     _patches: PatchSet
     _trainer_probes: torch.Tensor | None = None
 
@@ -96,33 +97,46 @@ class PreflightMixin(_Host):
         shape = (monitor.weight_sync_probes, monitor.weight_sync_probe_length)
         return plain[torch.randint(len(plain), shape, generator=generator)]
 
-    def _verify_weights(self) -> None:
-        """Check that the rollout servers compute with the weights that the actor has now.
+    def _score_probes(self) -> torch.Tensor | None:
+        """Score the probes with the actor's weights `[N, T-1]`; None where updates are not verified.
+
+        To be called while the rollout sleeps: an actor that is kept on the CPU comes to the device for it.
+        """
+        if self._block.monitor.weight_sync == "off":
+            return None
+        self._watchdog.phase(f"scoring probe tokens after step {self.global_steps}")
+        return torch.tensor(self.actor_rollout_wg.mismatch_score(self._probes.tolist())[0], dtype=torch.float64)
+
+    def _verify_weights(self, now: torch.Tensor | None) -> None:
+        """Check that each rollout server computes with the weights that the actor has now.
+
+        Args:
+            now: What the actor scores.
 
         Raises:
             WeightSyncError: One does not, and `monitor.weight_sync` is "error".
         """
-        monitor = self._block.monitor
-        if monitor.weight_sync == "off":
+        if now is None:
             return
         self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
-        trainer: TrainerReading = self._readings["trainer"]
-        if self._checker is None:
+        replicas = self.llm_server_manager.get_replicas()
+        if not self._checkers:
+            trainer: TrainerReading = self._readings["trainer"]
             compute = trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
-            self._checker = WeightSyncChecker(self._readings["engine"].model_dtype, trainer_dtype=compute)
-        now = torch.tensor(self.actor_rollout_wg.mismatch_score(self._probes.tolist())[0], dtype=torch.float64)
+            dtype = self._readings["engine"].model_dtype
+            self._checkers = [WeightSyncChecker(dtype, trainer_dtype=compute) for _ in replicas]
         changed = self._trainer_probes is None or not torch.equal(now, self._trainer_probes)
-        for number, replica in enumerate(self.llm_server_manager.get_replicas()):
-            rollout = score_probes(replica, self._probes.tolist(), ANSWER_TIMEOUT)
-            verdict = self._checker.observe(
-                SyncObservation(engine_logprobs=rollout, trainer_logprobs=now, trainer_changed=changed and number == 0)
+        asked = [ask_probes(replica, self._probes.tolist()) for replica in replicas]
+        for number, checker in enumerate(self._checkers):
+            rollout = answered(asked[number], ANSWER_TIMEOUT)
+            verdict = checker.observe(
+                SyncObservation(engine_logprobs=rollout, trainer_logprobs=now, trainer_changed=changed)
             )
             if not verdict.ok:
-                self._event("error", "weight_sync", verdict.message)
-                if monitor.weight_sync == "error":
-                    self._checker.raise_for(verdict)
+                self._event("error", "weight_sync", f"rollout server {number}: {verdict.message}")
+                if self._block.monitor.weight_sync == "error":
+                    checker.raise_for(verdict)
         self._trainer_probes = now
-        self._verdict = verdict
 
     def _announce(self) -> None:
         """Open the metrics file, and say what is active, in which peer, and by which seam."""

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mismatch_ext.adapters.verl.checkpoint import SCHEMA, STATE_FILE
 from mismatch_ext.adapters.verl.kl import KlControl
 from mismatch_ext.adapters.verl.watchdog import Watchdog
+from omegaconf import open_dict
 
 from mismatch_ext.banner import print_closing
 from mismatch_ext.config import MismatchConfig
@@ -35,6 +37,9 @@ class SavingMixin(_Host):
     _run_dir: Path
     _updated_step: int
     _saved_step: int
+    _updating: bool
+    _kept: tuple[Any, Any] = (None, None)
+    _rescued = False
     global_steps: int
 
     def _folder(self, step: int) -> Path:
@@ -47,7 +52,7 @@ class SavingMixin(_Host):
         written = path.with_suffix(".tmp")
         state = {
             "schema": SCHEMA,
-            "kl": None if self._kl is None else self._kl.state_dict(),
+            "kl": self._kept[1] if self._rescued else None if self._kl is None else self._kl.state_dict(),
             "monitor": self._monitor.state_dict(),
         }
         written.write_text(json.dumps(state), encoding="utf-8")
@@ -86,24 +91,38 @@ class SavingMixin(_Host):
                 raise StallError(stalled) from error
             raise
 
+    def _finished_update(self) -> None:
+        """Keep what a checkpoint of this step holds of the driver: a later failure finds it moved on to the next batch."""
+        self._updated_step, self._updating = self.global_steps, False
+        self._kept = (self.train_dataloader.state_dict(), None if self._kl is None else self._kl.state_dict())
+
     def _rescue(self, error: MismatchError) -> None:
         """Save a checkpoint of the last finished update, unless this run has saved it."""
         step = self._updated_step
+        if self._updating:
+            error.add_note(
+                f"It failed in the middle of the update of step {self.global_steps}, whose weights are of no step; resume from "
+                "the last checkpoint."
+            )
+            return
         if step == 0:
             return
         if self._saved_step != step:
             failed_in, self.global_steps = self.global_steps, step
+            kept, self._rescued = self._kept, True
             try:
-                self._save_checkpoint()
+                self.checkpoint_manager.sleep_replicas()  # verl saves while the rollout's memory is free
+                with _no_limit(self.config):
+                    self._save_checkpoint()
+                torch.save(kept[0], self._folder(step) / "data.pt")
             except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
                 error.add_note(f"The training state of step {step} could not be saved: {failure}")
                 return
             finally:
-                self.global_steps = failed_in
-        error.add_note(
-            f"The training state of step {step} is in {self._folder(step)}; resume with trainer.resume_mode=auto."
-        )
-        print(f"mismatch-ext: the training state of step {step} is in {self._folder(step)}.", flush=True)
+                self.global_steps, self._rescued = failed_in, False
+        where = f"The training state of step {step} is in {self._folder(step)}; resume with trainer.resume_mode=auto."
+        error.add_note(where)
+        print(f"mismatch-ext: {where}", flush=True)
 
     def _end(self, status: str, message: str = "") -> None:
         if self._recorder is None or not self._recorder.started:
@@ -113,6 +132,19 @@ class SavingMixin(_Host):
             self._recorder.step("train", step, left)
         self._recorder.end(step, status, message)
         print_closing(self._run_dir)
+
+
+@contextlib.contextmanager
+def _no_limit(config: Any) -> Iterator[None]:
+    """Keep older checkpoints while one is rescued: nobody has seen yet whether it is any good."""
+    given = config.trainer.get("max_actor_ckpt_to_keep"), config.trainer.get("max_critic_ckpt_to_keep")
+    with open_dict(config):
+        config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
+    try:
+        yield
+    finally:
+        with open_dict(config):
+            config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep = given
 
 
 def _read_state(path: Path) -> dict[str, Any]:

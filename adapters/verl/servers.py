@@ -24,14 +24,20 @@ def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[dict[str, Any
         EngineError: A server does not answer, or its workers are not ours.
     """
     reports = []
-    for number, server in enumerate(server for replica in replicas for server in replica.servers):
+    for number, replica in enumerate(replicas):
+        asked = [server.__ray_call__.remote(_ask, "mismatch_report", timeout) for server in replica.servers]
         try:
-            reports += ray.get(server.__ray_call__.remote(_ask, "mismatch_report", timeout), timeout=timeout + 10)
+            answers = [report for answer in ray.get(asked, timeout=timeout + 10) for report in answer]
         except Exception as error:
             raise EngineError(
                 f"rollout server {number} does not say what it runs with: {type(error).__name__}: {error}. Its workers need "
                 "rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its mismatch block."
             ) from error
+        if len(answers) != replica.world_size:
+            raise EngineError(
+                f"rollout server {number} has {replica.world_size} workers, and {len(answers)} of them say what they run with."
+            )
+        reports += answers
     return reports
 
 
@@ -44,28 +50,32 @@ def _ask(server: Any, method: str, timeout: float) -> list[Any]:
     return list(asyncio.run_coroutine_threadsafe(server.engine.collective_rpc(method=method), loop).result(timeout))
 
 
-def score_probes(replica: Any, token_ids: Sequence[Sequence[int]], timeout: float) -> Tensor:
-    """Score probe tokens `[N, T]` by a rollout server; log-probabilities `[N, T-1]`, float64.
+def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]]) -> list[Any]:
+    """Ask a rollout server to score probe tokens; `answered` waits for it.
 
     Greedy decoding of one token draws no random number, so that scoring leaves the server's sampling as it was.
 
     Args:
         replica: One of verl's rollout replicas.
-        token_ids: Probe tokens.
-        timeout: Seconds to wait.
-
-    Raises:
-        EngineError: The server failed, or does not answer.
+        token_ids: N sequences of the same length T.
     """
     sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
-    calls = [
+    return [
         replica.servers[0].generate.remote(
             prompt_ids=list(ids), sampling_params=dict(sampling), request_id=f"mismatch-probe-{row}"
         )
         for row, ids in enumerate(token_ids)
     ]
+
+
+def answered(asked: Sequence[Any], timeout: float) -> Tensor:
+    """Return a rollout server's log-probabilities of probe tokens `[N, T-1]`, float64.
+
+    Raises:
+        EngineError: The server failed, or does not answer.
+    """
     try:
-        outputs = ray.get(calls, timeout=timeout)
+        outputs = ray.get(list(asked), timeout=timeout)
     except Exception as error:
         raise EngineError(
             f"the rollout server could not score probe tokens: {type(error).__name__}: {error}"

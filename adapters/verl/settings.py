@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, encode
 from mismatch_ext.adapters.verl.correction import set_correction
+from mismatch_ext.adapters.verl.host import EXTENSION, check_bypass, check_host, refused
 from mismatch_ext.adapters.verl.kl import set_kl
 from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.utils import need_reference_policy
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
@@ -17,110 +21,58 @@ from mismatch_ext.versions import require
 TRAINER = "mismatch"
 """Name of our trainer in verl's registry, and of our engine's vendor."""
 
-EXTENSION = "mismatch_ext.adapters.verl.rollout.RolloutExtension"
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-ELSEWHERE = (
-    "verl.experimental.one_step_off_policy",
-    "verl.experimental.fully_async_policy",
-    "verl.experimental.separation",
-)
 
 
-def prepare(config: DictConfig) -> None:
+def prepare(config: DictConfig) -> dict[str, Any]:
     """Read the block of verl's configuration, and set in it what the block stands for.
 
     Args:
         config: All of verl's configuration, with a root block `mismatch`; changed in place.
+
+    Returns:
+        Arguments of verl's check that it has computed before the block was read.
 
     Raises:
         ConfigError: The block is malformed, or this configuration of verl cannot do what it asks for; names the setting, its
             value, what is allowed and what to do.
         PeerVersionError: verl or vLLM is outside of the tested range.
     """
-    if OmegaConf.select(config, "trainer.v1.trainer_mode") == TRAINER:
-        return  # prepared already
+    if OmegaConf.select(config, "trainer.v1.trainer_mode") != TRAINER:
+        _prepare(config)
+    return {"use_reference_policy": need_reference_policy(config)}
+
+
+def refuse_unprepared(config: DictConfig) -> None:
+    """Refuse a run with a block that nobody has prepared: its program starts Ray without verl's check of the configuration.
+
+    Raises:
+        ConfigError: Says how to go on.
+    """
+    if OmegaConf.select(config, "trainer.v1.trainer_mode") != TRAINER:
+        raise refused(
+            "the program", Path(sys.argv[0]).name, "verl.trainer.main_ppo",
+            "it starts Ray without verl's validate_config, where the block is read, and would train without it",
+            "Start main_ppo, or call verl.utils.config.validate_config before run_ppo",
+        )  # fmt: skip
+
+
+def _prepare(config: DictConfig) -> None:
     block = MismatchConfig.parse(OmegaConf.to_container(config.mismatch, resolve=True))
     assert block is not None
     for peer in ("torch", "verl", "vllm", "transformers"):
         require(peer)
-    _check_host(config, block)
+    check_host(config, block)
     with open_dict(config):
         _set_trainer(config, block)
         _set_precision(config, block)
         _set_routing(config, block)
         done = set_correction(config, block.correction)
+        check_bypass(config, block)
         done += set_kl(config, block.kl) if block.kl is not None else []
         for line in done:
             print(f"mismatch-ext: {line}", flush=True)
         _set_environment(config, block)
-
-
-def _refuse(setting: str, value: object, allowed: str, why: str, instead: str = "change it") -> ConfigError:
-    return ConfigError(
-        f"{setting}={value!r} with a mismatch block: {why}; allowed: {allowed}. {instead[0].upper()}{instead[1:]}."
-    )
-
-
-def _check_host(config: DictConfig, block: MismatchConfig) -> None:
-    """Refuse a configuration of verl in which the block, or a part of it, would do nothing."""
-    for module in ELSEWHERE:
-        if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
-            raise _refuse(
-                "trainer",
-                module,
-                "verl.trainer.main_ppo",
-                "that trainer takes none of its settings",
-                "start main_ppo, or remove the block",
-            )
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    for setting, value, wanted, why in (
-        (
-            "trainer.use_v1",
-            config.trainer.use_v1,
-            (True,),
-            "the deprecated trainer has no registry that ours could enter by",
-        ),
-        (
-            "trainer.v1.trainer_mode",
-            config.trainer.v1.trainer_mode,
-            ("sync",),
-            "rollouts of older weights are not told apart from numerics",
-        ),
-        (
-            "actor_rollout_ref.hybrid_engine",
-            config.actor_rollout_ref.hybrid_engine,
-            (True,),
-            "the rollout server is checked through the actor's workers",
-        ),
-        ("actor_rollout_ref.actor.strategy", actor.strategy, ("fsdp2",), "this release's engine is verl's for FSDP2"),
-        ("actor_rollout_ref.rollout.name", rollout.name, ("vllm",), "this release reads back vLLM alone"),
-        (
-            "actor_rollout_ref.rollout.calculate_log_probs",
-            rollout.calculate_log_probs,
-            (True,),
-            "without the engine's log-probabilities there is no gap to measure",
-        ),
-    ):
-        if value not in wanted:
-            raise _refuse(setting, value, " or ".join(map(repr, wanted)), why)
-    if OmegaConf.select(config, "distillation.enabled"):
-        raise _refuse("distillation.enabled", True, "False", "the loss of distillation is not ours to extend")
-    given = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls")
-    if given not in (None, EXTENSION):
-        raise _refuse(
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
-            given,
-            EXTENSION,
-            "the rollout server proves by that class that it is as asked",
-            "derive your class from ours and give it as a subclass, or remove it",
-        )
-    if block.monitor.weight_sync_probe_length >= (rollout.max_model_len or 1 << 30):
-        raise _refuse(
-            "mismatch.monitor.weight_sync_probe_length",
-            block.monitor.weight_sync_probe_length,
-            f"less than rollout.max_model_len ({rollout.max_model_len})",
-            "a probe and one token have to fit",
-        )
 
 
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
@@ -147,10 +99,10 @@ def _set_precision(config: DictConfig, block: MismatchConfig) -> None:
         ),
     ):
         if value and dtype != "bfloat16":
-            raise _refuse(setting, value, "False", f"{why}, not in {dtype}")
+            raise refused(setting, value, "False", f"{why}, not in {dtype}")
     backend = group.rollout.checkpoint_engine.backend
     if str(backend).startswith("delta") and dtype != "bfloat16":
-        raise _refuse(
+        raise refused(
             "actor_rollout_ref.rollout.checkpoint_engine.backend",
             backend,
             "'naive'",
@@ -158,7 +110,7 @@ def _set_precision(config: DictConfig, block: MismatchConfig) -> None:
         )
     quantization = group.rollout.get("quantization")
     if quantization:
-        raise _refuse(
+        raise refused(
             "actor_rollout_ref.rollout.quantization", quantization, "None", f"the rollout would not compute in {dtype}"
         )
     wanted = {"param_dtype": SHORT[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -204,11 +156,6 @@ def _set_routing(config: DictConfig, block: MismatchConfig) -> None:
     if block.routing is None:
         return
     rollout = config.actor_rollout_ref.rollout
-    if block.routing.mode == "R2" and OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
-        raise ConfigError(
-            "mismatch.routing.mode='R2' with algorithm.rollout_correction.bypass_mode=True: R2 records the trainer's pass "
-            "over the rollouts, which bypass mode leaves out; use R3, or set bypass_mode=False."
-        )
     if block.routing.mode == "R3":
         rollout.enable_rollout_routing_replay = True
 
@@ -221,7 +168,7 @@ def _set_environment(config: DictConfig, block: MismatchConfig) -> None:
     given = dict(runtime.get("env_vars") or {})
     vendor = given.get("VERL_ENGINE_VENDOR")
     if vendor not in (None, TRAINER):
-        raise _refuse(
+        raise refused(
             "VERL_ENGINE_VENDOR", vendor, TRAINER, "this vendor's engine knows nothing of the block", "remove it"
         )
     init.runtime_env = OmegaConf.merge(runtime, {"env_vars": {**given, **variables}})

@@ -34,6 +34,9 @@ from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder, ensure_writable
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
+MEASURED_TOGETHER = 1 << 20
+"""Places of a batch that are measured together."""
+
 # What verl calls the metrics that built-in alarms watch by other hosts' names.
 ALIASES = {"grad_norm": "actor/grad_norm", "loss": "actor/loss"}
 
@@ -64,6 +67,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         self._stopped: str | None = None
         self._looked = False
         self._updated_step = self._saved_step = 0
+        self._updating = False
         super().__init__(config)
         self._begin_objective()
 
@@ -91,8 +95,9 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
     def on_init_end(self) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
         self._check_processes()
+        probes = self._score_probes()
         super().on_init_end()
-        self._verify_weights()
+        self._verify_weights(probes)
         self._announce()
 
     def on_step_begin(self) -> None:
@@ -101,9 +106,12 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
 
     def on_step_end(self) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
+        if self._updating:
+            self._finished_update()  # of the critic alone, in its warm-up
+        probes = self._score_probes()
         self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
         super().on_step_end()
-        self._verify_weights()
+        self._verify_weights(probes)
         self._watchdog.phase(f"finishing step {self.global_steps}")
 
     def on_validate_begin(self) -> None:
@@ -126,15 +134,35 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
-        self._check_rollouts(batch)
         batch = super()._compute_old_log_prob(batch, metrics)
+        found = self._read(batch, OLD, ROLLOUT, MASK)
+        old, rollout, mask = found[OLD].float(), found[ROLLOUT].float(), found[MASK].bool()
+        self._check_rollouts(batch, rollout, mask)
         if not self._bypasses():
-            found = self._read(batch, OLD, ROLLOUT, MASK)
             assert self._recorder is not None
-            self._gap = (found[OLD].float(), found[ROLLOUT].float(), found[MASK].bool())
-            self._recorder.observe("train", *self._gap)
+            self._gap = (old, rollout, mask)
+            for part in zip(*(x.split(self._rows_at_once(mask)) for x in self._gap), strict=True):
+                self._recorder.observe("train", *part)
             self._measure_native(batch, found[MASK])
         return batch
+
+    @staticmethod
+    def _rows_at_once(mask: Tensor) -> int:
+        """Return how many rows are measured together: widened to float64, a large batch would take gigabytes."""
+        return max(1, MEASURED_TOGETHER // max(mask.shape[1], 1))
+
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self._watchdog.phase(f"scoring the rollouts of step {self.global_steps} by the reference")
+        return super()._compute_ref_log_prob(batch, metrics)
+
+    def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self._watchdog.phase(f"computing values in step {self.global_steps}")
+        return super()._compute_values(batch, metrics)
+
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self._watchdog.phase(f"updating the critic in step {self.global_steps}")
+        self._updating = True
+        return super()._update_critic(batch, metrics)
 
     def _measure_native(self, batch: Any, mask: Tensor) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
@@ -155,17 +183,15 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         native = response_from_nested(data["log_probs"], data[MASK]).to_padded_tensor(0.0)[self._rows(batch)]
         self._recorder.observe("train", native.float(), *self._gap[1:], native=True)
 
-    def _check_rollouts(self, batch: Any) -> None:
-        """Refuse log-probabilities that are not numbers, before anything is computed from them."""
-        found = self._read(batch, ROLLOUT, MASK)
-        bad = (~found[ROLLOUT].isfinite() & found[MASK].bool()).nonzero()
+    def _check_rollouts(self, batch: Any, rollout: Tensor, mask: Tensor) -> None:
+        """Refuse log-probabilities that are not numbers, before anything is learned from them."""
+        bad = (~rollout.isfinite() & mask).nonzero()
         if len(bad):
             row, token = (int(x) for x in bad[0])
             raise NonFiniteLogprobError(
                 f"rollout {batch.keys[self._rows(batch)[row]]}, token {token}: the engine reported log-probability "
-                f"{float(found[ROLLOUT][row, token])} at step {self.global_steps}; its logits overflowed or its weights are "
-                "broken. In float16, check the checkpoint with "
-                "`mismatch-ext readiness`."
+                f"{float(rollout[row, token])} at step {self.global_steps}; its logits overflowed or its weights are broken. In "
+                "float16, check the checkpoint with `mismatch-ext readiness`."
             )
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -179,9 +205,11 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
             limit = int(self.config.actor_rollout_ref.rollout.response_length)
             statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
             metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(**statistics)))
+        self._gap = None  # a large batch's is not kept while the next one is sampled
         self._carry_coefficient(batch)
+        self._updating = True
         batch = super()._update_actor(batch, metrics)
-        self._updated_step = self.global_steps
+        self._finished_update()
         metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 
@@ -210,6 +238,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""
         self._stopped = message
         if self._saved_step != self.global_steps:
+            self.checkpoint_manager.sleep_replicas()  # verl saves while the rollout's memory is free
             self._save_checkpoint()
         self.total_training_steps = self.global_steps
 

@@ -68,7 +68,9 @@ class Watchdog:
                 "look for the first error above and in Ray's worker logs. Raise stall_timeout if the phase is only slow."
             )
             print(f"mismatch-ext: {self.message}", file=sys.stderr, flush=True)
-            self._release()
-            if not self._stop.wait(self._grace):
-                self._end(1)
+            try:
+                self._release()
+            finally:
+                if not self._stop.wait(self._grace):
+                    self._end(1)
             return

@@ -12,8 +12,10 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocab
 from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, register_engine
 from mismatch_ext.adapters.verl.loss import make_loss
+from torch.distributed.fsdp import FSDPModule
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from mismatch_ext.config import MismatchConfig
@@ -148,7 +150,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
 
 class _Scoring:
-    """The engine in evaluation, loaded where it is offloaded, under its own autocast."""
+    """The engine in evaluation, loaded where it is offloaded, under its own autocast, and left as it was found."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -156,17 +158,23 @@ class _Scoring:
     def __enter__(self) -> Callable[..., Any]:
         self._mode = self._engine.eval_mode()
         self._mode.__enter__()
-        engine = self._engine
-        device = next(engine.module.parameters()).device
+        # Every rank scores all tokens by itself.
+        self._sequence_parallel = get_ulysses_sequence_parallel_group()
+        set_ulysses_sequence_parallel_group(None)
+        engine, device_type = self._engine, get_device_name()
 
         def score(function: Callable[..., Any], token_ids: torch.Tensor) -> Any:
+            # Where tensors go in verl's own passes, also when the parameters are kept on the CPU.
+            tokens = token_ids.to(get_device_id())
             return function(
-                engine.module,
-                token_ids.to(device),
-                lambda: torch.autocast(device_type=device.type, dtype=engine._autocast_dtype),
+                engine.module, tokens, lambda: torch.autocast(device_type=device_type, dtype=engine._autocast_dtype)
             )
 
         return score
 
     def __exit__(self, *error: Any) -> None:
+        for module in self._engine.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward pass follows that would do it
+        set_ulysses_sequence_parallel_group(self._sequence_parallel)
         self._mode.__exit__(*error)

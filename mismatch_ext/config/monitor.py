@@ -57,9 +57,10 @@ class MonitorConfig:
     """Logs of the trainer between two records of the per-position and per-probability profiles."""
     scatter_samples: int = 500
     """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
-    stall_timeout: float = 1800.0
-    """Seconds that one phase of a step may take under verl, which waits for ever for a worker that has failed, before the run is
-    ended with an error; 0 never ends it. Other hosts raise such errors by themselves."""
+    stall_timeout: float = 7200.0
+    """Seconds that one phase of a step (sampling, a scoring pass, an update, a weight update, a validation) may take under verl,
+    which waits for ever for a worker that has failed, before the run is ended with an error; 0 never ends it. Other hosts raise
+    such errors by themselves."""
     alarms: dict[str, AlarmConfig] = field(default_factory=dict, hash=False)
     """Alarms by metric as it is logged; the prefix `mismatch/` may be left out. They are laid over the built-in ones.
     Evaluation metrics are not watched."""

@@ -5,73 +5,80 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from mismatch_ext.patching import Patch
 
-UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"
+
+class Guard(Protocol):
+    """What looks at replay, as `mismatch_ext.adapters.verl.megatron_replay.ReplayGuard` does."""
+
+    def batch(self, engine: Any, /, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Return what a batch runs in; gets what `forward_backward_batch` gets."""
+
+    def before(self, router: Any) -> None:
+        """Raise where the RouterReplay would fall back on its router's own choice."""
+
+    def after(self, router: Any, scores: Any, top_k: int, indices: Any) -> None:
+        """Look at the expert ids `[T, K]` that it selected for scores `[T, E]`."""
 
 
-def replayed_batch(around: Callable[..., AbstractContextManager[None]]) -> Patch:
-    """Declare the patch that runs each batch of verl's Megatron engine inside a context.
+GUARD: list[Guard] = []
+"""The one that both patches ask; not closed over, which a patch's digest cannot tell."""
 
-    The whole model's configuration, the samples with their names and their routes are all known there, once per mini-batch and
-    before any of it is reordered, split or sent.
-
-    Args:
-        around: Gets what `forward_backward_batch` gets, the engine first, and returns the context.
-    """
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original, updated=())
-        def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with around(self, *args, **kwargs):
-                return original(self, *args, **kwargs)
-
-        return forward_backward_batch
-
-    return Patch(
-        name="verl/megatron_replayed_batch",
-        peer="verl",
-        supports=">=0.9.1,<=0.9.1",
-        target="verl.workers.engine.megatron.transformer_impl:MegatronEngine.forward_backward_batch",
-        make=make,
-        upstream=UPSTREAM.format("workers/engine/megatron/transformer_impl.py"),
-        reason="Rows that an agent loop filled with zeros are replayed as expert 0, K times; no id is looked at on the way.",
-        not_covered="What happens to routes after this: splitting into micro-batches and packing are verl's own. Rows of "
-        "padding, which under R2 verl sends to expert 0. With one expert per token, rows of zeros are routes.",
-        remove_when="verl checks the ids of routed_experts before its Megatron engine replays them.",
-    )
+_UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"
 
 
-def closed_topk(before: Callable[[Any], None], after: Callable[[Any, Any, int, Any], None]) -> Patch:
-    """Declare the patch that looks at every selection of experts by verl's RouterReplay, before and after.
+def _guarded_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        (guard,) = GUARD
+        with guard.batch(self, *args, **kwargs):
+            return original(self, *args, **kwargs)
 
-    Args:
-        before: Gets the RouterReplay, and raises where it would fall back on the router's own choice.
-        after: Gets the RouterReplay, scores `[T, E]`, K, and the ids that were selected `[T, K]`.
-    """
+    return forward_backward_batch
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original, updated=())
-        def get_replay_topk(self: Any, scores: Any, topk: int, *args: Any, **kwargs: Any) -> Any:
-            before(self)
-            values, indices = original(self, scores, topk, *args, **kwargs)
-            after(self, scores, topk, indices)
-            return values, indices
 
-        return get_replay_topk
+def _guarded_topk(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def get_replay_topk(self: Any, scores: Any, topk: int, *args: Any, **kwargs: Any) -> Any:
+        (guard,) = GUARD
+        guard.before(self)
+        values, indices = original(self, scores, topk, *args, **kwargs)
+        guard.after(self, scores, topk, indices)
+        return values, indices
 
-    return Patch(
-        name="verl/megatron_closed_topk",
-        peer="verl",
-        supports=">=0.9.1,<=0.9.1",
-        target="verl.utils.megatron.router_replay_patch:RouterReplay.get_replay_topk",
-        make=make,
-        upstream=UPSTREAM.format("utils/megatron/router_replay_patch.py"),
-        reason="A router without routes chooses for itself, and one with too few rows drops the tokens behind them, without an "
-        "error.",
-        not_covered="megatron-core's own RouterReplay, which versions of it use whose routers take input_ids. Which "
-        "micro-batch's routes a recomputation gets: verl's queue hands them out in the order of the forward passes.",
-        remove_when="verl raises there instead of routing natively.",
-    )
+    return get_replay_topk
+
+
+REPLAYED_BATCH = Patch(
+    name="verl/megatron_replayed_batch",
+    peer="verl",
+    supports=">=0.9.1,<=0.9.1",
+    # The model's configuration, the samples' names and their routes are all known here, once per mini-batch and before any of
+    # it is reordered, split or sent; `set_router_replay_data`, behind it, has neither names nor counts of tokens.
+    target="verl.workers.engine.megatron.transformer_impl:MegatronEngine.forward_backward_batch",
+    make=_guarded_batch,
+    source_digests=frozenset({"45725fc86fbecc18"}),
+    upstream=_UPSTREAM.format("workers/engine/megatron/transformer_impl.py"),
+    reason="Rows that an agent loop filled with zeros are replayed as expert 0, K times; nobody looks at an id on the way.",
+    not_covered="What happens to routes after this: splitting into micro-batches and packing are verl's own. Rows of padding, "
+    "which verl sends to expert 0 under R2. With one expert per token, rows of zeros are routes. Routes of other tokens or "
+    "layers that are valid ids.",
+    remove_when="verl checks the ids of routed_experts before its Megatron engine replays them.",
+)
+
+CLOSED_TOPK = Patch(
+    name="verl/megatron_closed_topk",
+    peer="verl",
+    supports=">=0.9.1,<=0.9.1",
+    target="verl.utils.megatron.router_replay_patch:RouterReplay.get_replay_topk",
+    make=_guarded_topk,
+    source_digests=frozenset({"f4309060f5e2afa4"}),
+    upstream=_UPSTREAM.format("utils/megatron/router_replay_patch.py"),
+    reason="A router without routes chooses for itself, and tokens behind the last row of routes reach no expert, both without "
+    "an error.",
+    not_covered="megatron-core's own RouterReplay, which verl leaves in place where routers take input_ids. Which micro-batch's "
+    "routes a recomputation gets: verl's queue hands them out in the order of the forward passes.",
+    remove_when="verl raises there instead of routing natively.",
+)

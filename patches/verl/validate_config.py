@@ -1,4 +1,4 @@
-"""The one function that verl's driver calls with its whole configuration before it starts Ray."""
+"""The two functions that verl's driver calls with its whole configuration before it starts Ray."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 
 from mismatch_ext.patching import Patch
 
-PREPARE: list[Callable[[Any], None]] = []
-"""What gets a configuration with a `mismatch` block, and may change or refuse it; not closed over, which a digest cannot tell."""
+PREPARE: list[Callable[[Any], dict[str, Any]]] = []
+"""What gets a configuration with a `mismatch` block, may change or refuse it, and returns arguments that are then stale. Not
+closed over, which a digest cannot tell."""
+
+REFUSE: list[Callable[[Any], None]] = []
+"""What gets a configuration with a `mismatch` block when Ray is about to start, and refuses one that was not prepared."""
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,7 +21,9 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     def checked(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.get("mismatch") is not None:
             for prepare in PREPARE:
-                prepare(config)  # before verl's own checks, which then see the settings that the block stands for
+                # Before verl's own checks, which then see the settings that the block stands for.
+                fresh = prepare(config)
+                kwargs |= {name: value for name, value in fresh.items() if name in kwargs}
         return original(config, *args, **kwargs)
 
     return checked
@@ -34,5 +40,29 @@ VALIDATE_CONFIG = Patch(
     upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py",
     reason="verl has no hook that sees the configuration before Ray starts, and ignores a root block that it does not know.",
     not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",
+    remove_when="verl calls its plugins with the configuration before it starts Ray.",
+)
+
+
+def _make_guard(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def guarded(config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if config is not None and config.get("mismatch") is not None:
+            for refuse in REFUSE:
+                refuse(config)
+        return original(config, *args, **kwargs)
+
+    return guarded
+
+
+RUNTIME_ENV = Patch(
+    name="verl/runtime_env",
+    peer="verl",
+    supports=">=0.9.1,<=0.9.1",
+    target="verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
+    make=_make_guard,
+    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py",
+    reason="Programs beside main_ppo call run_ppo without verl's check, and would train without the block.",
+    not_covered="Programs that start Ray themselves, or imported the function before this package.",
     remove_when="verl calls its plugins with the configuration before it starts Ray.",
 )

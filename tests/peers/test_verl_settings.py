@@ -78,6 +78,21 @@ def test_the_block_arrives_in_another_process_as_it_was_given(monkeypatch: pytes
     assert block.digest(found) != block.digest(MismatchConfig()) != block.digest(None) == "none"
 
 
+def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
+    config = configured("+mismatch.kl.coef=0.1")
+    assert settings.prepare(config) == {"use_reference_policy": True}
+    assert config.actor_rollout_ref.actor.use_kl_loss
+
+
+def test_a_program_that_starts_ray_without_verls_check_is_refused() -> None:
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    get_ppo_ray_runtime_env(configured())
+    with pytest.raises(ConfigError, match="would train without it"):
+        get_ppo_ray_runtime_env(configured("+mismatch={}"))
+    get_ppo_ray_runtime_env(prepared("+mismatch={}"))
+
+
 def test_preparing_twice_is_preparing_once() -> None:
     config = prepared("+mismatch.precision.dtype=float16")
     again = config.copy()
@@ -117,6 +132,15 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
         (("+mismatch.kl.preset=trl",), "mismatch.kl.preset='trl'"),
         (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
         (("+mismatch.rooting.mode=R3",), "rooting"),
+        (("actor_rollout_ref.model.use_fused_kernels=True",), "use_fused_kernels=True"),
+        (("actor_rollout_ref.rollout.data_parallel_size=2",), "data_parallel_size=2"),
+        (("actor_rollout_ref.ref.strategy=fsdp",), "actor_rollout_ref.ref.strategy='fsdp'"),
+        (("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "+mismatch.routing.mode=R3"), "parallel_size=2"),
+        (("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.routing={mode:R2}"), "mismatch.routing.mode='R2'"),
+        (
+            ("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.lr={trigger:f_tau}"),
+            "mismatch.lr.trigger='f_tau'",
+        ),
         (("+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}",), "VERL_ENGINE_VENDOR='acme'"),
     ],
 )

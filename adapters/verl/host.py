@@ -1,0 +1,109 @@
+"""Configurations of verl in which a block, or a part of it, would do nothing or do harm: refused before Ray starts."""
+
+from __future__ import annotations
+
+import sys
+
+from omegaconf import DictConfig, OmegaConf
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+
+EXTENSION = "mismatch_ext.adapters.verl.rollout.RolloutExtension"
+# Trainers of verl's that check their configuration as main_ppo does.
+ELSEWHERE = (
+    "verl.experimental.one_step_off_policy",
+    "verl.experimental.fully_async_policy",
+    "verl.experimental.separation",
+)
+# Setting, values that are allowed, and why no other is. What verl's configuration does not have is passed over.
+REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("trainer.use_v1", (True,), "the deprecated trainer has no registry that ours could enter by"),
+    ("trainer.v1.trainer_mode", ("sync",), "rollouts of older weights are not told apart from numerics"),
+    ("actor_rollout_ref.hybrid_engine", (True,), "the rollout server is checked through the actor's workers"),
+    ("actor_rollout_ref.actor.strategy", ("fsdp2",), "this release's engine is verl's for FSDP2"),
+    ("actor_rollout_ref.rollout.name", ("vllm",), "this release reads back vLLM alone"),
+    (
+        "actor_rollout_ref.rollout.calculate_log_probs",
+        (True,),
+        "without the engine's log-probabilities there is no gap to measure",
+    ),
+    (
+        "actor_rollout_ref.rollout.data_parallel_size",
+        (1,),
+        "vLLM answers for its first engine alone, so that the others cannot prove what they run with",
+    ),
+    (
+        "actor_rollout_ref.model.use_fused_kernels",
+        (False,),
+        "fused heads return no logits, by which weights and vocabulary are checked",
+    ),
+    ("distillation.enabled", (False,), "the loss of distillation is not ours to extend"),
+)
+
+
+def refused(setting: str, value: object, allowed: str, why: str, instead: str = "Change it") -> ConfigError:
+    """Return the error that names a setting, its value, why it is refused, what is allowed and what to do."""
+    return ConfigError(f"{setting}={value!r} with a mismatch block: {why}; allowed: {allowed}. {instead}.")
+
+
+def check_host(config: DictConfig, block: MismatchConfig) -> None:
+    """Refuse a configuration of verl that the block cannot work in.
+
+    Args:
+        config: All of verl's configuration, as it was given.
+        block: The parsed block.
+
+    Raises:
+        ConfigError: Names the setting, its value, why it is refused, and what is allowed.
+    """
+    for module in ELSEWHERE:
+        if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
+            why, instead = "that trainer takes none of its settings", "Start main_ppo, or remove the block"
+            raise refused("trainer", module, "verl.trainer.main_ppo", why, instead)
+    for setting, allowed, why in REQUIRED:
+        value = OmegaConf.select(config, setting)
+        if value is not None and value not in allowed:
+            raise refused(setting, value, " or ".join(map(repr, allowed)), why)
+    if config.actor_rollout_ref.ref.strategy != "fsdp2" and (block.precision or block.routing):
+        why = "the reference would be built by another engine than the actor"
+        raise refused("actor_rollout_ref.ref.strategy", config.actor_rollout_ref.ref.strategy, "'fsdp2'", why)
+    ulysses = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
+    ulysses = max(ulysses, OmegaConf.select(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size") or 1)
+    if block.routing is not None and ulysses > 1:
+        why = "with mismatch.routing each rank would see a part of the tokens, and routes of all"
+        raise refused("actor_rollout_ref.actor.ulysses_sequence_parallel_size", ulysses, "1", why)
+    setting = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+    if (given := OmegaConf.select(config, setting)) not in (None, EXTENSION):
+        why = "the rollout server proves by that class that it is as asked"
+        raise refused(
+            setting, given, EXTENSION, why, "Derive your class from ours and put it in its place, or remove it"
+        )
+    length, limit = block.monitor.weight_sync_probe_length, config.actor_rollout_ref.rollout.max_model_len
+    if limit and length >= limit:
+        why = "a probe and one token have to fit"
+        raise refused(
+            "mismatch.monitor.weight_sync_probe_length", length, f"less than rollout.max_model_len ({limit})", why
+        )
+
+
+def check_bypass(config: DictConfig, block: MismatchConfig) -> None:
+    """Refuse what needs the trainer's pass over fresh rollouts, which bypass mode leaves out.
+
+    Args:
+        config: All of verl's configuration, with the correction set that it will run with.
+        block: The parsed block.
+
+    Raises:
+        ConfigError: Names the key of the block, its value, and what to do.
+    """
+    if not OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
+        return
+    why = "bypass mode takes no pass of the trainer over fresh rollouts"
+    if block.routing is not None and block.routing.mode == "R2":
+        raise refused(
+            "mismatch.routing.mode", "R2", "'R3'", f"{why}, which R2 records", "Use R3, or a decoupled correction"
+        )
+    if block.lr is not None and block.lr.trigger in ("mismatch_kl", "f_tau"):
+        why += ", so that there is no gap to lead the rate"
+        raise refused("mismatch.lr.trigger", block.lr.trigger, "'response_length' or 'grad_norm'", why)
