@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.checkpoint import read_state, write_state
+from mismatch_ext.adapters.verl.logprobs import LogprobsMixin
 from mismatch_ext.adapters.verl.lr import EngineLr, warmup_steps
 from mismatch_ext.adapters.verl.replay import EngineReplay
 from mismatch_ext.adapters.verl.routing import RoutingMixin
@@ -34,7 +35,7 @@ from mismatch_ext.versions import installed
 VENDOR = "mismatch"
 
 
-class MismatchFSDPEngine(RoutingMixin, FSDPEngineWithLMHead):
+class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
     """verl's FSDP2 engine with the block.
 
     Args:

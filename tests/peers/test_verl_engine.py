@@ -1,0 +1,306 @@
+"""verl's real FSDP2 engine with the block, without Ray and vLLM: replay, loss scale, learning rate and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.peers.conftest import Ran
+
+Run = Callable[..., Ran]
+Result = dict[str, Any]
+MODULE = "verl_engine_scenarios"
+# Halved every 2 updates after 2 of warm-up, at least 0.1 from the eighth on.
+HALVING = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1]
+# Tokens of the samples 0 to 3; prompts of 6, 5, 4 and 6 of them.
+TOKENS = [14, 12, 10, 9]
+
+
+def apart(one: Any, two: Any) -> float:
+    """Return the largest difference between two nested lists of numbers of the same shape."""
+    if isinstance(one, list):
+        assert len(one) == len(two)
+        return max((apart(a, b) for a, b in zip(one, two, strict=True)), default=0.0)
+    return abs(one - two)
+
+
+@pytest.fixture(scope="module")
+def sparse(run_scenario: Run, moe: Path) -> Result:
+    names = ("stock", "replay", "layouts", "faults", "reference", "adapter")
+    return run_scenario("several", module=MODULE, scenarios={name: {"model": str(moe)} for name in names}).expect()
+
+
+@pytest.fixture(scope="module")
+def plain(run_scenario: Run, dense: Path, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("plain")
+    given = {
+        "scaler": {"model": str(dense)},
+        "schedules": {"model": str(dense), "out": str(folder)},
+        "damaged": {"model": str(dense), "out": str(folder / "damaged")},
+        "refusals": {"dense": str(dense), "moe": str(moe)},
+    }
+    return run_scenario("several", module=MODULE, scenarios=given).expect()
+
+
+@pytest.fixture(scope="module")
+def replayed(sparse: Result) -> Result:
+    return sparse["replay"]
+
+
+@pytest.fixture(scope="module")
+def laid_out(sparse: Result) -> Result:
+    return sparse["layouts"]
+
+
+@pytest.fixture(scope="module")
+def faulty(sparse: Result) -> Result:
+    return sparse["faults"]
+
+
+@pytest.fixture(scope="module")
+def scaled(plain: Result) -> Result:
+    return plain["scaler"]
+
+
+def test_without_a_block_or_with_one_that_measures_the_engine_is_verls_bit_for_bit(sparse: Result) -> None:
+    found = dict(sparse["stock"])
+    verl = dict(found.pop("verl"))
+    assert verl.pop("class") == "FSDPEngineWithLMHead"
+    assert verl["grad_norm"][0] > 0
+    for ours in found.values():
+        assert ours == {"class": "MismatchFSDPEngine", **verl}
+
+
+@pytest.mark.parametrize("how", ["r2", "own", "own_checkpointed"])
+def test_replaying_what_the_model_chose_itself_changes_no_bit(replayed: Result, how: str) -> None:
+    assert replayed[how] == replayed["native"]
+    assert replayed[f"{how}_parameters"] == replayed["native_parameters"]
+    assert replayed[f"{how}_metrics"]["routing/set_mismatch_frac"] == 0
+
+
+def test_experts_get_the_tokens_that_the_routes_say_and_the_last_token_goes_its_own_way(replayed: Result) -> None:
+    for how in ("own", "other", "other_checkpointed"):
+        assert replayed[f"{how}_seen"] == replayed[f"{how}_asked"]
+    assert replayed["other_seen"] != replayed["own_seen"]
+    # verl's rows of zeros for the last sampled token are no routes: the first layer chooses for it as without replay.
+    assert replayed["other_last"] == replayed["own_last"]
+    assert all(len(set(ids)) == 4 for ids in replayed["other_last"])
+    assert replayed["other_metrics"]["routing/native_rows_frac"] == pytest.approx(4 / sum(TOKENS))
+
+
+def test_other_routes_give_another_policy_which_checkpointing_does_not_change(replayed: Result) -> None:
+    assert apart(replayed["other"], replayed["native"]) > 0.1
+    assert replayed["other_checkpointed"] == replayed["other"]
+    assert replayed["other_checkpointed_parameters"] == replayed["other_parameters"] != replayed["own_parameters"]
+
+
+def test_a_pass_that_asks_for_the_models_own_routing_gets_it(replayed: Result) -> None:
+    assert replayed["asked_native"] is True
+
+
+def test_an_update_without_routes_is_refused_in_r2_too(replayed: Result) -> None:
+    assert replayed["r2_lost"].startswith("RoutingError: the batch of 4 samples has no 'routed_experts'")
+
+
+def test_the_report_says_what_is_replayed(replayed: Result) -> None:
+    report = replayed["report"]
+    assert report["moe"] == {"family": "qwen3_moe", "layers": [0, 1], "num_experts": 16, "top_k": 4}
+    assert (report["routing"], report["autocast_dtype"], report["scaler"]) == ("R3", "float32", None)
+
+
+@pytest.mark.parametrize("layout", ["one_by_one", "dynamic", "packed", "packed_dynamic", "packed_filled"])
+def test_routes_travel_with_their_sample_through_every_layout_of_micro_batches(laid_out: Result, layout: str) -> None:
+    whole, other = laid_out["whole"], laid_out[layout]
+    assert apart(whole["logprobs"], laid_out["native"]) > 0.1
+    assert apart(other["logprobs"], whole["logprobs"]) < 1e-5
+    # Two epochs of two shuffled mini-batches: four optimizer steps.
+    assert len(other["grad_norm"]) == 4
+    assert other["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+    assert other["routing/compared_tokens"] == whole["routing/compared_tokens"] == 3 * (2 * sum(TOKENS) - 8)
+
+
+def test_routes_recorded_in_reordered_micro_batches_come_back_in_the_order_of_the_batch(laid_out: Result) -> None:
+    assert laid_out["r2_dynamic"] == laid_out["r2_whole"]
+    assert all(math.isfinite(norm) and norm > 0 for norm in laid_out["r2_update"]["grad_norm"])
+    # The weights stand still, so that in all of four shuffled updates the model chooses what it chose for the same sample.
+    assert laid_out["r2_update"]["routing/compared_tokens"] == 2 * 2 * sum(TOKENS)
+    assert laid_out["r2_update"]["routing/set_mismatch_frac"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "reason"),
+    [
+        ("zero", "request 2 of rank 0's mini-batch (uid c)", "0 rows for 10 tokens"),
+        ("empty", "request 1 of rank 0's mini-batch (uid b)", "0 rows for 12 tokens"),
+        ("short", "request 0 of rank 0's mini-batch (uid a)", "11 rows for 14 tokens"),
+        ("zeros_from", "request 0 of rank 0's mini-batch (uid a)", "routing has 9 rows for 14 tokens"),
+        ("surplus", "request 3 of rank 0's mini-batch (uid d)", "10 rows for 9 tokens"),
+        ("hole", "request 1 of rank 0's mini-batch (uid b), row 3, layer 0", "duplicate expert ids"),
+        ("range", "request 1 of rank 0's mini-batch (uid b), row 2, layer 1", "expert id 16"),
+        ("layer", "request 3 of rank 0's mini-batch (uid d), layer 1", "all expert ids are zero"),
+        ("tool_answer_short", "request 0 of rank 0's mini-batch (uid a)", "depends on the first 9"),
+        ("gone", "the batch of 4 samples", "no 'routed_experts'"),
+        ("swapped", "layer", "chance is 25%"),
+    ],
+)
+def test_wrong_routes_of_one_sample_are_refused_by_name(faulty: Result, fault: str, named: str, reason: str) -> None:
+    assert faulty[fault].startswith("RoutingError: ")
+    assert named in faulty[fault]
+    assert reason in faulty[fault]
+
+
+def test_refused_routes_change_no_weight(faulty: Result) -> None:
+    assert faulty["untouched"] is True
+
+
+def test_tokens_without_a_loss_need_no_routes(faulty: Result) -> None:
+    assert faulty["filler"] == faulty["tool_answer"] == "nothing was refused"
+
+
+def test_the_reference_is_replayed_where_it_was_asked_for(sparse: Result) -> None:
+    found = sparse["reference"]
+    assert found["off"] == found["native"]
+    assert apart(found["on"], found["native"]) > 0.1
+    assert found["on"] == found["actor"]
+    # What the reference would choose says nothing about the gap between rollout and trainer.
+    assert "routing/compared_tokens" not in found["on_metrics"]
+
+
+def test_an_adapters_base_is_the_reference(sparse: Result) -> None:
+    found = sparse["adapter"]
+    native, replayed = found["R3_base_False"], found["R3_base_True"]
+    assert apart(native, replayed) > 0.1
+    assert found["R2_base_False"] == native
+    assert apart(found["R2_base_True"], replayed) < 1e-5
+    # An adapter that has not been trained changes nothing: its own pass is replayed in R3, and recorded in R2.
+    assert found["R3_False"] == found["R3_True"] == replayed
+    assert found["R2_False"] == found["R2_True"] == native
+    assert not any(found[f"{mode}_recorded_base_{wanted}"] for mode in ("R2", "R3") for wanted in (False, True))
+
+
+def test_what_the_engine_cannot_do_is_refused_when_it_is_built(plain: Result) -> None:
+    found = plain["refusals"]
+    assert found["dense"].startswith("ReplayError: qwen3: no module of the model has experts")
+    assert "verl's actor engine computes in bfloat16" in found["dtype"]
+    assert "verl's ref engine computes in bfloat16" in found["reference_dtype"]
+    assert "actor.strategy='fsdp' with mismatch.routing" in found["fsdp1"]
+    assert found["disabled"].startswith("LossScaleError: verl's ShardedGradScaler has disabled itself on device 'cpu'")
+
+
+def test_the_loss_scaler_has_the_settings_of_the_block_and_is_on(scaled: Result) -> None:
+    assert scaled["report"]["scaler"] == {"kind": "LossScaler", "enabled": True, "scale": 1024.0}
+    assert scaled["settings"] == {
+        "init_scale": 1024.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 2,
+    }
+    assert (scaled["report"]["autocast_dtype"], scaled["report"]["parameter_dtypes"]) == ("float16", ["float32"])
+
+
+def test_an_overflow_skips_the_step_and_holds_schedule_and_controller(scaled: Result) -> None:
+    updates = scaled["updates"]
+    assert [entry["changed"] for entry in updates] == [False, True, False, True, True, True]  # warm-up begins at rate 0
+    assert [entry["skipped_steps"] for entry in updates] == [0, 0, 1, 0, 0, 0]
+    assert [entry["epoch"] for entry in updates] == [1, 2, 2, 3, 4, 5]
+    # Times 4 after two good steps in a row, by 4 after an overflow.
+    assert [entry["loss_scale"] for entry in updates] == [1024, 4096, 1024, 1024, 4096, 4096]
+    assert [entry["lr_multiplier"] for entry in updates] == [1, 0.5, 0.25, 0.25, 0.125, 0.1]
+    assert not math.isfinite(updates[2]["grad_norm"])
+    assert all(math.isfinite(updates[i]["grad_norm"]) and updates[i]["grad_norm"] > 0 for i in (0, 1, 3, 4, 5))
+
+
+def test_endless_overflows_are_an_error(scaled: Result) -> None:
+    assert scaled["endless"][:3] == ["nothing was refused"] * 3
+    assert scaled["endless"][3].startswith("LossScaleError: gradients overflowed in 4 steps in a row")
+
+
+def test_killed_and_resumed_the_next_update_is_the_same(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    straight = run_scenario("resumable", module=MODULE, model=dense, out=tmp_path / "a", resume=False).expect()[
+        "updates"
+    ]
+    killed = run_scenario("resumable", module=MODULE, model=dense, out=tmp_path / "b", resume=False, kill_after=6)
+    assert killed.code == -9
+    again = run_scenario("resumable", module=MODULE, model=dense, out=tmp_path / "b", resume=True).expect()["updates"]
+    before = [json.loads((tmp_path / "b" / f"log_{step}.json").read_text()) for step in range(1, 7)]
+    assert [entry["step"] for entry in again] == [6, 7, 8, 9]
+    assert before + again == straight
+    # The scale had moved, and the surge of update 4 was found: both would differ if they began anew.
+    assert straight[5]["loss_scale"] == 2.0**14
+    assert straight[9]["lr_multiplier"] < 1
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_the_rate_is_verls_schedule_times_the_rule(plain: Result, schedule: str) -> None:
+    found = plain["schedules"][schedule]
+
+    def rate(step: int) -> float:
+        if step < 2:
+            return 1e-3 * step / 2
+        half = 0.5 * (1 + math.cos(math.pi * (step - 2) / 10))
+        return 1e-3 * (1.0 if schedule == "constant" else 0.05 + 0.95 * half)
+
+    expected = [rate(step) * factor for step, factor in enumerate(HALVING)]
+    assert found["reported"] == pytest.approx(expected, rel=1e-12)
+    # Two optimizer steps of each update, at the rate that verl's metric gives.
+    assert found["applied"] == [value for value in found["reported"] for _ in range(2)]
+    assert found["metrics"]["lr_multiplier"] == 0.1
+    assert plain["schedules"]["silent"].startswith("ConfigError: mismatch.lr.trigger='response_length'")
+    # Stock verl reports the rate of the next update.
+    assert found["stock"][:12] == pytest.approx([rate(step) for step in range(12)], rel=1e-12)
+
+
+def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(plain: Result) -> None:
+    found = plain["damaged"]
+    assert "mismatch.json" in found["files"]
+    assert found["half"].startswith("RecordError: ")
+    assert "mismatch.json is damaged" in found["half"]
+    assert "has schema 9, and this release reads 1" in found["schema"]
+    assert "mismatch.lr cannot go on from this checkpoint" in found["rule"]
+    assert any("holds no loss-scaler state; the loss scale starts at 1024" in text for text in found["missing"])
+    assert found["multipliers"] == [1.0, 0.5]  # of the second update and the third, with a period of 2
+
+
+@pytest.fixture(scope="module")
+def routes(run_scenario: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_scenario(
+        "write_routes", module=MODULE, model=moe, path=tmp_path_factory.mktemp("r") / "routes.pt"
+    ).expect()
+
+
+def test_two_ranks_replay_as_one_does(run_scenario: Run, moe: Path, routes: str, tmp_path: Path) -> None:
+    def run(world: int) -> Result:
+        path = str(tmp_path / f"gradients{world}.pt")
+        options = {"scenario": "sharded", "world": world, "model": str(moe), "routes": routes, "path": path}
+        return {**run_scenario("ranks", module=MODULE, **options).expect(), "gradients": torch.load(path)}
+
+    one, two = run(1), run(2)
+    for mode in ("R3", "R2"):
+        assert two[mode] == one[mode]
+        assert two[f"{mode}_routes"] == one[f"{mode}_routes"]
+        for name in ("routing/compared_tokens", "routing/set_mismatch_frac"):
+            assert two[f"{mode}_metrics"][name] == one[f"{mode}_metrics"][name]
+    assert apart(one["R3"], one["R2"]) > 0.1
+    assert one["gradients"].keys() == two["gradients"].keys()
+    for name, gradient in one["gradients"].items():
+        assert torch.isfinite(gradient).all()
+        torch.testing.assert_close(two["gradients"][name], gradient, rtol=0, atol=1e-6)
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_an_overflow_on_one_skips_all(
+    run_scenario: Run, moe: Path, dense: Path, routes: str
+) -> None:
+    options = {"scenario": "rank_faults", "world": 2, "moe": str(moe), "dense": str(dense), "routes": routes}
+    found = run_scenario("ranks", module=MODULE, **options).expect()
+    assert found["lost"][0].startswith("RoutingError: rank 1: request 1 of rank 1's mini-batch: routing has 0 rows")
+    assert found["lost"][1].startswith("RoutingError: request 1 of rank 1's mini-batch: routing has 0 rows")
+    assert found["kept"] is True
+    assert found["scales"] == [[1024.0, 512.0]] * 2
+    assert found["epochs"] == [1, 1]
+    assert [metrics["skipped_steps"] for metrics in found["metrics"]] == [1, 1]
