@@ -1,4 +1,5 @@
-# setup: .venv in the checkout, pinned for two CPU cores, no GPU.   test: everything, with the real peers, JOBS files at once.
+# setup: .venv in the checkout, pinned for two CPU cores, no GPU.   setup-sglang: .venv-sglang beside it.
+# test: everything, with the real peers, JOBS files at once.
 # check: lint, types, fast tests.   demo: the main job, three settings side by side.   bench: ratios as JSON lines.
 # matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
 SHELL := /bin/bash
@@ -7,6 +8,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONSTRAINTS := requirements/constraints-cpu.txt
 STAMP := .venv/.installed
+SGLANG_CONSTRAINTS := requirements/constraints-sglang-cpu.txt
+SGLANG_NEWEST := 0.5.23
+SGLANG_STAMP := .venv-sglang/.installed
 MODEL ?= both
 RUN_DIR ?= runs/demo
 STEPS ?=
@@ -17,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup test check demo bench matrix lock clean
+.PHONY: setup setup-sglang test check demo bench matrix lock clean
 
 setup: $(STAMP)
 
@@ -35,7 +39,22 @@ $(STAMP): pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
 	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-test: setup
+# A second environment, because SGLang pins other versions of what vLLM needs. SGLang comes without its dependencies, most of
+# which are CUDA libraries, and so does torchvision, which would pull the registry's build of torch. The newest SGLang that runs
+# with this torch lies in a directory of its own: with it on PYTHONPATH, the same environment runs it.
+setup-sglang: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CONSTRAINTS)
+	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	@echo "[setup-sglang] installing the pinned SGLang environment into .venv-sglang (two minutes the first time)"
+	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) torch
+	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) -r requirements/sglang-cpu.txt
+	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) --no-deps sglang torchvision
+	@.venv-sglang/bin/pip install -q --no-deps --upgrade --target .venv-sglang/sglang-$(SGLANG_NEWEST) sglang==$(SGLANG_NEWEST)
+	@.venv-sglang/bin/pip install -q --no-deps --no-build-isolation -e .
+	@touch $(SGLANG_STAMP)
+
+test: setup setup-sglang
 	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests
 
 check: setup
@@ -59,4 +78,4 @@ lock: setup
 	$(BIN)/pip freeze --exclude-editable --exclude mismatch-ext | sed -E 's/\+cpu$$//' > $(CONSTRAINTS)
 
 clean:
-	rm -rf .venv runs build dist *.egg-info
+	rm -rf .venv .venv-sglang runs build dist *.egg-info

@@ -38,7 +38,7 @@ RUN_BY = {
 pytestmark = pytest.mark.engine
 
 
-def shell(command: str, timeout: float = 900, **env: str) -> str:
+def shell(command: str, timeout: float = 1400, **env: str) -> str:
     """Run a README command in the checkout with its environment first on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

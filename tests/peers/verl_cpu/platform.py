@@ -195,6 +195,24 @@ def keep_sockets_apart() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", change)
 
 
+def score_in_float32() -> None:
+    """Take log-probabilities in float32, as flash-attn's kernel does on a GPU.
+
+    Without flash-attn verl takes them in the dtype of the logits: in bfloat16 one of -8 is rounded to a multiple of 1/16.
+    """
+
+    def change(module: Any) -> None:
+        original = module.logprobs_from_logits_v2
+
+        @functools.wraps(original)
+        def logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return original(logits.float(), labels)
+
+        module.logprobs_from_logits_v2 = logprobs
+
+    AfterImport("verl.utils.torch_functional", change)
+
+
 def _in_folder(original: Any, folder: str) -> Any:
     @functools.wraps(original)
     def initialize(self: Any, zmq_handle: str, *args: Any, **kwargs: Any) -> None:
@@ -207,6 +225,7 @@ use_gloo()
 hide_new_trl()
 never_pin_memory()
 keep_sockets_apart()
+score_in_float32()
 if os.environ.get(STOCK_SCALER) != "1":
     enable_grad_scaler()
 # vLLM's workers have vLLM loaded when they import verl, and nobody else needs the repair.
