@@ -5,6 +5,7 @@ from __future__ import annotations
 from mismatch_ext.patches.torch.checkpoint import NON_REENTRANT, REENTRANT
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 
@@ -18,6 +19,8 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),
     (ROLLOUT_CORRECTION, "in verl's driver, with a `correction` that verl has no setting for"),
+    (REPLAYED_BATCH, "in workers of a Megatron actor of verl, with `routing`"),
+    (CLOSED_TOPK, "in workers of a Megatron actor of verl, with `routing`"),
     (REENTRANT, "inside `replay_routing`"),
     (NON_REENTRANT, "inside `replay_routing`"),
 )

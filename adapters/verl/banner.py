@@ -52,7 +52,7 @@ def run_header(
         "trainer": dataclasses.asdict(readings["trainer"]),
         "engine": dataclasses.asdict(readings["engine"]),
         "sampling": dataclasses.asdict(sampling),
-        "worker": {key: report[key] for key in ("engine", "loss", "versions", "moe") if key in report},
+        "worker": {key: report[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in report},
         "patches": patches,
         "config": block.to_dict(),
         "versions": {name: installed(name) or "not installed" for name in REPORTED},
@@ -72,12 +72,14 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, r
         run_dir: Folder of the metrics.
     """
     trainer, engine, versions = header["trainer"], header["engine"], header["versions"]
-    scaler = trainer["scaler"]
+    scaler, seam = trainer["scaler"], "registered engine"
+    if header["worker"].get("strategy") == "megatron":
+        seam = "verl's Megatron engine, checked"
     scaler_text = f"{scaler['class']} at {scaler['scale']:g}" if scaler else "none"
     lines = [
         f"mismatch-ext {versions['mismatch-ext']} is active on {header['run']['host']}",
         f"  trainer    {', '.join(trainer['parameter_dtypes'])} weights, autocast {trainer['autocast_dtype'] or 'off'}, "
-        f"loss scaler {scaler_text}   [registered engine]",
+        f"loss scaler {scaler_text}   [{seam}]",
         f"  engine     vllm {engine['version']}, {engine['model_dtype']}, KV cache {engine['kv_cache_dtype']}, "
         f"{engine['logprobs_mode']}   [native]",
     ]
@@ -90,9 +92,7 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, r
         where = ("old-logprob pass, update" if block.routing.mode == "R3" else "update") + (
             ", reference" if block.routing.reference else ""
         )
-        lines.append(
-            f"  routing    {block.routing.mode}: recorded by {source}, replayed in {where}   [registered engine]"
-        )
+        lines.append(f"  routing    {block.routing.mode}: recorded by {source}, replayed in {where}   [{seam}]")
     if block.lr is not None:
         lines.append(f"  lr         {rule_of(block.lr)}   [registered engine]")
     if block.kl is not None:

@@ -21,7 +21,7 @@ REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("trainer.use_v1", (True,), "the deprecated trainer has no registry that ours could enter by"),
     ("trainer.v1.trainer_mode", ("sync",), "rollouts of older weights are not told apart from numerics"),
     ("actor_rollout_ref.hybrid_engine", (True,), "the rollout server is checked through the actor's workers"),
-    ("actor_rollout_ref.actor.strategy", ("fsdp2",), "this release's engine is verl's for FSDP2"),
+    ("actor_rollout_ref.actor.strategy", ("fsdp2", "megatron"), "this release knows verl's FSDP2 and Megatron engines"),
     ("actor_rollout_ref.rollout.name", ("vllm",), "this release reads back vLLM alone"),
     (
         "actor_rollout_ref.rollout.calculate_log_probs",
@@ -65,9 +65,10 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         value = OmegaConf.select(config, setting)
         if value is not None and value not in allowed:
             raise refused(setting, value, " or ".join(map(repr, allowed)), why)
-    if config.actor_rollout_ref.ref.strategy != "fsdp2" and (block.precision or block.routing):
+    wanted = config.actor_rollout_ref.actor.strategy
+    if config.actor_rollout_ref.ref.strategy != wanted and (block.precision or block.routing):
         why = "the reference would be built by another engine than the actor"
-        raise refused("actor_rollout_ref.ref.strategy", config.actor_rollout_ref.ref.strategy, "'fsdp2'", why)
+        raise refused("actor_rollout_ref.ref.strategy", config.actor_rollout_ref.ref.strategy, repr(wanted), why)
     ulysses = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
     ulysses = max(ulysses, OmegaConf.select(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size") or 1)
     if block.routing is not None and ulysses > 1:

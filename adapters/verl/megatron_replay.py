@@ -65,8 +65,9 @@ class ReplayGuard:
             missed = [layer for router, layer in routers if not self._passes.get(router)]
         except BaseException:
             # verl clears its queues at the end of a batch that succeeds; the next one would replay what is left in them.
-            RouterReplay.clear_global_indices()
-            RouterReplay.clear_global_router_replay_action()
+            for router in [*RouterReplay.router_instances, *(router for router, _ in routers)]:
+                router.clear_indices()
+                router.clear_router_replay_action()
             raise
         finally:
             self._passes = None

@@ -178,7 +178,7 @@ class PreflightMixin(_Host):
             self._block,
             self._readings,
             self._reports[0],
-            self._patches.describe(),
+            self._patches.describe() + self._reports[0].get("patches", []),
             self._audit_report,
             self._sampling(),
         )

@@ -11,6 +11,7 @@ from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, encode
 from mismatch_ext.adapters.verl.correction import set_correction
 from mismatch_ext.adapters.verl.host import EXTENSION, check_bypass, check_host, refused
 from mismatch_ext.adapters.verl.kl import set_kl
+from mismatch_ext.adapters.verl.megatron import megatron_settings
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import need_reference_policy
 
@@ -65,9 +66,11 @@ def _prepare(config: DictConfig) -> None:
     check_host(config, block)
     with open_dict(config):
         _set_trainer(config, block)
+        megatron = config.actor_rollout_ref.actor.strategy == "megatron"
+        done = megatron_settings(config, block) if megatron else []
         _set_precision(config, block)
         _set_routing(config, block)
-        done = set_correction(config, block.correction)
+        done += set_correction(config, block.correction)
         check_bypass(config, block)
         done += set_kl(config, block.kl) if block.kl is not None else []
         for line in done:

@@ -12,6 +12,7 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocab
 from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, register_engine
 from mismatch_ext.adapters.verl.loss import make_loss
+from mismatch_ext.adapters.verl.megatron import megatron_report, register_megatron_checks
 from torch.distributed.fsdp import FSDPModule
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
@@ -36,6 +37,10 @@ on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)
 class MismatchWorker(ActorRolloutRefWorker):
     """verl's worker with the block: what it has built is looked at before the first step."""
 
+    @property
+    def _megatron(self) -> bool:
+        return bool(self.config.actor.strategy == "megatron")
+
     def _block(self) -> MismatchConfig:
         block = active_block()
         if block is None:
@@ -50,11 +55,13 @@ class MismatchWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
+        if self._megatron:
+            register_megatron_checks(block)
         super().init_model()
         if "actor" not in self.role:
             return
         engine = self.actor.engine
-        if not isinstance(engine, MismatchFSDPEngine):
+        if not self._megatron and not isinstance(engine, MismatchFSDPEngine):
             raise ConfigError(
                 f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {MismatchFSDPEngine.__name__}, "
                 "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
@@ -82,6 +89,11 @@ class MismatchWorker(ActorRolloutRefWorker):
     def mismatch_report(self) -> dict[str, Any]:
         """Return what is active in this process, read back from the live objects."""
         engine = self.actor.engine
+        live = (
+            megatron_report(engine)
+            if self._megatron
+            else {"trainer": asdict(self._reading()), **engine.mismatch_report()}
+        )
         return {
             "pid": os.getpid(),
             "rank": self.rank,
@@ -89,8 +101,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             "engine": type(engine).__name__,
             "loss": getattr(self.actor.loss_fn, "func", self.actor.loss_fn).__module__,
             "versions": {peer: require(peer) for peer in ("verl", "torch", "transformers")},
-            "trainer": asdict(self._reading()),
-            **engine.mismatch_report(),
+            **live,
         }
 
     def _reading(self) -> TrainerReading:
@@ -119,6 +130,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         Raises:
             ConfigError: It is large enough to be taken for a gap between rollout and trainer.
         """
+        if self._megatron:
+            return None  # probes are scored in FSDP2 models alone
         with self._scoring() as score:
             found = score(
                 lambda model, ids, autocast: vocabulary_surplus(model, tokenizer_size, ids, autocast),
@@ -146,7 +159,7 @@ class MismatchWorker(ActorRolloutRefWorker):
     @on_all_ranks
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what the engine measured since the last call."""
-        return dict(self.actor.engine.mismatch_metrics())
+        return {} if self._megatron else dict(self.actor.engine.mismatch_metrics())
 
 
 class _Scoring:

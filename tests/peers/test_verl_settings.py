@@ -93,6 +93,34 @@ def test_a_program_that_starts_ray_without_verls_check_is_refused() -> None:
     get_ppo_ray_runtime_env(prepared("+mismatch={}"))
 
 
+MEGATRON = (
+    "model_engine=megatron",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "+mismatch.monitor.weight_sync=off",
+)
+
+
+def test_a_megatron_actor_keeps_verls_own_replay() -> None:
+    config = prepared_megatron("+mismatch.routing.mode=R3")
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+@pytest.mark.parametrize(
+    "refused", ["+mismatch.precision.dtype=bfloat16", "+mismatch.lr.period=5", "mismatch.monitor.weight_sync=warn"]
+)
+def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
+    with pytest.raises(ConfigError, match="strategy='megatron'"):
+        prepared_megatron(refused)
+
+
+def prepared_megatron(*overrides: str) -> DictConfig:
+    plain = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm")
+    config = compose("ppo_trainer", overrides=[*plain, *MEGATRON, *overrides])
+    settings.prepare(config)
+    return config
+
+
 def test_preparing_twice_is_preparing_once() -> None:
     config = prepared("+mismatch.precision.dtype=float16")
     again = config.copy()

@@ -48,8 +48,6 @@ DEVICE = (
     "actor_rollout_ref.rollout.enforce_eager=True",
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "++actor_rollout_ref.rollout.enable_sleep_mode=False",
-    # The engine's worker in the process of the engine: one process less that imports all of vLLM.
-    "++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni",
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     "actor_rollout_ref.rollout.max_num_seqs=16",
     "actor_rollout_ref.rollout.max_num_batched_tokens=256",
