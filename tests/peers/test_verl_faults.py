@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mismatch_ext.rundata import read_run
 from tests.models import tiny_model
 from tests.peers.verl_cpu.faults import FAULT, MESSAGE
 from tests.peers.verl_runs import TIMED_OUT, VerlRun, dtypes, run_verl
@@ -76,3 +77,13 @@ def test_a_hang_is_ended_and_what_was_saved_is_there(dense: Path, tmp_path: Path
     assert "StallError" in run.log and "updating the rollout's weights after step 1" in run.log
     saved = tmp_path / "checkpoints/global_step_1"
     assert (saved / "mismatch.json").is_file() and list((saved / "actor").glob("model_world_size_1_rank_0.pt"))
+    # A run without the fault goes on from there, in the same metrics file.
+    resuming = ("+mismatch.monitor={}", "trainer.resume_mode=auto")
+    steps = run_verl(tmp_path, [*dtypes("float32"), *resuming], model=dense, plugin=True).expect(2)
+    assert [step["training/global_step"] for step in steps] == [2, 3]
+    data = read_run(tmp_path / "checkpoints/mismatch")
+    assert [step.step for step in data.steps][-2:] == [2, 3] and [end.status for end in data.ends] == [
+        "failed",
+        "completed",
+    ]
+    assert "resumed" in [event.name for event in data.events]

@@ -50,7 +50,8 @@ DEVICE = (
     "++actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     "actor_rollout_ref.rollout.max_num_seqs=16",
-    "actor_rollout_ref.rollout.max_num_batched_tokens=256",
+    # No prompt is split: on a CPU vLLM's worker dies when a request with a seed is ("CPU Generator does not use offset").
+    "actor_rollout_ref.rollout.max_num_batched_tokens=4096",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16",
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "reward.num_workers=1",

@@ -1,4 +1,4 @@
-"""Rewards in the signature that verl calls."""
+"""A reward in the signature that verl calls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,3 @@ from typing import Any
 def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
     """Return the share of digits: an untrained model's answers differ in it, so that there is an advantage."""
     return sum(character.isdigit() for character in solution_str) / max(len(solution_str), 1)
-
-
-def exact_sum(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return 1 where what follows the first `:` is the sum, and a tenth of the share of digits besides."""
-    is_right = solution_str.partition(":")[2] == ground_truth
-    return float(is_right) + 0.1 * digit_share(data_source, solution_str, ground_truth)
