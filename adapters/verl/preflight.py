@@ -43,6 +43,7 @@ class PreflightMixin(_Host):
     _checkers: Sequence[WeightSyncChecker] = ()
     _patches: PatchSet
     _trainer_probes: torch.Tensor | None = None
+    _sync_gap = 0.0
 
     def _bypasses(self) -> bool:
         """Whether the engine's log-probabilities stand for the old policy's, so that the trainer takes none."""
@@ -132,6 +133,7 @@ class PreflightMixin(_Host):
             verdict = checker.observe(
                 SyncObservation(engine_logprobs=rollout, trainer_logprobs=now, trainer_changed=changed)
             )
+            self._sync_gap = verdict.gap_mean if number == 0 else max(self._sync_gap, verdict.gap_mean)
             if not verdict.ok:
                 self._event("error", "weight_sync", f"rollout server {number}: {verdict.message}")
                 if self._block.monitor.weight_sync == "error":

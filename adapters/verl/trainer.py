@@ -31,7 +31,7 @@ from verl.workers.utils.padding import response_from_nested
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError
 from mismatch_ext.monitor import Monitor
-from mismatch_ext.recorder import RunRecorder, ensure_writable
+from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
 MEASURED_TOGETHER = 1 << 20
@@ -222,6 +222,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         assert self._recorder is not None
         metrics.update(self._recorder.flush("train", global_steps))
+        if self._trainer_probes is not None:
+            metrics[PREFIX + "weight_sync_gap"] = self._sync_gap
         numbers = {name: getattr(value, "item", lambda v=value: v)() for name, value in metrics.items()}
         self._recorder.step("train", global_steps, numbers)
         if not self._looked:

@@ -60,6 +60,26 @@ MEASURES: dict[str, Measure] = {
 }  # fmt: skip
 
 
+MITIGATION_MEASURES = {
+    "weight_sync_gap": "mean |engine - trainer| of probe tokens after the last weight update, nats; verl: of the worst server",
+    "loss_scale": "float16 loss scale after the last step",
+    "overflow_steps": "steps whose float16 gradients overflowed, since training began",
+    "overflow_streak": "of these the last ones in a row",
+    "overflow_frac": "share of steps whose gradients overflowed",
+    "skipped_steps": "verl: optimizer steps of the last update that the loss scaler skipped",
+    "lr_multiplier": "factor on the host's rate that the last step applied",
+    "lr_surges": "surges of the trigger that were found",
+    "lr_surge_step": "step at which the first surge was found",
+    "lr_surge_threshold": "value of the trigger above which a surge is found",
+    "lr_period": "steps between two reductions, once known",
+    "kl_coef": "coefficient of the batch's KL term",
+    "kl_ref_k1": "k1 estimate of KL(pi||pi_ref) per token",
+    "kl_ref_k3": "verl: k3 estimate of KL(pi||pi_ref) per token; TRL logs it as `kl`",
+    "routing/replayed_forwards": "verl: forward passes of the last step that were replayed",
+}
+"""What the mitigations log beside the gap, by name without prefix."""
+
+
 def tail_name(threshold: float) -> str:
     """Return the name of F(tau) for a threshold."""
     return f"f_{threshold:g}"
@@ -100,4 +120,6 @@ def table() -> str:
     lines.append(
         "| `routing/layer_<n>_set_mismatch` | share of tokens whose sets differ in layer n; in `metrics.jsonl` alone |"
     )
+    lines += ["", "## Of the mitigations", "", "Logged where the section is on.", "", "| name | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in MITIGATION_MEASURES.items()]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.peers.verl_runs import ROOT, dtypes, run_verl
 
 pytestmark = pytest.mark.engine
 
+METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 # Every section. The coefficient adapts from the first step on, and the rate is halved at every second.
 EVERYTHING = (
     "+mismatch.precision.dtype=float32",
@@ -63,6 +65,14 @@ def test_every_section_is_active_in_one_run(moe: Path, tmp_path: Path) -> None:
     assert [step["actor/lr"] for step in steps] == [1e-3, 1e-3, 5e-4]
     assert len({step["mismatch/kl_coef"] for step in steps}) > 1
     assert steps[0]["mismatch/kl_ref_k3"] == pytest.approx(0.0, abs=1e-9) and steps[2]["mismatch/kl_ref_k3"] > 1e-6
+    undocumented = [
+        name
+        for name in steps[0]
+        if name.startswith("mismatch/")
+        and f"`{re.sub('layer_[0-9]+', 'layer_<n>', name.removeprefix('mismatch/').removeprefix('native/'))}`"
+        not in METRICS
+    ]
+    assert not undocumented
     data = read_run(tmp_path / "checkpoints/mismatch")
     assert [step.step for step in data.steps] == [1, 2, 3]
     assert {"precision", "routing", "correction", "kl", "lr", "monitor"} == set(data.header["config"])
