@@ -55,7 +55,7 @@ $(SGLANG_STAMP): pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CONSTRAINTS
 	@touch $(SGLANG_STAMP)
 
 test: setup setup-sglang
-	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests
+	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 
 check: setup
 	$(BIN)/ruff check .
