@@ -21,23 +21,36 @@ class HttpTransport(Transport):
     """An SGLang server.
 
     Weights travel in the bodies of requests, so that the server may run on another machine; a server on the same GPU takes them
-    faster through SGLang's own channels.
+    faster through SGLang's own channels. During an update the server is paused: requests that run are aborted, which their
+    responses say, and new ones wait and are served with the new weights.
 
     Args:
         url: The server's address, such as "http://127.0.0.1:30000".
-        session: A session of the `requests` library, with headers for an API key for example; None opens one.
+        session: A session of the `requests` library, with headers for an API key for example; None opens one that ignores the
+            environment's proxies, certificates and .netrc (`trust_env=False`).
         timeout: Seconds to wait for an answer of the server.
         update_timeout: Seconds to wait for a bucket of weights.
+        pause: Pause the server around weight updates. False leaves it to you to drain it: what it serves between two buckets is
+            of a mixture of weights.
     """
 
     def __init__(
-        self, url: str, session: Session | None = None, *, timeout: float = 600.0, update_timeout: float = 600.0
+        self,
+        url: str,
+        session: Session | None = None,
+        *,
+        timeout: float = 600.0,
+        update_timeout: float = 600.0,
+        pause: bool = True,
     ) -> None:
         import requests
 
         self.url = url.rstrip("/")
-        self.session: Any = session or requests.Session()
-        self.timeout, self.update_timeout = timeout, update_timeout
+        if session is None:
+            session = requests.Session()
+            session.trust_env = False
+        self.session: Any = session
+        self.timeout, self.update_timeout, self.pause = timeout, update_timeout, pause
 
     def __str__(self) -> str:
         return f"the SGLang server at {self.url}"
@@ -61,12 +74,14 @@ class HttpTransport(Transport):
 
         try:
             response = self.session.request(method, self.url + path, **{"timeout": self.timeout, **options})
+            # Of a stream, the body is read here and may break off.
+            refused = None if response.ok or response.status_code in allowed else response.text
         except requests.RequestException as error:
             raise EngineError(
                 f"{self.url}{path} was not reached: {type(error).__name__}: {brief(str(error))}"
             ) from error
-        if not response.ok and response.status_code not in allowed:
-            raise EngineError(f"{self.url}{path} answered with status {response.status_code}: {brief(response.text)}")
+        if refused is not None:
+            raise EngineError(f"{self.url}{path} answered with status {response.status_code}: {brief(refused)}")
         return response
 
     def _json(self, response: Any) -> Any:
@@ -83,7 +98,8 @@ class HttpTransport(Transport):
 
         with self._ask("POST", "/generate", json=dict(request), stream=True) as response:
             try:
-                for line in response.iter_lines():
+                # A line holds a whole response; in the 512 bytes of the default it would be joined anew for each piece.
+                for line in response.iter_lines(chunk_size=1 << 20):
                     if not line.startswith(b"data:") or line == b"data: [DONE]":
                         continue
                     chunk = json.loads(line[5:])
@@ -102,6 +118,20 @@ class HttpTransport(Transport):
         answer = self._json(response)
         fields = answer if isinstance(answer, dict) else {}
         return fields.get("success"), fields.get("message", answer)
+
+    @property
+    def copies(self) -> int:
+        """Copies of a weight update that are in one message: one per tensor-parallel rank."""
+        return self.ranks
+
+    def _pause(self) -> None:
+        if self.pause:
+            # The other modes go on with the tokens of the weights before, and 0.5.18's responses do not say so.
+            self._ask("POST", "/pause_generation", json={"mode": "abort"}, timeout=self.update_timeout)
+
+    def _resume(self) -> None:
+        if self.pause:
+            self._ask("POST", "/continue_generation", json={})
 
     def _begin(self) -> bool:
         # 0.5.18 has no such route.

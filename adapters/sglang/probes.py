@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from mismatch_ext.adapters.sglang.fields import brief, number
+from mismatch_ext.adapters.sglang.fields import brief, is_integer, number
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.transport import Transport
 from torch import Tensor
@@ -16,6 +16,8 @@ from mismatch_ext.records import SamplingSettings
 FIELD = "meta_info.input_token_logprobs"
 # Greedy at temperature 1: scoring draws no random number, so it leaves the engine's sampling as it was.
 SCORING = SamplingSettings(temperature=1.0, top_k=1)
+TOLERANCE = 1e-6
+"""Nats above 0 that rounding in float32 may give a log-probability."""
 
 
 def score_tokens(transport: Transport, token_ids: Sequence[Sequence[int]]) -> Tensor:
@@ -39,11 +41,12 @@ def score_tokens(transport: Transport, token_ids: Sequence[Sequence[int]]) -> Te
     outputs = transport.generate(request)
     if len(outputs) != len(prompts):
         raise RecordError(f"{len(outputs)} responses for {len(prompts)} sequences that were to be scored.")
-    rows = [_scores(output, ids, row) for row, (output, ids) in enumerate(zip(outputs, prompts, strict=True))]
+    largest = max(token for ids in prompts for token in ids)
+    rows = [_scores(output, ids, row, largest) for row, (output, ids) in enumerate(zip(outputs, prompts, strict=True))]
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _scores(output: dict[str, object], ids: list[int], row: int) -> list[float]:
+def _scores(output: dict[str, object], ids: list[int], row: int, largest: int) -> list[float]:
     meta = output.get("meta_info")
     entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(entries, (list, tuple)) or len(entries) != len(ids):
@@ -52,12 +55,17 @@ def _scores(output: dict[str, object], ids: list[int], row: int) -> list[float]:
         )
     scores = []
     for position, (entry, token) in enumerate(zip(entries[1:], ids[1:], strict=True), start=1):
-        # SGLang writes 0 for the last id of the vocabulary; the log-probability is that of the token.
-        if not isinstance(entry, (list, tuple)) or len(entry) < 2 or entry[1] not in (token, 0):
+        # SGLang writes 0 for the last id of the vocabulary, which can only be the largest; the log-probability is the token's.
+        named = entry[1] if isinstance(entry, (list, tuple)) and len(entry) >= 2 else None
+        if not is_integer(named) or not (named == token or (named == 0 and token == largest)):
             raise RecordError(
                 f"sequence {row}, {FIELD}[{position}]: found {brief(entry)}; allowed: the score of token {token}."
             )
         # Over HTTP a value that is not finite arrives as null; the weight check judges it.
         value = number(entry[0])
+        if value is not None and value > TOLERANCE:
+            raise RecordError(
+                f"sequence {row}, {FIELD}[{position}]: found {brief(entry[0])}; allowed: a log-probability <= 0."
+            )
         scores.append(float("nan") if value is None else value)
     return scores

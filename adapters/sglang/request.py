@@ -13,6 +13,20 @@ from mismatch_ext.records import SamplingSettings
 
 START_LEN_SINCE = Version("0.5.12.post1")
 GREEDY_BELOW = 1e-6
+NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "min_new_tokens": 0,
+    "stop": None,
+    "stop_regex": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "logit_bias": None,
+    "custom_params": None,
+}
+"""Settings without effect, sent because the server's `--preferred-sampling-params` fill in what a request leaves out."""
 
 
 def generate_request(
@@ -27,7 +41,7 @@ def generate_request(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     n: int = 1,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     stream: bool = False,
     request_ids: str | Sequence[str] | None = None,
     version: str | None = None,
@@ -45,8 +59,10 @@ def generate_request(
             anew, without the prefix cache.
         stop_token_ids: Tokens that end a response, beside the model's own.
         ignore_eos: Go on after the model's own end token; SGLang then knows no other one either.
-        n: Responses per prompt.
-        seed: Seed of the sampling; None leaves it to the server.
+        n: Responses per prompt. A server with `--enable-deterministic-inference` returns n times the same one, with and without
+            a seed: give the prompt n times there, with a seed for each.
+        seed: Seed of the sampling, or one per prompt. It has an effect only under `--enable-deterministic-inference`, where None
+            is 42 for every request.
         stream: Ask for a stream; its last chunk has the routes.
         request_ids: Names of the requests, one per prompt; None lets the server name them.
         version: The server's version; None assumes one that this release supports.
@@ -67,7 +83,9 @@ def generate_request(
             f"ignore_eos=True with stop_token_ids={brief(stop_token_ids)}: SGLang then ignores both; leave out one of the two."
         )
     _check_start(routed_experts_start, routing, prompts, version)
+    seeds = _seeds(seed, prompts, n)
     settings: dict[str, Any] = {
+        **NEUTRAL,
         "max_new_tokens": int(max_new_tokens),
         "temperature": float(sampling.temperature),
         "top_p": float(sampling.top_p),
@@ -76,14 +94,12 @@ def generate_request(
         "repetition_penalty": float(sampling.repetition_penalty),
         "ignore_eos": bool(ignore_eos),
         "n": int(n),
+        "stop_token_ids": list(token_ids(list(stop_token_ids), "to be sent", "stop_token_ids")),
     }
-    if stop_token_ids:
-        settings["stop_token_ids"] = list(token_ids(list(stop_token_ids), "to be sent", "stop_token_ids"))
-    if seed is not None:
-        settings["sampling_seed"] = _seed(seed)
+    each = [settings | {"sampling_seed": one} for one in seeds]
     request: dict[str, Any] = {
         "input_ids": prompts if batched else prompts[0],
-        "sampling_params": settings,
+        "sampling_params": each if batched and len(set(seeds)) > 1 else each[0],
         "return_logprob": bool(logprobs),
     }
     if prompt_logprobs:
@@ -167,10 +183,26 @@ def _check_number(name: str, value: Any, least: int) -> None:
         raise RecordError(f"{name}={brief(value)}; allowed: an integer >= {least}.")
 
 
-def _seed(seed: Any) -> int:
-    if not is_integer(seed) or not -(2**63) <= seed < 2**63:
-        raise RecordError(f"seed={brief(seed)}; allowed: an integer of 64 bits.")
-    return int(seed)
+def _seeds(seed: Any, prompts: Sequence[Sequence[int]], n: int) -> list[int | None]:
+    """Return a seed per prompt; what is drawn depends on the seed and the position alone, so equal requests draw the same."""
+    if seed is None:
+        return [None] * len(prompts)
+    seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
+    if len(seeds) != len(prompts):
+        raise RecordError(f"{len(seeds)} seeds for {len(prompts)} prompts; allowed: one seed, or one per prompt.")
+    for one in seeds:
+        if not is_integer(one) or not -(2**63) <= one < 2**63:
+            raise RecordError(f"seed={brief(one)}; allowed: an integer of 64 bits.")
+    way_out = "give the prompt once per sample, each with a seed of its own: input_ids=[p, p], seed=[1, 2]."
+    if n > 1:
+        raise RecordError(
+            f"n={n} with seed={brief(seed)}: SGLang draws the same for all {n} responses of a prompt; {way_out}"
+        )
+    if len({(one, tuple(prompt)) for one, prompt in zip(seeds, prompts, strict=True)}) < len(prompts):
+        raise RecordError(
+            f"seed={brief(seed)}: the same prompt twice with one seed gives one response twice; {way_out}"
+        )
+    return [int(one) for one in seeds]
 
 
 def _names(names: str | Sequence[str], prompts: int, batched: bool) -> str | list[str]:

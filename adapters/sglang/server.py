@@ -6,7 +6,6 @@ resolved them, and its version. `dtype` may still be "auto" there, which says no
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,11 @@ from mismatch_ext.adapters.sglang.fields import brief
 from mismatch_ext.adapters.sglang.server_checks import (
     ORIGINAL_LOGPROB,
     ServerProblem,
+    model_problems,
     numeric_problems,
     precision_problems,
     routing_problems,
+    server_notes,
     version_problems,
 )
 
@@ -37,10 +38,12 @@ class ServerVerdict:
     Args:
         version: The server's version.
         problems: All problems, in the order of the checks.
+        notes: What the report does not show and was assumed, and what requests to this server must not ask for.
     """
 
     version: str
     problems: tuple[ServerProblem, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -62,10 +65,12 @@ class ServerVerdict:
             raise EngineError(str(self))
 
     def __str__(self) -> str:
+        notes = "".join(f"\n  note: {note}" for note in self.notes)
         if self.ok:
-            return f"sglang {self.version}: runs as the trainer needs it."
+            return f"sglang {self.version}: runs as the trainer needs it.{notes}"
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        return f"sglang {self.version} does not run as the trainer needs it, {len(self.problems)} problems:\n{lines}"
+        head = f"sglang {self.version} does not run as the trainer needs it, {len(self.problems)} problems:"
+        return f"{head}\n{lines}{notes}"
 
 
 def read_server(info: Any, *, original_logprobs: bool | None = None) -> EngineReading:
@@ -73,11 +78,12 @@ def read_server(info: Any, *, original_logprobs: bool | None = None) -> EngineRe
 
     Args:
         info: The server's report.
-        original_logprobs: Whether the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`, which no report shows; None takes
-            this process's environment, which an in-process engine inherits.
+        original_logprobs: Whether the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`, which SGLang's report does not show.
+            None takes what `EngineTransport.server_info` adds to it, and for a server elsewhere assumes that it is unset.
 
     Returns:
-        The reading; parameter dtypes are out of reach, and a dtype "auto" stays so. Its "processed_logprobs" are
+        The reading; parameter dtypes are out of reach, a dtype "auto" stays so, and over HTTP the quantisation is that of the
+        server's arguments alone: one that the checkpoint brings is not seen. Its "processed_logprobs" are
         log_softmax(logits / T), as the trainer computes them; unlike vLLM's of that name they are not renormalised over what
         top-p, top-k and min-p keep.
 
@@ -86,7 +92,7 @@ def read_server(info: Any, *, original_logprobs: bool | None = None) -> EngineRe
     """
     fields = _report(info)
     if original_logprobs is None:
-        original_logprobs = os.environ.get(ORIGINAL_LOGPROB, "false").lower() in ("1", "true")
+        original_logprobs = fields.get(ORIGINAL_LOGPROB) is True
     return EngineReading(
         engine="sglang",
         version=_text(fields, "version"),
@@ -157,10 +163,12 @@ def check_server(
     problems = [
         *version_problems(reading),
         *precision_problems(reading, policy),
+        *model_problems(fields),
         *numeric_problems(fields, policy, deterministic),
         *(routing_problems(fields) if routing else ()),
     ]
-    return ServerVerdict(version=reading.version, problems=tuple(problems))
+    assumed = original_logprobs is None and not isinstance(fields.get(ORIGINAL_LOGPROB), bool)
+    return ServerVerdict(version=reading.version, problems=tuple(problems), notes=server_notes(fields, assumed))
 
 
 def _report(info: Any) -> Mapping[Any, Any]:

@@ -78,6 +78,32 @@ def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[
     return problems
 
 
+def model_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
+    """Check that the server runs the checkpoint's model, with weights that updates reach, and samples as a request says."""
+    found: list[ServerProblem] = []
+    preferred, override = fields.get("preferred_sampling_params"), fields.get("json_model_override_args")
+    if _given(preferred):
+        why = "They fill in what a request leaves out, and no record has them."
+        flag = "leave out --preferred-sampling-params"
+        found.append(_problem("preferred_sampling_params", preferred, "none", flag, why))
+    if _given(override):
+        why = "The server's model is then another one than the checkpoint's configuration, which the trainer computes with, says."
+        flag = "leave out --json-model-override-args"
+        found.append(_problem("json_model_override_args", override, "{}", flag, why))
+    load_format = fields.get("load_format")
+    if isinstance(load_format, str) and load_format == "dummy":
+        why = "Its weights are random, and what an update leaves out, buffers among it, stays so."
+        found.append(_problem("load_format", "dummy", "auto", "--load-format auto", why))
+    if fields.get("enable_lora") is True or _given(fields.get("lora_paths")):
+        why = "Weight updates reach the base model alone, and what an adapter adds is not the trainer's."
+        found.append(_problem("enable_lora", True, "false", "leave out --enable-lora and --lora-paths", why))
+    replicas = fields.get("dp_size")
+    if is_integer(replicas) and replicas != 1:
+        why = "SGLang refuses weight updates from tensors to several replicas; run a server for each."
+        found.append(_problem("dp_size", replicas, "1", "--dp-size 1", why))
+    return found
+
+
 def numeric_problems(fields: Mapping[Any, Any], policy: PrecisionPolicy, deterministic: bool) -> list[ServerProblem]:
     """Check modes that change what is computed: on-policy, deterministic, speculative, partial replay of a prefix."""
     found: list[ServerProblem] = []
@@ -115,6 +141,10 @@ def routing_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
     if isinstance(backend, str) and backend in BYPASSING:
         why = "It chooses experts inside a fused kernel, past the place where SGLang records them."
         problems.append(_problem("moe_runner_backend", backend, "triton", "--moe-runner-backend triton", why))
+    if fields.get("enable_two_batch_overlap") is True:
+        why = "A batch is then computed in two halves, of which no one has compared the recorded experts."
+        flag = "leave out --enable-two-batch-overlap"
+        problems.append(_problem("enable_two_batch_overlap", True, "false", flag, why))
     for name in ("enable_hierarchical_cache", "enable_lmcache"):
         if fields.get(name) is True:
             why = "Keys and values that come back from that cache come without their routes."
@@ -127,6 +157,35 @@ def routing_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
         why = "A pipeline stage records the routes of its own layers alone."
         problems.append(_problem("pp_size", stages, "1", "--pp-size 1", why))
     return problems
+
+
+def server_notes(fields: Mapping[Any, Any], assumed: bool) -> tuple[str, ...]:
+    """Return what is no problem of the server but must be known.
+
+    Args:
+        fields: The server's report.
+        assumed: Whether nobody said which kind of log-probabilities the server returns.
+    """
+    notes = []
+    if assumed:
+        notes.append(
+            f"{ORIGINAL_LOGPROB} is assumed to be unset in the server's environment, which the report does not show; say "
+            "original_logprobs=True or False."
+        )
+    if fields.get("enable_deterministic_inference") is True:
+        notes.append(
+            "n > 1 is not allowed on a deterministic server, which returns n times the same response; give a prompt once per "
+            "sample, each with a seed of its own (a request without one has seed 42)."
+        )
+    return tuple(notes)
+
+
+def _given(value: object) -> bool:
+    """Tell whether a setting is more than an empty text, list or object."""
+    empty = (
+        isinstance(value, str) and value.strip() in ("", "{}") or isinstance(value, (list, tuple, dict)) and not value
+    )
+    return value is not None and not empty
 
 
 def _problem(field: str, found: object, allowed: str, flag: str, why: str) -> ServerProblem:

@@ -1,4 +1,4 @@
-"""What is asked of an SGLang engine wherever it runs, with every answer checked, and the engine in the trainer's process.
+"""What is asked of an SGLang engine wherever it runs, with every answer checked.
 
 SGLang refuses a weight update by returning (False, message), and a flush of its cache by an object that says so: neither
 raises. Both transports turn that into an error.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from mismatch_ext.adapters.sglang.fields import brief, is_integer
 from packaging.version import InvalidVersion
 from torch import Tensor
 
-from mismatch_ext.errors import EngineError, PeerVersionError
+from mismatch_ext.errors import EngineError, MismatchError, PeerVersionError
+from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.versions import PEERS, in_range
-
-if TYPE_CHECKING:
-    from sglang import Engine
 
 Bucket = Sequence[tuple[str, Tensor]]
 FLUSH_SECONDS = 10.0
@@ -29,6 +28,10 @@ FLUSH_SECONDS = 10.0
 class Transport(ABC):
     """What this package needs of an SGLang engine, wherever it runs."""
 
+    mixed: bool = False
+    """Whether an update that failed may have left a mixture of weights; nothing is generated until one succeeds."""
+    stale_cache: bool = False
+    """Whether the cache may hold what was computed with weights before; nothing is generated until it is flushed."""
     _info: dict[str, Any] | None = None
 
     @property
@@ -63,6 +66,18 @@ class Transport(ABC):
             raise EngineError(f"{self} reports tp_size {brief(ranks)}; allowed: an integer >= 1.")
         return int(ranks)
 
+    @property
+    def copies(self) -> int:
+        """Copies of a weight update that are in one message."""
+        return 1
+
+    @property
+    def dtype(self) -> str:
+        """Dtype that the engine reports to compute in; "auto" when it does not say."""
+        self.version  # noqa: B018
+        dtype = (self._info or {}).get("dtype")
+        return spelled(dtype) if isinstance(dtype, str) else "auto"
+
     def generate(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Run a request and wait for it.
 
@@ -73,9 +88,17 @@ class Transport(ABC):
             The responses, n per prompt, those of a prompt beside each other.
 
         Raises:
-            EngineError: SGLang refused or failed, or was not reached.
+            EngineError: SGLang refused or failed, or was not reached; or an update of its weights was not completed.
         """
         self.version  # noqa: B018 - refuses an engine of another version before the first request
+        if self.mixed:
+            raise EngineError(
+                f"{self} may hold a mixture of weights, because an update failed before its end; send all of them again."
+            )
+        if self.stale_cache:
+            raise EngineError(
+                f"{self} did not flush its cache after an update of its weights; call flush_cache() again."
+            )
         answer = last_chunks(self._stream(request)) if request.get("stream") else self._generate(request)
         responses = answer if isinstance(answer, list) else [answer]
         for response in responses:
@@ -86,26 +109,53 @@ class Transport(ABC):
     def update_weights(self, buckets: Iterable[Bucket], *, weight_version: str | None = None) -> None:
         """Send weights, and forget what was cached with those before.
 
-        Where the version asks for it (0.5.23), the update is one session of SGLang's. The cache is flushed at the end and not
-        with the last bucket, where 0.5.18 ends its scheduler when a request still runs.
+        Between two buckets SGLang serves requests, with a mixture of weights: the server must be drained, by every client that
+        it has. Where the version asks for it (0.5.23), the update is one session of SGLang's. The cache is flushed at the end,
+        after a failure too, and not with the last bucket, where 0.5.18 ends its scheduler when a request still runs.
 
         Args:
             buckets: Checkpoint names and tensors, a part of the model at a time.
-            weight_version: Stamp that responses carry from now on; None leaves the one before.
+            weight_version: Stamp that responses carry from now on, until the last bucket with "-incomplete" behind it; None
+                leaves the one before, also beside a mixture of weights. SGLang stamps what it accepted: after a first bucket
+                that it refused halfway, the stamp is the one before too.
 
         Raises:
-            EngineError: SGLang refused a bucket or the flush. Its weights may then be a mixture: send all of them again.
+            EngineError: SGLang refused a bucket or the flush. Its weights may then be a mixture: `generate` refuses until all of
+                them were sent. What failed after that has a note in the error.
         """
         self.version  # noqa: B018
-        session = self._begin()
-        try:
-            for bucket, last in _with_last(buckets):
-                self._accepted("the weight update", self._send(bucket, weight_version if last else None))
-        finally:
-            # An open session would refuse the next update.
-            if session:
-                self._accepted("the end of the weight update", self._end())
-        self.flush_cache()
+        with _closing("resuming the server", self._resume):
+            self._pause()
+            with _closing("flushing its cache", self._flush_after_update):
+                session = self._begin()
+                with _closing("ending the weight update", self._end_session if session else _nothing):
+                    sent = self._send_all(buckets, weight_version)
+                # An update of nothing repairs nothing.
+                self.mixed = self.mixed and not sent
+
+    def _send_all(self, buckets: Iterable[Bucket], weight_version: str | None) -> bool:
+        """Send all buckets; return whether there was one."""
+        sent = False
+        stamp = None if weight_version is None else f"{weight_version}-incomplete"
+        for bucket, last in _with_last(buckets):
+            self.mixed = self.stale_cache = True
+            self._accepted("the weight update", self._send(bucket, weight_version if last else stamp))
+            stamp, sent = None, True
+        return sent
+
+    def _end_session(self) -> None:
+        # An open session would refuse the next update.
+        self._accepted("the end of the weight update", self._end())
+
+    def _flush_after_update(self) -> None:
+        if self.stale_cache:
+            self.flush_cache()
+
+    def _pause(self) -> None:  # noqa: B027 - not every engine can
+        """Let no request run until `_resume`, where the engine can."""
+
+    def _resume(self) -> None:  # noqa: B027
+        """Let requests run again."""
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes, and the routes with them.
@@ -122,6 +172,7 @@ class Transport(ABC):
                     "flush again."
                 )
             time.sleep(0.05)
+        self.stale_cache = False
 
     def _accepted(self, what: str, answer: tuple[Any, Any]) -> None:
         success, message = answer
@@ -154,68 +205,22 @@ class Transport(ABC):
     def _flush(self) -> bool: ...
 
 
-class EngineTransport(Transport):
-    """An `sglang.Engine` in this process.
-
-    Args:
-        engine: The engine.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine: Any = engine
-
-    def __str__(self) -> str:
-        return "the in-process SGLang engine"
-
-    def server_info(self) -> dict[str, Any]:
-        """Return the engine's report of itself.
-
-        Raises:
-            EngineError: The engine failed.
-        """
-        return dict(self._call("reporting", self.engine.get_server_info))
-
-    def _call(self, doing: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+@contextmanager
+def _closing(doing: str, close: Callable[[], None]) -> Iterator[None]:
+    """Close in any case; when the block failed, a failure to close is a note of its error and does not replace it."""
+    try:
+        yield
+    except BaseException as error:
         try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            raise EngineError(f"{self} failed while {doing}: {type(error).__name__}: {error}") from error
+            close()
+        except MismatchError as second:
+            error.add_note(f"Beside this, {doing} failed: {type(second).__name__}: {brief(str(second))}")
+        raise
+    close()
 
-    def _generate(self, request: Mapping[str, Any]) -> Any:
-        return self._call("generating", self.engine.generate, **request)
 
-    def _stream(self, request: Mapping[str, Any]) -> Iterator[Any]:
-        chunks = self._generate(request)
-        while (chunk := self._call("generating", next, chunks, None)) is not None:
-            yield chunk
-
-    def _begin(self) -> bool:
-        if not hasattr(self.engine, "begin_weight_update"):
-            return False
-        self._accepted("the begin of a weight update", self._call("updating weights", self.engine.begin_weight_update))
-        return True
-
-    def _send(self, bucket: Bucket, weight_version: str | None) -> tuple[Any, Any]:
-        # Engine.update_weights_from_tensor makes the same request without a stamp.
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(list(bucket)) for _ in range(self.ranks)],
-            flush_cache=False,
-            weight_version=weight_version,
-        )
-        manager = self.engine.tokenizer_manager
-        return self._call(
-            "updating weights",
-            lambda: self.engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None)),
-        )
-
-    def _end(self) -> tuple[Any, Any]:
-        return self._call("updating weights", self.engine.end_weight_update)
-
-    def _flush(self) -> bool:
-        return bool(getattr(self._call("flushing its cache", self.engine.flush_cache), "success", False))
+def _nothing() -> None:
+    pass
 
 
 def last_chunks(chunks: Iterable[Any]) -> list[Any]:

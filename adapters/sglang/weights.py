@@ -16,7 +16,7 @@ from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.transport import Bucket, Transport
 from torch import Tensor, nn
 
-from mismatch_ext.errors import ReadinessError, RecordError
+from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
@@ -25,6 +25,8 @@ from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChe
 BUCKET_BYTES = 1 << 29
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
+KEPT_FLOAT32 = re.compile(r"(^|\.)(e_score_correction_bias|A_log)$")
+"""What SGLang keeps in float32 under any dtype; where a model does not, SGLang rounds it itself."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -61,14 +63,17 @@ def update_weights(
 ) -> SyncReading:
     """Send weights in the engine's dtype; its cache is flushed, for it is of the weights before.
 
-    That SGLang accepted them does not say that it computes with them: `VerifiedWeights` looks.
+    The engine must be drained: between two buckets it would serve requests with a mixture of weights. `HttpTransport` pauses its
+    server for the while. That SGLang accepted them does not say that it computes with them: `VerifiedWeights` looks.
 
     Args:
         transport: The engine.
-        named_parameters: Checkpoint names and tensors of the whole model, such as `checkpoint_parameters(model)`.
+        named_parameters: Checkpoint names and tensors of the whole model, none of them sharded, such as
+            `checkpoint_parameters(model)`.
         dtype: The engine's dtype, which `read_server` reports.
-        weight_version: Stamp that SGLang puts into responses from now on; None leaves the one before.
-        bucket_bytes: Bytes that are sent at a time; a larger tensor goes alone.
+        weight_version: Stamp that SGLang puts into responses from now on, until the last bucket with "-incomplete" behind it;
+            None leaves the one before.
+        bucket_bytes: Bytes that are sent at a time, copies for tensor-parallel ranks included; a larger tensor goes alone.
         fused_experts: Send experts fused in one tensor too, for the few models whose checkpoints have them so.
 
     Returns:
@@ -77,15 +82,21 @@ def update_weights(
     Raises:
         ReadinessError: A weight is not finite, or overflows in the engine's dtype; names the tensor. Tensors before it may have
             been sent: send all of them again.
-        RecordError: There are no tensors, or their names are not those of a checkpoint.
-        EngineError: SGLang refused.
+        RecordError: There are no tensors, one is sharded, or their names are not those of a checkpoint.
+        PrecisionError: The engine reports another dtype.
+        EngineError: SGLang refused; `Transport.update_weights` says what then holds.
     """
     target = torch_dtype(dtype)
+    if transport.dtype not in ("auto", canonical(target)):
+        raise PrecisionError(
+            f"weights are to be sent in {canonical(target)}, but {transport} computes in {transport.dtype} and would cast them "
+            f"without a word; allowed: dtype={transport.dtype!r}, or a server with --dtype {canonical(target)}."
+        )
     sent: set[str] = set()
     # Counted and not kept: a sharded trainer gathers one tensor at a time.
     cast = (_cast(name, tensor, target, sent, fused_experts) for name, tensor in named_parameters)
     stamp = None if weight_version is None else str(weight_version)
-    transport.update_weights(_buckets(cast, bucket_bytes), weight_version=stamp)
+    transport.update_weights(_buckets(cast, bucket_bytes // transport.copies), weight_version=stamp)
     if not sent:
         raise RecordError("a weight update without tensors; a generator such as named_parameters() can be used once.")
     return SyncReading(sent_dtype=" and ".join(sorted(sent)), received_dtype=canonical(target))
@@ -97,11 +108,16 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype, sent: set[str], fused_e
             f"{name} holds all experts of a layer, as transformers keeps them; SGLang has no such name, drops it and reports "
             "success. Send checkpoint_parameters(model), or say fused_experts=True if the model's checkpoint has this name."
         )
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    whole = whole.detach()
+    if hasattr(tensor, "full_tensor"):
+        raise RecordError(
+            f"{name} is sharded over ranks (a DTensor); allowed: whole tensors. Gathering takes all ranks: call "
+            "full_tensor() on every one of them, and send from one."
+        )
+    whole = tensor.detach()
     sent.add(str(whole.dtype).removeprefix("torch."))
     if not whole.is_floating_point():
         return name, whole
+    dtype = torch.float32 if KEPT_FLOAT32.search(name) else dtype
     # A copy always: the trainer may go on while SGLang still reads.
     cast = whole.to(dtype, copy=True)
     if not bool(torch.isfinite(cast).all()):
@@ -147,7 +163,7 @@ class VerifiedWeights:
         probes: Probe tokens `[N, T]`, int64.
         dtype: The engine's dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
-        version: Number of updates that the engine has had.
+        version: Number of updates that were begun on the engine.
 
     Raises:
         EngineError: The engine failed.
@@ -173,13 +189,15 @@ class VerifiedWeights:
     def update(self) -> SyncVerdict:
         """Send the trainer's weights and verify them; the stamp of responses is then `str(version)`.
 
+        The version is counted up before anything is sent, so that no stamp stands for two sets of weights.
+
         Raises:
             WeightSyncError: The engine holds stale or garbled weights.
             ReadinessError: A weight does not fit the engine's dtype.
             EngineError: SGLang refused.
         """
-        update_weights(self.transport, self.parameters(), dtype=self.dtype, weight_version=self.version + 1)
         self.version += 1
+        update_weights(self.transport, self.parameters(), dtype=self.dtype, weight_version=self.version)
         verdict = self.verify()
         self.checker.raise_for(verdict)
         return verdict

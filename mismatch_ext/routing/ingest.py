@@ -21,6 +21,12 @@ Ids = NDArray[np.integer[Any]]
 Flags = NDArray[np.bool_]
 CHUNK = 1 << 17
 """Ids that are looked at together when duplicates are sought: what fits a core's second-level cache."""
+ZERO_ROWS = 64
+"""Rows from which on a layer of one expert per token may not be all zeros.
+
+An honest router that gives expert 0 a share p of all tokens does that with probability p^rows: 0.75^64 = 1e-8, and 1e-19 at an
+even share of two experts. Shorter sequences may well be all expert 0, and say nothing.
+"""
 
 
 def ingest_batch(
@@ -94,6 +100,8 @@ def checked(
     narrow: Ids = np.array(ids, dtype=np.uint8 if storage_dtype(num_experts) == torch.uint8 else np.uint16, order="C")
     if narrow.shape[2] > 1:
         _check_distinct(narrow, layers, where)
+    elif num_experts > 1 and len(narrow) >= ZERO_ROWS:
+        _check_captured(narrow, layers, where)
     return torch.from_numpy(narrow)
 
 
@@ -165,17 +173,21 @@ def _check_distinct(narrow: Ids, layers: tuple[int, ...], where: str) -> None:
     found = first_duplicate(narrow.reshape(-1, narrow.shape[2]))
     if found is None:
         return
+    _check_captured(narrow, layers, where)
+    row, index = divmod(found, len(layers))
+    raise RoutingError(
+        f"{where}, row {row}, layer {layers[index]}: duplicate expert ids {narrow[row, index].tolist()}; a router picks distinct "
+        "experts, so this row was not recorded or was overwritten."
+    )
+
+
+def _check_captured(narrow: Ids, layers: tuple[int, ...], where: str) -> None:
     for index, layer in enumerate(layers):
         if not narrow[:, index].any():
             raise RoutingError(
                 f"{where}, layer {layer}: all expert ids are zero, so the engine did not capture this layer; look for a fused "
                 "kernel that bypasses its router, or another version of the engine."
             )
-    row, index = divmod(found, len(layers))
-    raise RoutingError(
-        f"{where}, row {row}, layer {layers[index]}: duplicate expert ids {narrow[row, index].tolist()}; a router picks distinct "
-        "experts, so this row was not recorded or was overwritten."
-    )
 
 
 def first_duplicate(ids: Ids) -> int | None:

@@ -29,9 +29,10 @@ from mismatch_ext.adapters.sglang import (
     to_records,
     transport,
 )
+from mismatch_ext.adapters.sglang.engine import EngineTransport
 from mismatch_ext.adapters.sglang.http import HttpTransport
 from mismatch_ext.adapters.sglang.probes import score_tokens
-from mismatch_ext.adapters.sglang.transport import EngineTransport, Transport
+from mismatch_ext.adapters.sglang.transport import Transport
 from mismatch_ext.adapters.sglang.weights import VerifiedWeights, checkpoint_parameters, update_weights
 from mismatch_ext.adapters.transformers import scoring
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
@@ -54,9 +55,9 @@ PLAIN = SamplingSettings()
 
 
 @contextmanager
-def running(model: str, dtype: str, way: str) -> Iterator[Transport]:
+def running(model: str, dtype: str, way: str, **changes: Any) -> Iterator[Transport]:
     """Run an engine in this process's family, or a server behind HTTP."""
-    options = {**OPTIONS, "model_path": model, "dtype": dtype}
+    options = {**OPTIONS, "model_path": model, "dtype": dtype, **changes}
     if way == "engine":
         from sglang import Engine
 
@@ -71,7 +72,8 @@ def running(model: str, dtype: str, way: str) -> Iterator[Transport]:
         port = listener.getsockname()[1]
     flags: list[str] = []
     for name, value in {**options, "host": "127.0.0.1", "port": port}.items():
-        flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        if value is not False:
+            flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     with open(Path(model).parent / f"server-{port}.log", "w") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *flags], stdout=log, stderr=log, start_new_session=True
@@ -276,15 +278,70 @@ def weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
     judged(verified.verify())
     found["fused"] = message_of(update_weights, engine, model.named_parameters(), dtype=dtype)
     found["nothing"] = message_of(update_weights, engine, iter(()), dtype=dtype)
-    huge = [("model.norm.weight", torch.full((model.config.hidden_size,), 7e4))]
-    found["overflow"] = message_of(update_weights, engine, huge, dtype="float16")
-    found["nan"] = message_of(update_weights, engine, [("model.norm.weight", huge[0][1] * torch.nan)], dtype=dtype)
+    found["dtype"] = message_of(update_weights, engine, checkpoint_parameters(model), dtype="float16")
+    broken = ("model.norm.weight", torch.full((model.config.hidden_size,), torch.nan))
+    found["nan"] = message_of(update_weights, engine, [broken], dtype=dtype)
+    found.update(half_done(rollouts, broken, dtype))
     # In small buckets, after all of these.
     update_weights(engine, checkpoint_parameters(model), dtype=dtype, weight_version="4", bucket_bytes=30_000)
     judged(verified.verify())
     rollouts.version = 4
     rollouts.check("after small buckets", prompts(4, 60, seed=8), 20)
     return found
+
+
+def half_done(rollouts: Rollouts, broken: tuple[str, Tensor], dtype: str) -> dict[str, Any]:
+    """Let an update fail after a part of it was sent, and see what the engine says of itself and what is refused."""
+    engine = rollouts.engine
+    parts = [*checkpoint_parameters(rollouts.model), broken]
+    failed = message_of(update_weights, engine, parts, dtype=dtype, weight_version="9", bucket_bytes=30_000)
+    request = generate_request([3, 4, 5], PLAIN, max_new_tokens=2)
+    refused = message_of(engine.generate, request)
+    # As another client would, who does not know of the failure.
+    stamp = engine._generate(request)["meta_info"]["weight_version"]
+    return {"failed": failed, "refused": refused, "stamp": stamp}
+
+
+def paused(rollouts: Rollouts) -> dict[str, Any]:
+    """Update weights while a client streams: its request is aborted, and one that came later is served afterwards."""
+    engine = rollouts.engine
+    long = generate_request([3, 4, 5], PLAIN, max_new_tokens=450, ignore_eos=True, stream=True)
+    chunks = engine._stream(long)
+    next(chunks)
+    update_weights(engine, checkpoint_parameters(rollouts.model), dtype="float32", weight_version="paused")
+    last = transport.last_chunks(chunks)[0]["meta_info"]
+    [after] = engine.generate(generate_request([[3, 4, 5]], PLAIN, max_new_tokens=4))
+    return {
+        "reason": last["finish_reason"]["type"],
+        "sampled": last["completion_tokens"],
+        "stamp": after["meta_info"]["weight_version"],
+    }
+
+
+def served(model: str) -> dict[str, Any]:
+    """Sample from a dense model, behind a server with a tokenizer and without routes."""
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with running(model, "float32", "http", skip_tokenizer_init=False, enable_return_routed_experts=False) as engine:
+        info = engine.server_info()
+        verdict = check_server(info, config=MismatchConfig(), trainer_dtype="float32", original_logprobs=False)
+        provenance = to_provenance(read_server(info), sampling=PLAIN, weight_version=0)
+        rows, found = prompts(8, 90, seed=2), []
+        for step in range(2):
+            outputs = engine.generate(generate_request(rows, PLAIN, max_new_tokens=20, ignore_eos=True))
+            records = to_records(outputs, prompt_ids=rows, provenance=provenance)
+            found.append(max(float(gap.abs().max()) for gap in gaps(trainer, records)))
+            if step == 0:
+                train(trainer, 1)
+                update_weights(engine, checkpoint_parameters(trainer), dtype="float32", weight_version=1)
+        return {
+            "verdict": str(verdict),
+            "logp": found,
+            "sampled": sum(len(record.response_ids) for record in records),
+            "reasons": sorted({str(record.finish_reason) for record in records}),
+            "texts": sum(bool(output["text"]) for output in outputs),
+            "stamps": sorted({output["meta_info"]["weight_version"] for output in outputs}),
+            "routing": [record.routing for record in records if record.routing is not None],
+        }
 
 
 def refusals(rollouts: Rollouts) -> dict[str, Any]:
@@ -307,6 +364,8 @@ def refusals(rollouts: Rollouts) -> dict[str, Any]:
                 update_weights, engine, checkpoint_parameters(rollouts.model), dtype="float32"
             )
             engine.engine.end_weight_update()
+    else:
+        found["paused"] = paused(rollouts)
     engine.flush_cache()
     return found
 

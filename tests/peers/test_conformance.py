@@ -45,7 +45,10 @@ def records(
     found: dict[str, Records] = {"vllm": run_scenario("vllm", module="conformance", **payload).expect()}
     for version in (OLDEST, NEWEST):
         folder = tmp_path_factory.mktemp("sglang")
-        found[f"sglang {version}"] = run_sglang(version, "conformance", folder, **payload)["records"]
+        ran = run_sglang(version, "conformance", folder, **payload)
+        # The kernel stub must not have been what computed.
+        assert ran["stub"]["fetched"] > 0 and ran["stub"]["called"] == 0
+        found[f"sglang {version}"] = ran["records"]
     return found
 
 

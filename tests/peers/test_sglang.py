@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.models import tiny_model
 from tests.peers.conftest import ROOT
 from tests.peers.sglang_fixtures import NEWEST, OLDEST, PYTHON, environment, run_sglang, stub_uses
 
@@ -37,7 +38,10 @@ def exact(request: pytest.FixtureRequest, moe: Path, tmp_path_factory: pytest.Te
 
 def test_the_version_is_the_one_asked_for_and_the_server_is_fit(exact: dict[str, Any]) -> None:
     assert exact["version"] == exact["want"]
-    assert exact["verdict"] == f"sglang {exact['version']}: runs as the trainer needs it."
+    head, *notes = exact["verdict"].splitlines()
+    assert head == f"sglang {exact['version']}: runs as the trainer needs it."
+    # Of a server elsewhere, the environment is not known.
+    assert ["RETURN_ORIGINAL_LOGPROB is assumed" in note for note in notes] == [True] * (exact["way"] == "http")
 
 
 def test_no_compiled_kernel_was_called(exact: dict[str, Any]) -> None:
@@ -109,8 +113,23 @@ def test_what_must_not_be_sent_is_refused(exact: dict[str, Any]) -> None:
         and "checkpoint_parameters" in found["fused"]
     )
     assert found["nothing"].startswith("RecordError: a weight update without tensors")
-    assert found["overflow"].startswith("ReadinessError: model.norm.weight: weight 70000 overflows in float16")
+    assert found["dtype"].startswith("PrecisionError: weights are to be sent in float16, but ")
     assert found["nan"].startswith("ReadinessError: model.norm.weight: 64 of 64 weights are NaN")
+
+
+def test_half_an_update_is_told_by_its_stamp_and_not_sampled_from(exact: dict[str, Any]) -> None:
+    found = exact["weights"]
+    assert found["failed"].startswith("ReadinessError: model.norm.weight: 64 of 64 weights are NaN")
+    assert found["stamp"] == "9-incomplete"
+    assert "may hold a mixture of weights" in found["refused"]
+
+
+def test_a_server_is_paused_around_an_update(exact: dict[str, Any]) -> None:
+    if exact["way"] == "http":
+        found = exact["refusals"]["paused"]
+        # The stream that ran was ended before its 450 tokens, and the server serves again.
+        assert found["reason"] == "abort" and 0 < found["sampled"] < 450
+        assert found["stamp"] == "paused"
 
 
 def test_what_sglang_refuses_is_an_error(exact: dict[str, Any]) -> None:
@@ -122,6 +141,16 @@ def test_what_sglang_refuses_is_an_error(exact: dict[str, Any]) -> None:
     if (exact["version"], exact["way"]) == (NEWEST, "engine"):
         # It returns (False, message) and does not raise.
         assert found["session"].startswith("EngineError: ") and "already open" in found["session"]
+
+
+def test_a_dense_model_behind_a_server_with_its_tokenizer(tmp_path: Path) -> None:
+    found = run_sglang(NEWEST, "served", tmp_path, model=tiny_model("dense", tmp_path / "dense"))
+    assert found["stub"]["called"] == 0
+    assert found["verdict"] == f"sglang {NEWEST}: runs as the trainer needs it."
+    # Before and after an update of the weights.
+    assert max(found["logp"]) < 1e-4 and len(found["logp"]) == 2
+    assert found["sampled"] == 8 * 20 and found["reasons"] == ["length"] and found["texts"] > 0
+    assert found["stamps"] == ["1"] and found["routing"] == []
 
 
 def flip_model(directory: Path) -> Path:

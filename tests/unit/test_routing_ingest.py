@@ -67,6 +67,22 @@ def test_one_expert_per_token_may_repeat_and_be_zero() -> None:
     assert ingest(torch.zeros(5, 2, 1, dtype=torch.int64), top_k=1).rows == 5
 
 
+@pytest.mark.parametrize(
+    ("rows", "experts", "refused"), [(63, 8, False), (64, 8, True), (64, 2, True), (500, 1, False)]
+)
+def test_a_long_sequence_with_one_expert_per_token_is_not_all_expert_0(rows: int, experts: int, refused: bool) -> None:
+    ids = torch.zeros(rows, 2, 1, dtype=torch.int64)
+    ids[rows // 2, 0] = min(1, experts - 1)
+    changes = {"top_k": 1, "num_experts": experts, "tokens": rows + 1}
+    if not refused:
+        assert ingest(ids, **changes).rows == rows
+        return
+    with pytest.raises(RoutingError, match=r"request r7, layer 3: all expert ids are zero"):
+        ingest(ids, **changes)
+    ids[-1, 1] = 1
+    assert ingest(ids, **changes).rows == rows
+
+
 def _set(where: tuple[Any, ...], value: Any) -> Callable[[], Any]:
     def build() -> Any:
         ids = routes(5)

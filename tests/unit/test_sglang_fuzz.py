@@ -85,7 +85,7 @@ def attempt(output: Any, prompt: list[int], **changes: Any) -> RolloutRecord | N
         return None
 
 
-def sound(record: RolloutRecord | None, prompt: list[int]) -> None:
+def sound(record: RolloutRecord | None, prompt: list[int], start: int = 0) -> None:
     """Check what any record must hold, however it came about."""
     if record is None:
         return
@@ -94,9 +94,12 @@ def sound(record: RolloutRecord | None, prompt: list[int]) -> None:
     assert all(type(token) is int and 0 <= token < 2**31 for token in record.response_ids)
     assert all(type(value) is float and -1e38 < value <= 1e-3 for value in record.rollout_logprobs)
     assert record.finish_reason in ("stop", "length")
-    assert record.routing is not None and record.routing.rows == len(prompt) + len(record.response_ids) - 1
-    assert int(record.routing.experts.long().max()) < 8
+    assert record.routing is not None and record.routing.rows == max(
+        len(prompt) + len(record.response_ids) - 1 - start, 0
+    )
+    assert record.routing.start == start
     pairs = record.routing.experts.long()
+    assert bool((pairs < 8).all())
     assert bool((pairs[..., 0] != pairs[..., 1]).all())
 
 
@@ -152,10 +155,16 @@ JSON = st.recursive(
 def test_json_that_has_only_the_names_in_common(value: Any, raw: bytes, start: int) -> None:
     sound(attempt(value, PROMPT), PROMPT)
     meta = {"finish_reason": {"type": "stop"}, "routed_experts": base64.b64encode(raw).decode()}
-    sound(
-        attempt({"output_ids": [], "meta_info": meta}, PROMPT, routed_experts_start=start), PROMPT
-    ) if not start else None
+    sound(attempt({"output_ids": [], "meta_info": meta}, PROMPT, routed_experts_start=start), PROMPT, start)
     sound(attempt(response() | (value if isinstance(value, dict) else {}), PROMPT), PROMPT)
+
+
+@given(st.integers(0, 6), st.integers(0, 8))
+def test_routes_of_any_length_from_any_start(rows: int, start: int) -> None:
+    record = attempt(response(routed_experts=encoded(routes(rows))), PROMPT, routed_experts_start=start)
+    # Four tokens and three have six rows; a server that ignores the start sends all of them.
+    assert (record is not None) == (start <= 4 and rows in (6, 6 - start))
+    sound(record, PROMPT, start)
 
 
 def test_base64_cut_anywhere_is_refused() -> None:

@@ -22,7 +22,6 @@ EVERYTHING: dict[str, Any] = {
     "prompt_logprobs": True,
     "stop_token_ids": (7, 8),
     "n": 2,
-    "seed": 5,
     "stream": True,
     "request_ids": "a",
 }
@@ -40,6 +39,20 @@ def test_the_plain_request() -> None:
             "repetition_penalty": 1.0,
             "ignore_eos": False,
             "n": 1,
+            # Without effect, so that no preferred setting of the server takes their place.
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "min_new_tokens": 0,
+            "stop": None,
+            "stop_regex": None,
+            "stop_token_ids": [],
+            "json_schema": None,
+            "regex": None,
+            "ebnf": None,
+            "structural_tag": None,
+            "logit_bias": None,
+            "custom_params": None,
+            "sampling_seed": None,
         },
         "return_logprob": True,
     }
@@ -50,7 +63,7 @@ def test_everything_that_can_be_asked_for() -> None:
     assert request["logprob_start_len"] == 0 and request["stream"] is True and request["rid"] == "a"
     assert request["return_routed_experts"] is True and request["routed_experts_start_len"] == 2
     settings = request["sampling_params"]
-    assert settings["stop_token_ids"] == [7, 8] and settings["sampling_seed"] == 5 and settings["top_k"] == 20
+    assert settings["stop_token_ids"] == [7, 8] and settings["top_k"] == 20
     assert settings["n"] == 2
     assert (
         generate_request([3], SamplingSettings(), max_new_tokens=1, ignore_eos=True)["sampling_params"]["ignore_eos"]
@@ -65,6 +78,28 @@ def test_every_key_is_one_of_the_engine_and_of_the_server(version: str) -> None:
     assert set(request) <= set(FIELDS[version]["Engine.generate"])
     assert set(request) <= set(FIELDS[version]["GenerateReqInput"])
     assert set(request["sampling_params"]) <= set(FIELDS[version]["SamplingParams"])
+
+
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.23"])
+def test_every_setting_of_the_sampling_is_sent(version: str) -> None:
+    sent = set(generate_request([3], SamplingSettings(), max_new_tokens=1)["sampling_params"])
+    # What shapes text, what normalisation fills in, and what 0.5.18 would refuse as unknown.
+    text = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
+    inner = {"is_normalized", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"}
+    newer = {"beam_width", "ebnf_full_assistant", "watermark"}
+    assert set(FIELDS[version]["SamplingParams"]) - sent <= text | inner | newer
+
+
+def test_one_seed_or_one_per_prompt() -> None:
+    def settings(ids: Any, seed: Any) -> Any:
+        return generate_request(ids, SamplingSettings(), max_new_tokens=1, seed=seed)["sampling_params"]
+
+    assert settings([3], 5)["sampling_seed"] == settings([3], [5])["sampling_seed"] == 5
+    assert settings([[3], [4]], 5)["sampling_seed"] == 5
+    # A prompt once per sample.
+    found = settings([[3], [3], [4]], [1, 2, 1])
+    assert [one["sampling_seed"] for one in found] == [1, 2, 1]
+    assert all(one | {"sampling_seed": None} == settings([3], None) for one in found)
 
 
 def test_a_batch_stays_a_batch_and_its_names_too() -> None:
@@ -98,6 +133,11 @@ REFUSED: list[tuple[dict[str, Any], type[MismatchError], str]] = [
     ({"n": 0}, RecordError, "n=0; allowed: an integer >= 1"),
     ({"seed": 2**63}, RecordError, "seed=9223372036854775808; allowed: an integer of 64 bits"),
     ({"seed": 1.0}, RecordError, "seed=1.0"),
+    ({"seed": [1, 2]}, RecordError, "2 seeds for 1 prompts; allowed: one seed, or one per prompt"),
+    ({"seed": 7, "n": 2}, RecordError, r"n=2 with seed=7: SGLang draws the same for all 2 .* seed=\[1, 2\]"),
+    ({"input_ids": [[1], [2]], "seed": [7, 8], "n": 2}, RecordError, r"n=2 with seed=\[7, 8\]"),
+    ({"input_ids": [[1], [1]], "seed": 7}, RecordError, "the same prompt twice with one seed"),
+    ({"input_ids": [[1], [2], [1]], "seed": [7, 7, 7]}, RecordError, "the same prompt twice with one seed"),
     ({"stop_token_ids": [2], "ignore_eos": True}, RecordError, r"ignore_eos=True with stop_token_ids=\[2\]"),
     ({"stop_token_ids": [-2]}, RecordError, r"stop_token_ids\[0\]: found -2"),
     ({"request_ids": ["a", "b"]}, RecordError, r"request_ids=\['a', 'b'\] for 1 prompts"),

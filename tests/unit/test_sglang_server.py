@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mismatch_ext.adapters.sglang import check_server, read_server, to_provenance
+from mismatch_ext.adapters.sglang import EngineTransport, check_server, read_server, to_provenance
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, PrecisionError, ProvenanceError
@@ -32,6 +33,13 @@ GOOD: dict[str, Any] = {
     "enable_lmcache": False,
     "disaggregation_mode": "null",
     "pp_size": 1,
+    "preferred_sampling_params": None,
+    "json_model_override_args": "{}",
+    "load_format": "auto",
+    "enable_lora": None,
+    "lora_paths": None,
+    "dp_size": 1,
+    "enable_two_batch_overlap": False,
 }
 R3 = MismatchConfig.parse({"precision": {"dtype": "float16"}, "routing": {"mode": "R3"}})
 PLAIN = MismatchConfig.parse({})
@@ -45,7 +53,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def verdict(change: dict[str, Any], config: Any = R3, dtype: str = "float16", **arguments: Any) -> Any:
     """Check a server that is right for FP16 and R3, but for the change."""
-    return check_server(GOOD | change, config=config, trainer_dtype=dtype, **arguments)
+    return check_server(GOOD | change, config=config, trainer_dtype=dtype, **{"original_logprobs": False, **arguments})
 
 
 @pytest.mark.parametrize("version", FIELDS)
@@ -80,6 +88,11 @@ PROBLEMS = [
     ({"quantization": "fp8"}, "quantization", "leave out --quantization, --torchao-config and --modelopt-quant", "not"),
     ({"torchao_config": "int8wo"}, "quantization", "leave out --quantization, --torchao-config and --modelopt-quant", ""),
     ({"modelopt_quant": {"a": 1}}, "quantization", "leave out --quantization, --torchao-config and --modelopt-quant", ""),
+    ({"preferred_sampling_params": {"n": 5}}, "preferred_sampling_params", "leave out --preferred-sampling-params", "no record"),
+    ({"json_model_override_args": '{"a": 1}'}, "json_model_override_args", "leave out --json-model-override-args", "another one"),
+    ({"load_format": "dummy"}, "load_format", "--load-format auto", "random"),
+    ({"enable_lora": True}, "enable_lora", "leave out --enable-lora and --lora-paths", "base model alone"),
+    ({"dp_size": 2}, "dp_size", "--dp-size 1", "several replicas"),
     ({"rl_on_policy_target": "fsdp"}, "rl_on_policy_target", "leave out --rl-on-policy-target", "to bfloat16"),
     ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm", "leave out --speculative-algorithm", "drafted"),
     ({"enable_return_routed_experts": False}, "enable_return_routed_experts", "--enable-return-routed-experts", "ignores"),
@@ -91,6 +104,7 @@ PROBLEMS = [
     ({"enable_lmcache": True}, "enable_lmcache", "leave out --enable-lmcache", "without their routes"),
     ({"disaggregation_mode": "decode"}, "disaggregation_mode", "leave out --disaggregation-mode", "prompt's routes"),
     ({"pp_size": 2}, "pp_size", "--pp-size 1", "own layers"),
+    ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap", "leave out --enable-two-batch-overlap", "two halves"),
     (
         {"enable_decoder_swa_bounded_replay": True},
         "enable_decoder_swa_bounded_replay",
@@ -119,9 +133,11 @@ def test_all_problems_come_in_one_verdict() -> None:
     found = verdict(changes, deterministic=True, original_logprobs=True)
     fields = [problem.field for problem in found.problems]
     assert fields == [
-        "version", "dtype", "kv_cache_dtype", "quantization", "SGLANG_RETURN_ORIGINAL_LOGPROB", "rl_on_policy_target",
+        "version", "dtype", "kv_cache_dtype", "quantization", "SGLANG_RETURN_ORIGINAL_LOGPROB", "preferred_sampling_params",
+        "json_model_override_args", "load_format", "enable_lora", "dp_size", "rl_on_policy_target",
         "enable_deterministic_inference", "speculative_algorithm", "enable_decoder_swa_bounded_replay",
-        "enable_return_routed_experts", "moe_runner_backend", "enable_hierarchical_cache", "enable_lmcache",
+        "enable_return_routed_experts", "moe_runner_backend", "enable_two_batch_overlap",
+        "enable_hierarchical_cache", "enable_lmcache",
         "disaggregation_mode", "pp_size",
     ]  # fmt: skip
     assert len(found.flags) == len(fields)
@@ -158,7 +174,22 @@ def test_the_blocks_dtype_comes_before_the_trainers() -> None:
 def test_determinism_is_asked_for_only_where_it_was_promised() -> None:
     assert verdict({}).ok
     assert verdict({}, deterministic=True).flags == ("--enable-deterministic-inference",)
-    assert verdict({"enable_deterministic_inference": True}, deterministic=True).ok
+    found = verdict({"enable_deterministic_inference": True}, deterministic=True)
+    assert found.ok and len(found.notes) == 1 and "note: n > 1 is not allowed on a deterministic server" in str(found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"preferred_sampling_params": "{}"}, {"preferred_sampling_params": {}}, {"json_model_override_args": ""},
+     {"enable_lora": False}, {"lora_paths": []}],
+)  # fmt: skip
+def test_what_is_empty_is_no_problem(change: dict[str, Any]) -> None:
+    assert verdict(change).ok
+
+
+def test_adapters_that_are_loaded_are_a_problem_however_they_came() -> None:
+    (problem,) = verdict({"lora_paths": {"a": "/a"}}).problems
+    assert problem.field == "enable_lora"
 
 
 def test_the_reading_is_what_the_audit_compares() -> None:
@@ -168,12 +199,41 @@ def test_the_reading_is_what_the_audit_compares() -> None:
     assert reading.logprobs_mode == "processed_logprobs"
 
 
+def test_raw_logprobs_are_those_of_the_server_and_not_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    # A server elsewhere: what was not said is assumed, and the verdict says so.
+    assert read_server(GOOD).logprobs_mode == "processed_logprobs"
+    found = verdict({}, original_logprobs=None)
+    assert found.ok and len(found.notes) == 1
+    assert "note: SGLANG_RETURN_ORIGINAL_LOGPROB is assumed to be unset" in str(found)
+    assert not verdict({}).notes and not verdict({}, original_logprobs=True).notes
+    assert not verdict({}, original_logprobs=True).ok
+
+
+class InProcess:
+    """The part of an `sglang.Engine` that reports."""
+
+    def __init__(self, quantization: str | None) -> None:
+        self.tokenizer_manager = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
+
+    def get_server_info(self) -> dict[str, Any]:
+        return dict(GOOD)
+
+
 @pytest.mark.parametrize(("value", "mode"), [("1", "raw"), ("TRUE", "raw"), ("0", "processed"), ("", "processed")])
-def test_raw_logprobs_are_seen_in_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, mode: str) -> None:
+def test_an_engine_in_this_process_has_its_environment(monkeypatch: pytest.MonkeyPatch, value: str, mode: str) -> None:
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
-    assert read_server(GOOD).logprobs_mode == f"{mode}_logprobs"
-    assert read_server(GOOD, original_logprobs=False).logprobs_mode == "processed_logprobs"
-    assert verdict({}).ok == (mode == "processed")
+    info = EngineTransport(InProcess(None)).server_info()
+    assert read_server(info).logprobs_mode == f"{mode}_logprobs"
+    assert read_server(info, original_logprobs=mode != "raw").logprobs_mode != f"{mode}_logprobs"
+    found = check_server(info, config=R3, trainer_dtype="float16")
+    assert found.ok == (mode == "processed") and not found.notes
+
+
+def test_a_quantisation_that_the_checkpoint_brings_is_seen_in_this_process() -> None:
+    info = EngineTransport(InProcess("fp8")).server_info()
+    (problem,) = check_server(info, config=R3, trainer_dtype="float16").problems
+    assert (problem.field, problem.found) == ("quantization", "fp8")
 
 
 def test_a_provenance_has_what_was_read_and_the_temperature() -> None:
@@ -208,4 +268,4 @@ def test_every_field_of_a_report_may_hold_anything(field: str) -> None:
         except EngineError as error:
             assert f"{field}=" in str(error) and len(str(error)) < 1000
         else:
-            assert all(problem.field in (field, "quantization") for problem in found.problems)
+            assert all(problem.field in (field, "quantization", "enable_lora") for problem in found.problems)

@@ -12,41 +12,58 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
-from mismatch_ext.adapters.sglang import HttpTransport, checkpoint_parameters, score_tokens, update_weights
+from mismatch_ext.adapters.sglang import (
+    HttpTransport,
+    VerifiedWeights,
+    checkpoint_parameters,
+    score_tokens,
+    update_weights,
+)
 from mismatch_ext.adapters.sglang import transport as transports
 from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from mismatch_ext.errors import EngineError, PeerVersionError, ReadinessError, RecordError
+from mismatch_ext.errors import EngineError, PeerVersionError, PrecisionError, ReadinessError, RecordError
 from tests.models import tiny_model
 
 OK = {"success": True, "message": "Success"}
 INFO = {"version": "0.5.23", "tp_size": 1}
+PAUSE, RESUME, FLUSH = "/pause_generation", "/continue_generation", "/flush_cache"
+BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
 
 
 class Server:
-    """Answers each path with what is set for it: (status, JSON-able or bytes); keeps what it was sent."""
+    """Answers each path with what is set for it, (status, JSON-able or bytes) or a list of them; keeps what it was sent."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, Any]] = {
+        self.answers: dict[str, Any] = {
             "/server_info": (200, INFO),
+            "/pause_generation": (200, {"status": "ok"}),
+            "/continue_generation": (200, {"status": "ok"}),
             "/begin_weight_update": (200, OK),
             "/update_weights_from_tensor": (200, OK),
             "/end_weight_update": (200, OK),
             "/flush_cache": (200, b"Cache flushed."),
         }
         self.asked: list[tuple[str, Any]] = []
+        self.withheld = 0
+        """Bytes of each answer that are announced and not sent."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 outer.asked.append((self.path, json.loads(body) if body else None))
-                status, content = outer.answers.get(self.path, (404, {"detail": "Not Found"}))
+                answer = outer.answers.get(self.path, (404, {"detail": "Not Found"}))
+                status, content = answer.pop(0) if isinstance(answer, list) else answer
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Length", str(len(data) + outer.withheld))
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -147,65 +164,216 @@ def test_streams_that_end_badly(server: Server, content: bytes, words: str) -> N
     assert words in str(raised.value)
 
 
+def test_a_long_line_of_a_stream_is_read_in_large_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, sizes = requests.Response.iter_content, []
+
+    def noted(response: Any, chunk_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(chunk_size)
+        return read(response, chunk_size, *args, **kwargs)
+
+    monkeypatch.setattr(requests.Response, "iter_content", noted)
+    server.answers["/generate"] = (200, events({"output_ids": [7], "meta_info": {"routed_experts": "A" * 5_000_000}}))
+    [found] = HttpTransport(server.url).generate({"input_ids": [1], "stream": True})
+    # Every piece is joined with what there is of the line: 5 pieces, and not 10,000.
+    assert len(found["meta_info"]["routed_experts"]) == 5_000_000 and sizes[-1] >= 1 << 20
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_breaks_off_is_one_of_our_errors(server: Server, status: int) -> None:
+    transport = HttpTransport(server.url)
+    assert transport.version == "0.5.23"
+    server.answers["/generate"], server.withheld = (status, events({"output_ids": [1]})), 100
+    for stream in (True, False):
+        with pytest.raises(EngineError, match="(was not reached|broke off a stream): ChunkedEncodingError"):
+            transport.generate({"input_ids": [1], "stream": stream})
+
+
+def test_the_environment_does_not_redirect_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert HttpTransport(server.url).version == "0.5.23"
+    own = requests.Session()
+    assert HttpTransport(server.url, own).session is own and own.trust_env
+    with pytest.raises(EngineError, match="was not reached: ProxyError"):
+        HttpTransport(server.url, own).server_info()
+
+
 def test_an_update_is_one_session_and_the_stamp_comes_with_its_last_bucket(server: Server) -> None:
     server.answers["/server_info"] = (200, {**INFO, "tp_size": 2})
     reading = update_weights(
-        HttpTransport(server.url), tensors(6, 4, 5), dtype="float16", weight_version=3, bucket_bytes=20
+        HttpTransport(server.url), tensors(6, 4, 5, 8), dtype="float16", weight_version=3, bucket_bytes=40
     )
-    update = "/update_weights_from_tensor"
-    assert server.paths() == ["/begin_weight_update", update, update, "/end_weight_update", "/flush_cache"]
+    # Half of the 40 bytes for each rank.
+    assert server.paths() == [PAUSE, BEGIN, UPDATE, UPDATE, UPDATE, END, FLUSH, RESUME]
+    # Requests that run must not go on with the weights before.
+    assert next(body for path, body in server.asked if path == PAUSE) == {"mode": "abort"}
     assert (reading.sent_dtype, reading.received_dtype) == ("float32", "float16")
-    bodies = [body for path, body in server.asked if path == update]
-    assert [body.get("weight_version") for body in bodies] == [None, "3"]
+    bodies = [body for path, body in server.asked if path == UPDATE]
+    assert [body.get("weight_version") for body in bodies] == ["3-incomplete", None, "3"]
     # Flushing with an update ends 0.5.18's scheduler while a request runs.
     assert all(body["flush_cache"] is False and len(body["serialized_named_tensors"]) == 2 for body in bodies)
     sent = [pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) for body in bodies]
-    assert [[name for name, _ in bucket] for bucket in sent] == [["layer0.weight", "layer1.weight"], ["layer2.weight"]]
+    names = [[name for name, _ in bucket] for bucket in sent]
+    assert names == [["layer0.weight", "layer1.weight"], ["layer2.weight"], ["layer3.weight"]]
     assert all(torch.equal(t, torch.ones_like(t)) and t.dtype == torch.float16 for bucket in sent for _, t in bucket)
 
 
 def test_a_version_without_sessions(server: Server) -> None:
     del server.answers["/begin_weight_update"]
     update_weights(HttpTransport(server.url), tensors(2), dtype="bfloat16")
-    assert server.paths() == ["/begin_weight_update", "/update_weights_from_tensor", "/flush_cache"]
+    assert server.paths() == [PAUSE, BEGIN, UPDATE, FLUSH, RESUME]
+
+
+def test_who_drains_the_server_need_not_have_it_paused(server: Server) -> None:
+    update_weights(HttpTransport(server.url, pause=False), tensors(2), dtype="bfloat16")
+    assert server.paths() == [BEGIN, UPDATE, END, FLUSH]
 
 
 @pytest.mark.parametrize(
     ("path", "what", "asked"),
     [
-        ("/begin_weight_update", "the begin of a weight update", 1),
+        # Nothing was sent, so the cache is good.
+        (BEGIN, "the begin of a weight update", [PAUSE, BEGIN, RESUME]),
         # The session is closed, or the next update would be refused.
-        ("/update_weights_from_tensor", "the weight update", 3),
-        ("/end_weight_update", "the end of the weight update", 3),
+        (UPDATE, "the weight update", [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
+        (END, "the end of the weight update", [PAUSE, BEGIN, UPDATE, END, FLUSH, RESUME]),
     ],
 )
-def test_an_update_that_is_refused(server: Server, path: str, what: str, asked: int) -> None:
+def test_an_update_that_is_refused(server: Server, path: str, what: str, asked: list[str]) -> None:
     for answer in ({"success": False, "message": "busy"}, {"message": "busy"}, {"success": "False", "message": "busy"}):
         server.asked.clear()
         server.answers[path] = (400, answer)
         with pytest.raises(EngineError, match=f"refused {what}: 'busy'"):
             update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
-        assert len(server.paths()) == asked
+        assert server.paths() == asked
+
+
+def test_a_server_that_cannot_be_paused_is_not_updated(server: Server) -> None:
+    server.answers[PAUSE] = (403, {"error": "no"})
+    with pytest.raises(EngineError, match="pause_generation answered with status 403"):
+        update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
+    assert server.paths() == [PAUSE, RESUME]
+
+
+def test_nothing_is_generated_from_half_an_update(server: Server) -> None:
+    server.answers |= {UPDATE: [(200, OK), (400, {"success": False, "message": "busy"})], "/generate": (200, {})}
+    transport = HttpTransport(server.url)
+    with pytest.raises(EngineError, match="refused the weight update: 'busy'") as raised:
+        update_weights(transport, tensors(2, 2, 2), dtype="float32", weight_version=5, bucket_bytes=1)
+    assert not hasattr(raised.value, "__notes__")
+    # What another client samples now, it can tell by the stamp.
+    assert [body.get("weight_version") for path, body in server.asked if path == UPDATE] == ["5-incomplete", None]
+    assert server.paths()[-3:] == [END, FLUSH, RESUME]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="may hold a mixture of weights"):
+            transport.generate({"input_ids": [1]})
+    server.answers[UPDATE] = (200, OK)
+    with pytest.raises(RecordError, match="without tensors"):
+        update_weights(transport, tensors(), dtype="float32")
+    assert transport.mixed  # nothing was sent, so nothing is repaired
+    update_weights(transport, tensors(2, 2, 2), dtype="float32", weight_version=6)
+    assert transport.generate({"input_ids": [1]}) == [{}]
+
+
+def test_an_update_that_never_began_leaves_the_engine_as_it_was(server: Server) -> None:
+    server.answers |= {BEGIN: (400, {"success": False, "message": "open"}), "/generate": (200, {})}
+    transport = HttpTransport(server.url)
+    with pytest.raises(EngineError, match="the begin"):
+        update_weights(transport, tensors(2), dtype="float32")
+    assert transport.generate({"input_ids": [1]}) == [{}]
+
+
+def test_the_first_failure_is_the_one_that_is_raised(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "FLUSH_SECONDS", 0.1)
+    server.answers |= {END: (500, b"gone"), FLUSH: (400, b"no"), RESUME: (500, b"down")}
+    bad = [*tensors(3, 3, 3), ("model.norm.weight", torch.tensor([torch.nan]))]
+    with pytest.raises(ReadinessError, match=r"model\.norm\.weight: 1 of 1 weights are NaN") as raised:
+        update_weights(HttpTransport(server.url), bad, dtype="float32", bucket_bytes=1)
+    notes = raised.value.__notes__
+    assert [words in note for words, note in zip(("ending", "flushing", "resuming"), notes, strict=True)] == [True] * 3
+    assert "status 500: 'gone'" in notes[0] and all(note.startswith("Beside this, ") for note in notes)
 
 
 def test_a_cache_that_is_not_flushed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "FLUSH_SECONDS", 0.2)
     server.answers["/flush_cache"] = (400, b"Flush cache failed.")
+    server.answers["/generate"] = (200, {})
+    transport = HttpTransport(server.url)
     with pytest.raises(EngineError, match="did not flush its cache .* of the weights before"):
-        update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
+        update_weights(transport, tensors(2), dtype="float32")
     assert server.paths().count("/flush_cache") > 1  # tried again
+    with pytest.raises(EngineError, match="did not flush its cache after an update of its weights"):
+        transport.generate({"input_ids": [1]})
+    server.answers["/flush_cache"] = (200, b"")
+    transport.flush_cache()
+    assert transport.generate({"input_ids": [1]}) == [{}]
 
 
 def test_a_weight_that_overflows_is_named_and_the_session_closed(server: Server) -> None:
-    bad = [*tensors(3), ("model.norm.weight", torch.tensor([1.0, -65536.0]))]
+    bad = [*tensors(3, 3, 3), ("model.norm.weight", torch.tensor([1.0, -65536.0]))]
     with pytest.raises(
         ReadinessError, match=r"model\.norm\.weight: weight 65536 overflows in float16; allowed: .* 65504"
     ):
         update_weights(HttpTransport(server.url), bad, dtype="float16", bucket_bytes=1)
-    assert server.paths()[-1] == "/end_weight_update"
+    assert server.paths()[-3:] == [END, FLUSH, RESUME]
     # 65519 rounds to 65504, the largest number of float16.
     update_weights(HttpTransport(server.url), [("a", torch.tensor([65519.0]))], dtype="float16")
     update_weights(HttpTransport(server.url), bad, dtype="bfloat16")
+
+
+def test_weights_are_sent_in_the_dtype_of_the_server(server: Server) -> None:
+    server.answers["/server_info"] = (200, INFO | {"dtype": "half"})
+    transport = HttpTransport(server.url)
+    with pytest.raises(PrecisionError, match="in bfloat16, but .* computes in float16 and would .*dtype='float16'"):
+        update_weights(transport, tensors(2), dtype="bfloat16")
+    assert server.paths() == []
+    update_weights(transport, tensors(2), dtype="fp16")
+    server.answers["/server_info"] = (200, INFO | {"dtype": "auto"})
+    update_weights(HttpTransport(server.url), tensors(2), dtype="bfloat16")
+
+
+def test_what_the_server_keeps_in_float32_is_not_rounded(server: Server) -> None:
+    third = torch.tensor([1 / 3])
+    names = {"model.layers.0.mlp.gate.e_score_correction_bias", "model.layers.0.linear_attn.A_log", "A_log"}
+    others = {"model.layers.0.mlp.A_log_scale", "my_A_log", "model.layers.0.mlp.gate.weight"}
+    update_weights(HttpTransport(server.url), [(name, third) for name in names | others], dtype="bfloat16")
+    [body] = [body for path, body in server.asked if path == UPDATE]
+    sent = dict(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+    assert {name for name, tensor in sent.items() if tensor.dtype == torch.float32} == names
+    assert all(torch.equal(sent[name], third) for name in names)
+
+
+def test_a_sharded_tensor_is_refused(server: Server) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(
+            RecordError, match="layer0 is sharded over ranks .* on every one of them, and send from one"
+        ):
+            update_weights(HttpTransport(server.url), [("layer0", sharded)], dtype="float32")
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_no_stamp_is_used_for_two_sets_of_weights(server: Server) -> None:
+    server.answers["/generate"] = (200, [scores([None, 3, None], [-1.5, 15, None], [-0.5, 4, None])])
+    verified = VerifiedWeights(
+        HttpTransport(server.url),
+        lambda: tensors(2),
+        lambda ids: torch.tensor([[-1.5, -0.5]]),
+        probes=torch.tensor([[3, 15, 4]]),
+        dtype="float32",
+        version=6,
+    )
+    server.answers[END] = (400, {"success": False, "message": "late"})
+    with pytest.raises(EngineError, match="late"):
+        verified.update()
+    server.answers[END] = (200, OK)
+    verified.update()
+    assert verified.version == 8
+    assert [body["weight_version"] for path, body in server.asked if path == UPDATE] == ["7", "8"]
 
 
 def test_experts_in_one_tensor_are_refused_unless_asked_for(server: Server) -> None:
@@ -254,6 +422,13 @@ def test_scores_of_a_prompt(server: Server) -> None:
             r"\[1\]: found \[-1.0, 9, None\]; allowed: the score of",
         ),
         ([scores([None, 3, None], 5, [-1.0, 4, None])], r"\[1\]: found 5"),
+        ([scores([None, 3, None], [-1.0], [-1.0, 4, None])], r"\[1\]: found \[-1.0\]"),
+        # 0 stands for the last id of the vocabulary, and 4 is not the largest here.
+        ([scores([None, 3, None], [-1.0, 15, None], [-1.0, 0, None])], r"\[2\]: found \[-1.0, 0, None\]"),
+        ([scores([None, 3, None], [-1.0, False, None], [-1.0, 4, None])], r"\[1\]: found \[-1.0, False, None\]"),
+        ([scores([None, 3, None], [-1.0, 15.0, None], [-1.0, 4, None])], r"\[1\]: found \[-1.0, 15.0, None\]"),
+        ([scores([None, 3, None], [2e-6, 15, None], [-1.0, 4, None])], r"\[1\]: found 2e-06; allowed: a log-prob"),
+        ([scores([None, 3, None], [1e30, 15, None], [-1.0, 4, None])], r"\[1\]: found 1e\+30; allowed"),
     ],
 )
 def test_scores_of_another_prompt(server: Server, answer: Any, words: str) -> None:
