@@ -33,6 +33,16 @@ def load() -> None:
         raise
 
 
+def unload() -> None:
+    """Take the seam out of this process again; what verl has built with it stays as it is."""
+    from mismatch_ext.patches.verl.validate_config import PREPARE, REFUSE
+
+    while _loaded:
+        _loaded.pop().revert()
+    PREPARE.clear()
+    REFUSE.clear()
+
+
 def _load() -> None:
     # All imports here: one that fails is a failure to load like any other.
     from mismatch_ext.adapters.verl.block import active_block

@@ -34,8 +34,10 @@ GRPO = (
 
 @pytest.fixture(scope="module", autouse=True)
 def hydra() -> Iterator[None]:
+    plugin.load()
     with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
         yield
+    plugin.unload()  # other tests of this process look at what is patched
 
 
 def configured(*overrides: str) -> DictConfig:
