@@ -185,7 +185,8 @@ def test_the_hydra_group_is_found_in_the_package() -> None:
     overrides = [search, "+mismatch=default", "+mismatch.monitor.profile_every=2"]
     done = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "--cfg", "job"],
-        capture_output=True, text=True, timeout=300, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "VERL_USE_EXTERNAL_PLUGINS": "auto"},
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VERL_USE_EXTERNAL_PLUGINS": "auto"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert OmegaConf.create(done.stdout).mismatch == {"monitor": {"profile_every": 2}}
