@@ -24,6 +24,8 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+# Importing the adapter has loaded it: every process that collects this file would keep its patches.
+plugin.unload()
 GRPO = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.actor.strategy=fsdp2",
