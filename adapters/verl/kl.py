@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import KlController, kl_estimate, kl_penalty, kl_surrogate
 from mismatch_ext.kl.estimators import estimate_from_log_ratio
@@ -23,11 +23,6 @@ COEF = "mismatch_kl_coef"
 """Key of the batch's `extra_info` that carries an adaptive coefficient to the workers."""
 BASELINE = "mismatch_kl_baseline"
 """Field of the batch that holds what each token's credit is compared with, nats."""
-
-
-def reference_needed(block: MismatchConfig | None) -> bool:
-    """Whether the block needs verl's reference policy: its switch is `actor.use_kl_loss` or `algorithm.use_kl_in_reward`."""
-    return block is not None and block.kl is not None
 
 
 def in_rewards(section: KlConfig) -> bool:

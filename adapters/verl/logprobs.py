@@ -1,7 +1,7 @@
 """Log-probabilities of verl's FSDP engine in float32, also where verl takes them in the dtype of the logits.
 
-With flash-attention's cross-entropy verl's log-probabilities are float32. Without it they are rounded to the logits' half
-precision, to 0.03 at -5 in bfloat16, while the rollout engine's are float32: a gap that is neither side's arithmetic.
+With flash-attention's cross-entropy verl's log-probabilities are float32. Without it they can be rounded to the logits' half
+precision, in bfloat16 to steps of 1/32 from -4 to -8, while the rollout engine's are float32: a gap of neither side's making.
 """
 
 from __future__ import annotations

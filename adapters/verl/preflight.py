@@ -69,6 +69,15 @@ class PreflightMixin(_Host):
                     "process differs. Start Ray by main_ppo, or with the same MISMATCH_EXT_BLOCK everywhere."
                 )
         routing = self._block.routing
+        for name, report in named[: len(self._reports)]:
+            for section, asked, found in (
+                ("routing.mode", None if routing is None else routing.mode, report.get("routing")),
+                ("lr", self._block.lr is not None, report.get("lr") is not None),
+            ):
+                if asked != found:
+                    raise ConfigError(
+                        f"mismatch.{section}: {asked!r} was asked for, and the {name} runs with {found!r}."
+                    )
         for name, report in named[len(self._reports) :]:
             if routing is not None and routing.mode == "R3" and not report["records_routing"]:
                 raise EngineError(

@@ -39,7 +39,7 @@ def prepare(config: DictConfig) -> dict[str, Any]:
             value, what is allowed and what to do.
         PeerVersionError: verl or vLLM is outside of the tested range.
     """
-    if OmegaConf.select(config, "trainer.v1.trainer_mode") != TRAINER:
+    if not _is_prepared(config):
         _prepare(config)
     return {"use_reference_policy": need_reference_policy(config)}
 
@@ -50,12 +50,18 @@ def refuse_unprepared(config: DictConfig) -> None:
     Raises:
         ConfigError: Says how to go on.
     """
-    if OmegaConf.select(config, "trainer.v1.trainer_mode") != TRAINER:
+    if not _is_prepared(config):
         raise refused(
             "the program", Path(sys.argv[0]).name, "verl.trainer.main_ppo",
             "it starts Ray without verl's validate_config, where the block is read, and would train without it",
             "Start main_ppo, or call verl.utils.config.validate_config before run_ppo",
         )  # fmt: skip
+
+
+def _is_prepared(config: DictConfig) -> bool:
+    """Tell whether the block is on its way to the other processes; a trainer_mode set by hand does not say so."""
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    return OmegaConf.select(config, "trainer.v1.trainer_mode") == TRAINER and BLOCK_VARIABLE in variables
 
 
 def _prepare(config: DictConfig) -> None:

@@ -151,6 +151,7 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
     ("overrides", "named"),
     [
         (("trainer.use_v1=False",), "trainer.use_v1=False"),
+        (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
         (("trainer.v1.trainer_mode=separate_async",), "trainer.v1.trainer_mode='separate_async'"),
         (("actor_rollout_ref.actor.strategy=fsdp",), "actor_rollout_ref.actor.strategy='fsdp'"),
         (("actor_rollout_ref.rollout.name=sglang",), "actor_rollout_ref.rollout.name='sglang'"),
