@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.ingest import check_logprobs, check_routes, sampled_rows
 from mismatch_ext.adapters.verl.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.routing import NATIVE
@@ -29,7 +30,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, NonFiniteLogprobError
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
 
@@ -124,20 +125,17 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         """Return fields of a batch, padded on the right with 0, without the rows that verl has filled it up with."""
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
         padded = data.to_padded_tensor()
-        return {name: padded[name][self._rows(batch)] for name in fields}
-
-    @staticmethod
-    def _rows(batch: Any) -> list[int]:
-        """Return the rows of a batch that verl has not filled it up with."""
-        return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        return {name: padded[name][sampled_rows(batch)] for name in fields}
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
+        if self._block.routing is not None and self._block.routing.mode == "R3":
+            check_routes(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics)
         found = self._read(batch, OLD, ROLLOUT, MASK)
         old, rollout, mask = found[OLD].float(), found[ROLLOUT].float(), found[MASK].bool()
-        self._check_rollouts(batch, rollout, mask)
+        check_logprobs(batch, rollout, mask, self.global_steps)
         if not self._bypasses():
             assert self._recorder is not None
             self._gap = (old, rollout, mask)
@@ -180,19 +178,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         finally:
             batch.extra_info = given
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["log_probs", MASK])
-        native = response_from_nested(data["log_probs"], data[MASK]).to_padded_tensor(0.0)[self._rows(batch)]
+        native = response_from_nested(data["log_probs"], data[MASK]).to_padded_tensor(0.0)[sampled_rows(batch)]
         self._recorder.observe("train", native.float(), *self._gap[1:], native=True)
-
-    def _check_rollouts(self, batch: Any, rollout: Tensor, mask: Tensor) -> None:
-        """Refuse log-probabilities that are not numbers, before anything is learned from them."""
-        bad = (~rollout.isfinite() & mask).nonzero()
-        if len(bad):
-            row, token = (int(x) for x in bad[0])
-            raise NonFiniteLogprobError(
-                f"rollout {batch.keys[self._rows(batch)[row]]}, token {token}: the engine reported log-probability "
-                f"{float(rollout[row, token])} at step {self.global_steps}; its logits overflowed or its weights are broken. In "
-                "float16, check the checkpoint with `mismatch-ext readiness`."
-            )
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
@@ -201,7 +188,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
             responses = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["responses"])[
                 "responses"
             ]
-            lengths = responses.offsets().diff()[self._rows(batch)]
+            lengths = responses.offsets().diff()[sampled_rows(batch)]
             limit = int(self.config.actor_rollout_ref.rollout.response_length)
             statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
             metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(**statistics)))

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from tests.models import tiny_model
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.peers.forks import ROOT, run_forked, serve
 
 
 @dataclass(frozen=True)
@@ -38,25 +37,13 @@ class Ran:
 def run_scenario() -> Callable[..., Ran]:
     """Return a function that runs a scenario in a process of its own, one heavy engine at a time."""
 
-    def free_port() -> str:
-        # The engine's own default is one port for all, which a process that is still ending may hold.
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return str(listener.getsockname()[1])
-
     def run(
         name: str, timeout: float = 240, env: dict[str, str] | None = None, module: str = "scenarios", **payload: Any
     ) -> Ran:
         done = subprocess.run(
             [sys.executable, "-m", f"tests.peers.{module}", name, json.dumps(payload, default=str)],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": free_port(),
-                **(env or {}),
-            },
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **_rendezvous(), **(env or {})},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -64,6 +51,18 @@ def run_scenario() -> Callable[..., Ran]:
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else None
         return Ran(done.returncode, result, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_in_verl() -> Callable[..., Ran]:
+    """Return a function that runs a scenario of `tests.peers.verl_inprocess` in a process of its own, which has imported verl."""
+    package = "tests.peers.verl_inprocess"
+    serve(f"{package}.{module}" for module in ("driver", "engine_losses", "replay", "training"))
+
+    def run(module: str, name: str, timeout: float = 240, **payload: Any) -> Ran:
+        return Ran(*run_forked(f"{package}.{module}", name, payload, _rendezvous(), timeout))
 
     return run
 
@@ -78,3 +77,10 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny mixture-of-experts checkpoint in float32."""
     return tiny_model("moe", tmp_path_factory.mktemp("models") / "moe")
+
+
+def _rendezvous() -> dict[str, str]:
+    # The engine's own default is one port for all, which a process that is still ending may hold.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}

@@ -15,11 +15,15 @@ from tests.peers.conftest import Ran
 
 Run = Callable[..., Ran]
 Result = dict[str, Any]
-MODULE = "verl_engine_scenarios"
 # Halved every 2 updates after 2 of warm-up, at least 0.1 from the eighth on.
 HALVING = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1]
 # Tokens of the samples 0 to 3; prompts of 6, 5, 4 and 6 of them.
 TOKENS = [14, 12, 10, 9]
+
+
+@pytest.fixture(scope="module")
+def run(run_in_verl: Run) -> Run:
+    return run_in_verl
 
 
 def apart(one: Any, two: Any) -> float:
@@ -31,45 +35,32 @@ def apart(one: Any, two: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def sparse(run_scenario: Run, moe: Path) -> Result:
-    names = ("stock", "replay", "layouts", "faults", "reference", "adapter")
-    return run_scenario("several", module=MODULE, scenarios={name: {"model": str(moe)} for name in names}).expect()
+def replayed(run: Run, moe: Path) -> Result:
+    return run("replay", "replay", model=moe).expect()
 
 
 @pytest.fixture(scope="module")
-def plain(run_scenario: Run, dense: Path, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("plain")
-    given = {
-        "scaler": {"model": str(dense)},
-        "schedules": {"model": str(dense), "out": str(folder)},
-        "damaged": {"model": str(dense), "out": str(folder / "damaged")},
-        "refusals": {"dense": str(dense), "moe": str(moe)},
-    }
-    return run_scenario("several", module=MODULE, scenarios=given).expect()
+def laid_out(run: Run, moe: Path) -> Result:
+    return run("replay", "layouts", model=moe).expect()
 
 
 @pytest.fixture(scope="module")
-def replayed(sparse: Result) -> Result:
-    return sparse["replay"]
+def faulty(run: Run, moe: Path) -> Result:
+    return run("replay", "faults", model=moe).expect()
 
 
 @pytest.fixture(scope="module")
-def laid_out(sparse: Result) -> Result:
-    return sparse["layouts"]
+def scaled(run: Run, dense: Path) -> Result:
+    return run("training", "scaler", model=dense).expect()
 
 
 @pytest.fixture(scope="module")
-def faulty(sparse: Result) -> Result:
-    return sparse["faults"]
+def scheduled(run: Run, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run("training", "schedules", model=dense, out=tmp_path_factory.mktemp("schedules")).expect()
 
 
-@pytest.fixture(scope="module")
-def scaled(plain: Result) -> Result:
-    return plain["scaler"]
-
-
-def test_without_a_block_or_with_one_that_measures_the_engine_is_verls_bit_for_bit(sparse: Result) -> None:
-    found = dict(sparse["stock"])
+def test_without_a_block_or_with_one_that_measures_the_engine_is_verls_bit_for_bit(run: Run, moe: Path) -> None:
+    found = run("replay", "stock", model=moe).expect()
     verl = dict(found.pop("verl"))
     assert verl.pop("class") == "FSDPEngineWithLMHead"
     assert verl["grad_norm"][0] > 0
@@ -163,8 +154,8 @@ def test_tokens_without_a_loss_need_no_routes(faulty: Result) -> None:
     assert faulty["filler"] == faulty["tool_answer"] == "nothing was refused"
 
 
-def test_the_reference_is_replayed_where_it_was_asked_for(sparse: Result) -> None:
-    found = sparse["reference"]
+def test_the_reference_is_replayed_where_it_was_asked_for(run: Run, moe: Path) -> None:
+    found = run("replay", "reference", model=moe).expect()
     assert found["off"] == found["native"]
     assert apart(found["on"], found["native"]) > 0.1
     assert found["on"] == found["actor"]
@@ -172,8 +163,8 @@ def test_the_reference_is_replayed_where_it_was_asked_for(sparse: Result) -> Non
     assert "routing/compared_tokens" not in found["on_metrics"]
 
 
-def test_an_adapters_base_is_the_reference(sparse: Result) -> None:
-    found = sparse["adapter"]
+def test_an_adapters_base_is_the_reference(run: Run, moe: Path) -> None:
+    found = run("replay", "adapter", model=moe).expect()
     native, replayed = found["R3_base_False"], found["R3_base_True"]
     assert apart(native, replayed) > 0.1
     assert found["R2_base_False"] == native
@@ -184,8 +175,8 @@ def test_an_adapters_base_is_the_reference(sparse: Result) -> None:
     assert not any(found[f"{mode}_recorded_base_{wanted}"] for mode in ("R2", "R3") for wanted in (False, True))
 
 
-def test_what_the_engine_cannot_do_is_refused_when_it_is_built(plain: Result) -> None:
-    found = plain["refusals"]
+def test_what_the_engine_cannot_do_is_refused_when_it_is_built(run: Run, dense: Path, moe: Path) -> None:
+    found = run("training", "refusals", dense=dense, moe=moe).expect()
     assert found["dense"].startswith("ReplayError: qwen3: no module of the model has experts")
     assert "verl's actor engine computes in bfloat16" in found["dtype"]
     assert "verl's ref engine computes in bfloat16" in found["reference_dtype"]
@@ -221,13 +212,12 @@ def test_endless_overflows_are_an_error(scaled: Result) -> None:
     assert scaled["endless"][3].startswith("LossScaleError: gradients overflowed in 4 steps in a row")
 
 
-def test_killed_and_resumed_the_next_update_is_the_same(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    straight = run_scenario("resumable", module=MODULE, model=dense, out=tmp_path / "a", resume=False).expect()[
-        "updates"
-    ]
-    killed = run_scenario("resumable", module=MODULE, model=dense, out=tmp_path / "b", resume=False, kill_after=6)
+@pytest.mark.in_process
+def test_killed_and_resumed_the_next_update_is_the_same(run: Run, dense: Path, tmp_path: Path) -> None:
+    straight = run("training", "resumable", model=dense, out=tmp_path / "a", resume=False).expect()["updates"]
+    killed = run("training", "resumable", model=dense, out=tmp_path / "b", resume=False, kill_after=6)
     assert killed.code == -9
-    again = run_scenario("resumable", module=MODULE, model=dense, out=tmp_path / "b", resume=True).expect()["updates"]
+    again = run("training", "resumable", model=dense, out=tmp_path / "b", resume=True).expect()["updates"]
     before = [json.loads((tmp_path / "b" / f"log_{step}.json").read_text()) for step in range(1, 7)]
     assert [entry["step"] for entry in again] == [6, 7, 8, 9]
     assert before + again == straight
@@ -236,9 +226,10 @@ def test_killed_and_resumed_the_next_update_is_the_same(run_scenario: Run, dense
     assert straight[9]["lr_multiplier"] < 1
 
 
+@pytest.mark.in_process
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_the_rate_is_verls_schedule_times_the_rule(plain: Result, schedule: str) -> None:
-    found = plain["schedules"][schedule]
+def test_the_rate_is_verls_schedule_times_the_rule(scheduled: Result, schedule: str) -> None:
+    found = scheduled[schedule]
 
     def rate(step: int) -> float:
         if step < 2:
@@ -251,13 +242,15 @@ def test_the_rate_is_verls_schedule_times_the_rule(plain: Result, schedule: str)
     # Two optimizer steps of each update, at the rate that verl's metric gives.
     assert found["applied"] == [value for value in found["reported"] for _ in range(2)]
     assert found["metrics"]["lr_multiplier"] == 0.1
-    assert plain["schedules"]["silent"].startswith("ConfigError: mismatch.lr.trigger='response_length'")
+    assert scheduled["silent"].startswith("ConfigError: mismatch.lr.trigger='response_length'")
     # Stock verl reports the rate of the next update.
     assert found["stock"][:12] == pytest.approx([rate(step) for step in range(12)], rel=1e-12)
 
 
-def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(plain: Result) -> None:
-    found = plain["damaged"]
+def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(
+    run: Run, dense: Path, tmp_path: Path
+) -> None:
+    found = run("training", "damaged", model=dense, out=tmp_path).expect()
     assert "mismatch.json" in found["files"]
     assert found["half"].startswith("RecordError: ")
     assert "mismatch.json is damaged" in found["half"]
@@ -268,19 +261,18 @@ def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(plain
 
 
 @pytest.fixture(scope="module")
-def routes(run_scenario: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run_scenario(
-        "write_routes", module=MODULE, model=moe, path=tmp_path_factory.mktemp("r") / "routes.pt"
-    ).expect()
+def routes(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run("replay", "write_routes", model=moe, path=tmp_path_factory.mktemp("r") / "routes.pt").expect()
 
 
-def test_two_ranks_replay_as_one_does(run_scenario: Run, moe: Path, routes: str, tmp_path: Path) -> None:
-    def run(world: int) -> Result:
-        path = str(tmp_path / f"gradients{world}.pt")
-        options = {"scenario": "sharded", "world": world, "model": str(moe), "routes": routes, "path": path}
-        return {**run_scenario("ranks", module=MODULE, **options).expect(), "gradients": torch.load(path)}
+@pytest.mark.in_process
+def test_two_ranks_replay_as_one_does(run: Run, moe: Path, routes: str, tmp_path: Path) -> None:
+    def on(world: int) -> Result:
+        path = tmp_path / f"gradients{world}.pt"
+        found = run("replay", "sharded_on", world=world, model=moe, routes=routes, path=path).expect()
+        return {**found, "gradients": torch.load(path)}
 
-    one, two = run(1), run(2)
+    one, two = on(1), on(2)
     for mode in ("R3", "R2"):
         assert two[mode] == one[mode]
         assert two[f"{mode}_routes"] == one[f"{mode}_routes"]
@@ -294,10 +286,9 @@ def test_two_ranks_replay_as_one_does(run_scenario: Run, moe: Path, routes: str,
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_an_overflow_on_one_skips_all(
-    run_scenario: Run, moe: Path, dense: Path, routes: str
+    run: Run, moe: Path, dense: Path, routes: str
 ) -> None:
-    options = {"scenario": "rank_faults", "world": 2, "moe": str(moe), "dense": str(dense), "routes": routes}
-    found = run_scenario("ranks", module=MODULE, **options).expect()
+    found = run("replay", "rank_faults_on_two", moe=moe, dense=dense, routes=routes).expect()
     assert found["lost"][0].startswith("RoutingError: rank 1: request 1 of rank 1's mini-batch: routing has 0 rows")
     assert found["lost"][1].startswith("RoutingError: request 1 of rank 1's mini-batch: routing has 0 rows")
     assert found["kept"] is True

@@ -99,21 +99,22 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def direct(run_scenario: Callable[..., Ran]) -> Any:
+def direct(run_in_verl: Callable[..., Ran]) -> Any:
     """Return what was computed without an engine."""
     cases = [case[:3] for case in (*SET, *REFUSED)]
-    return run_scenario("direct", module="verl_loss_scenarios", cases=cases).expect()
+    return run_in_verl("driver", "driver", cases=cases).expect()
 
 
 @pytest.fixture(scope="module")
-def engine(run_scenario: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def engine(run_in_verl: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return what was computed by verl's FSDP2 engine in one process."""
     out = tmp_path_factory.mktemp("verl_loss")
-    return run_scenario("engine_terms", module="verl_loss_scenarios", out=out).expect()
+    return run_in_verl("engine_losses", "engine_terms", out=out).expect()
 
 
-def test_every_documented_configuration_is_exact_through_verls_loss(direct: Any) -> None:
-    found = direct["exact"]
+@pytest.mark.in_process
+def test_every_documented_configuration_is_exact_through_verls_loss(run_in_verl: Callable[..., Ran]) -> None:
+    found = run_in_verl("driver", "exact").expect()
     assert len(found) == 96
     for name, one in found.items():
         assert one["documented"] < 1e-12 and one["mode"] == "sum", name
@@ -122,14 +123,18 @@ def test_every_documented_configuration_is_exact_through_verls_loss(direct: Any)
     assert sum(one["unbiased"] for one in found.values()) == 18
 
 
-@pytest.mark.parametrize("scenario", ["engine_exact", "on_ranks"])
+@pytest.mark.parametrize(
+    "scenario", [pytest.param("engine_exact", marks=pytest.mark.in_process), "engine_exact_on_ranks"]
+)
 def test_gradients_through_verls_engine_are_those_of_the_kl(
-    run_scenario: Callable[..., Ran], tmp_path: Path, scenario: str
+    run_in_verl: Callable[..., Ran], tmp_path: Path, scenario: str
 ) -> None:
-    ran = run_scenario(scenario, module="verl_loss_scenarios", out=tmp_path).expect()
-    for found in ran["ranks"] if scenario == "on_ranks" else [ran]:
+    ran = run_in_verl("engine_losses", scenario, out=tmp_path).expect()
+    several = isinstance(ran, list)
+    assert not several or len(ran) == 2
+    for found in ran if several else [ran]:
         # All 40 responses of up to three tokens, in micro-batches; half of them on each of two ranks.
-        assert found["rows"] == (20 if scenario == "on_ranks" else 40)
+        assert found["rows"] == (20 if several else 40)
         assert len(found["ours"]) == 12 and max(found["ours"].values()) < 5e-6
         assert found["coef"] == [0.3] * 12
         # verl's own terms have no ratio and credit no earlier token: none comes near either truth.

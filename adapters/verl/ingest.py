@@ -1,0 +1,64 @@
+"""What the driver looks at in fresh rollouts before anything is learned from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transfer_queue as tq
+from mismatch_ext.adapters.verl.replay import FIELD
+from torch import Tensor
+
+from mismatch_ext.errors import NonFiniteLogprobError, RoutingError
+
+
+def sampled_rows(batch: Any) -> list[int]:
+    """Return the rows of a batch that verl has not filled it up with."""
+    return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+
+
+def check_routes(batch: Any, step: int) -> None:
+    """Name the rollouts without routes: of a batch with one of them TransferQueue hands out the routes of none.
+
+    Args:
+        batch: verl's keys of the batch.
+        step: Step that the rollouts are of.
+
+    Raises:
+        RoutingError: There are some.
+    """
+    client = tq.get_client()
+
+    def lacks_routes(keys: list[str]) -> bool:
+        return FIELD not in client.kv_retrieve_meta(keys, batch.partition_id).field_names
+
+    if not lacks_routes(list(batch.keys)):
+        return
+    keys = [batch.keys[row] for row in sampled_rows(batch)]
+    if lost := [key for key in keys if lacks_routes([key])]:
+        named = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+        raise RoutingError(
+            f"{len(lost)} of {len(keys)} rollouts of step {step} came without routing ({named}), and R3 cannot replay them. The "
+            "rollout server records routing, so look at the agent loop: it must pass on `routed_experts` of each answer."
+        )
+
+
+def check_logprobs(batch: Any, rollout: Tensor, mask: Tensor, step: int) -> None:
+    """Refuse log-probabilities that are not numbers.
+
+    Args:
+        batch: verl's keys of the batch.
+        rollout: The engine's log-probabilities of the sampled rows `[B, T]`.
+        mask: Sampled tokens `[B, T]`, bool.
+        step: Step that the rollouts are of.
+
+    Raises:
+        NonFiniteLogprobError: Names the first rollout and token.
+    """
+    bad = (~rollout.isfinite() & mask).nonzero()
+    if len(bad):
+        row, token = (int(x) for x in bad[0])
+        raise NonFiniteLogprobError(
+            f"rollout {batch.keys[sampled_rows(batch)[row]]}, token {token}: the engine reported log-probability "
+            f"{float(rollout[row, token])} at step {step}; its logits overflowed or its weights are broken. In float16, check "
+            "the checkpoint with `mismatch-ext readiness`."
+        )
