@@ -1,16 +1,97 @@
-"""Lines of a start-up banner and of a closing summary that all host trainers share."""
+"""What all host trainers say when a run starts and when it ends."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mismatch_ext.config import LrConfig
+from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.monitor import Monitor, closing_lines
 from mismatch_ext.rundata import read_run
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seams:
+    """By what the parts of a block reach a host, as its banner says in brackets.
+
+    Attributes:
+        trainer: What holds loss scaler and replay.
+        correction, lr, kl: What holds these sections.
+        precision: What sets dtypes, or "" where they are only audited.
+    """
+
+    trainer: str
+    correction: str
+    lr: str
+    kl: str
+    precision: str = ""
+
+
+def banner(
+    block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, run_dir: Path, *, seams: Seams, measured: str
+) -> str:
+    """Return the lines that say what is active, in which peer, and by which seam.
+
+    Args:
+        block: The parsed `mismatch:` block.
+        header: The header of the run.
+        monitor: The alarms.
+        run_dir: Folder of the metrics.
+        seams: By what each part reaches the host.
+        measured: When the gap is measured, "at every ...".
+    """
+    trainer, engine = header["trainer"], header["engine"]
+    scaler = trainer["scaler"]
+    scaler_text = f"{scaler['class']} at {scaler['scale']:g}" if scaler else "none"
+    lines = [
+        f"mismatch-ext {header['versions']['mismatch-ext']} is active on {header['run']['host']}",
+        f"  trainer    {', '.join(trainer['parameter_dtypes'])} weights, autocast {trainer['autocast_dtype'] or 'off'}, "
+        f"loss scaler {scaler_text}   [{seams.trainer}]",
+    ]
+    if engine is None:
+        lines.append("  engine     none: the trainer's own model generates")
+    else:
+        lines.append(
+            f"  engine     {engine['engine']} {engine['version']}, {engine['model_dtype']}, KV cache {engine['kv_cache_dtype']}, "
+            f"{engine['logprobs_mode']}   [native]"
+        )
+    if block.precision is None:
+        lines.append("  precision  not asked for: the dtypes of both sides are the host's own choice")
+    else:
+        set_by = f"   [{seams.precision}]" if seams.precision else ""
+        lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides{set_by}")
+    lines += _mitigations(block, seams, "transformers' generation" if engine is None else engine["engine"])
+    if engine is not None:
+        lines.append(f"  monitor    gap measured {measured}; weight sync check: {block.monitor.weight_sync}")
+    lines += monitor_lines(monitor, run_dir)
+    return "\n".join(lines + [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]])
+
+
+def _mitigations(block: MismatchConfig, seams: Seams, sampler: str) -> list[str]:
+    """Return a line for each mitigation that is on."""
+    lines = []
+    if block.correction is not None:
+        lines.append(f"  correction {block.correction.preset or 'custom'}   [{seams.correction}]")
+    if block.routing is not None:
+        source = sampler if block.routing.mode == "R3" else "the trainer's old-logprob pass"
+        where = "old-logprob pass, update" if block.routing.mode == "R3" else "update"
+        where += ", reference" if block.routing.reference else ""
+        lines.append(
+            f"  routing    {block.routing.mode}: recorded by {source}, replayed in {where}   [{seams.trainer}]"
+        )
+    if block.lr is not None:
+        lines.append(f"  lr         {rule_of(block.lr)}   [{seams.lr}]")
+    if block.kl is not None:
+        kl = block.kl
+        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{seams.kl}]"
+        lines.append(f"  kl         {'TRL, unchanged   [native]' if kl.preset else form}")
+    return lines
 
 
 def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.trl.banner import REPORTED
+from mismatch_ext.adapters.trl.header import REPORTED
 from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState

@@ -12,9 +12,9 @@ from accelerate.utils import gather_object
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.trl.banner import banner, run_header
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
+from mismatch_ext.adapters.trl.header import SEAMS, run_header
 from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
@@ -22,6 +22,7 @@ from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from torch import Tensor
 
+from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, PrecisionError, ReadinessError
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
@@ -117,7 +118,10 @@ class PreflightMixin(_Host):
         if self.use_vllm:
             self._wrap_engine(patch_digest)
         if self.accelerator.is_main_process:
-            print(banner(self._config, self._header(), self._alarms.monitor, self._run_dir), flush=True)
+            watched, measured = self._alarms.monitor, "at every generation"
+            print(
+                banner(self._config, self._header(), watched, self._run_dir, seams=SEAMS, measured=measured), flush=True
+            )
 
     def _check_reference(self) -> None:
         """Refuse a reference model of zeros: on all ranks but the first, accelerate's default for FSDP2 loads no weights."""

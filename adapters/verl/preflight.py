@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.verl.banner import banner, run_header
 from mismatch_ext.adapters.verl.block import digest
+from mismatch_ext.adapters.verl.header import run_header, seams_of
 from mismatch_ext.adapters.verl.servers import answered, ask_probes, read_rollouts
 from mismatch_ext.adapters.verl.watchdog import Watchdog
 
+from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.monitor import Monitor
@@ -172,7 +173,15 @@ class PreflightMixin(_Host):
             self._event("warning", "bypass", message)
         if (bias := self._sampling().ratio_bias()) is not None:
             self._event("warning", "sampling", bias)
-        print(banner(self._block, self._header(), self._monitor, self._run_dir), flush=True)
+        said = banner(
+            self._block,
+            self._header(),
+            self._monitor,
+            self._run_dir,
+            seams=seams_of(self._reports[0]),
+            measured="at every step",
+        )
+        print(said, flush=True)
 
     def _sampling(self) -> SamplingSettings:
         rollout = self.config.actor_rollout_ref.rollout

@@ -134,21 +134,7 @@ def test_the_two_implementations_agree(kind: int, scale: float) -> None:
     chosen = KINDS[kind]
     for seed in range(12):
         rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(seed, scale=scale))
-        found = []
-        for scan in (scan_cpu, scan_blocks):
-            kept = mask.clone()
-            weights = torch.zeros(mask.shape) if chosen.level == "token" else None
-            rows = scan(rollout, old, mask, chosen, weights, kept)
-            values = {k: v for k, v in vars(rows).items() if k != "rules"}
-            values |= {f"{name} {k}": v for name, sums in rows.rules.items() for k, v in vars(sums).items()}
-            found.append((values, kept, weights))
-        (a, kept_a, weights_a), (b, kept_b, weights_b) = found
-        assert torch.equal(kept_a, kept_b) and a.keys() == b.keys()
-        for name, value in a.items():
-            assert torch.allclose(value, b[name], rtol=1e-9, atol=1e-9), name
-        assert (weights_a is None) == (weights_b is None)
-        if weights_a is not None and weights_b is not None:
-            assert torch.allclose(weights_a, weights_b, rtol=1e-6)
+        same_scans(chosen, rollout, old, mask)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
