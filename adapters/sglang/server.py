@@ -138,6 +138,7 @@ def check_server(
     needs_routing: bool | None = None,
     deterministic: bool = False,
     original_logprobs: bool | None = None,
+    sends_all_weights: bool = False,
 ) -> ServerVerdict:
     """Compare a server's settings with what the trainer needs, all of them before the first request.
 
@@ -148,6 +149,8 @@ def check_server(
         needs_routing: Whether routes are replayed; None takes it from the block (`routing.mode` R3).
         deterministic: Whether the run was promised to be deterministic.
         original_logprobs: As in `read_server`.
+        sends_all_weights: Whether the trainer sends all weights before the first request and verifies them, so that the server
+            may begin with random ones.
 
     Returns:
         The verdict; call `raise_for_problems` to refuse the server.
@@ -163,7 +166,7 @@ def check_server(
     problems = [
         *version_problems(reading),
         *precision_problems(reading, policy),
-        *model_problems(fields),
+        *model_problems(fields, sends_all_weights),
         *numeric_problems(fields, policy, deterministic),
         *(routing_problems(fields) if routing else ()),
     ]

@@ -78,7 +78,7 @@ def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[
     return problems
 
 
-def model_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
+def model_problems(fields: Mapping[Any, Any], sends_all_weights: bool) -> list[ServerProblem]:
     """Check that the server runs the checkpoint's model, with weights that updates reach, and samples as a request says."""
     found: list[ServerProblem] = []
     preferred, override = fields.get("preferred_sampling_params"), fields.get("json_model_override_args")
@@ -91,7 +91,7 @@ def model_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
         flag = "leave out --json-model-override-args"
         found.append(_problem("json_model_override_args", override, "{}", flag, why))
     load_format = fields.get("load_format")
-    if isinstance(load_format, str) and load_format == "dummy":
+    if isinstance(load_format, str) and load_format == "dummy" and not sends_all_weights:
         why = "Its weights are random, and what an update leaves out, buffers among it, stays so."
         found.append(_problem("load_format", "dummy", "auto", "--load-format auto", why))
     if fields.get("enable_lora") is True or _given(fields.get("lora_paths")):

@@ -14,7 +14,7 @@ from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.versions import installed
 
-REPORTED = ("mismatch-ext", "torch", "transformers", "verl", "vllm", "ray")
+REPORTED = ("mismatch-ext", "torch", "transformers", "verl", "ray")
 
 
 def run_header(
@@ -53,7 +53,7 @@ def run_header(
         "worker": {key: report[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in report},
         "patches": patches,
         "config": block.to_dict(),
-        "versions": {name: installed(name) or "not installed" for name in REPORTED},
+        "versions": {name: installed(name) or "not installed" for name in (*REPORTED, readings["engine"].engine)},
     }
     if audit is not None:
         header["audit"] = audit.to_dict()

@@ -7,8 +7,11 @@ import sys
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, PeerVersionError
+from mismatch_ext.versions import base_version, require
 
+SGLANG = "0.5.18"
+"""Version of SGLang that verl was run with here."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.RolloutExtension"
 # Trainers of verl's that check their configuration as main_ppo does.
 ELSEWHERE = (
@@ -22,7 +25,12 @@ REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("trainer.v1.trainer_mode", ("sync",), "rollouts of older weights are not told apart from numerics"),
     ("actor_rollout_ref.hybrid_engine", (True,), "the rollout server is checked through the actor's workers"),
     ("actor_rollout_ref.actor.strategy", ("fsdp2", "megatron"), "this release knows verl's FSDP2 and Megatron engines"),
-    ("actor_rollout_ref.rollout.name", ("vllm",), "this release reads back vLLM alone"),
+    ("actor_rollout_ref.rollout.name", ("vllm", "sglang"), "this release reads back vLLM and SGLang alone"),
+    (
+        "actor_rollout_ref.rollout.disaggregation.enabled",
+        (False,),
+        "servers that divide prompts from answers are not read back",
+    ),
     (
         "actor_rollout_ref.rollout.calculate_log_probs",
         (True,),
@@ -31,7 +39,7 @@ REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (
         "actor_rollout_ref.rollout.data_parallel_size",
         (1,),
-        "vLLM answers for its first engine alone, so that the others cannot prove what they run with",
+        "a rollout server answers for its first engine alone, so that the others cannot prove what they run with",
     ),
     (
         "actor_rollout_ref.model.use_fused_kernels",
@@ -74,6 +82,8 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
     if block.routing is not None and ulysses > 1:
         why = "with mismatch.routing each rank would see a part of the tokens, and routes of all"
         raise refused("actor_rollout_ref.actor.ulysses_sequence_parallel_size", ulysses, "1", why)
+    if config.actor_rollout_ref.rollout.name == "sglang":
+        _check_sglang(config, block)
     setting = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
     if (given := OmegaConf.select(config, setting)) not in (None, EXTENSION):
         why = "the rollout server proves by that class that it is as asked"
@@ -86,6 +96,19 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused(
             "mismatch.monitor.weight_sync_probe_length", length, f"less than rollout.max_model_len ({limit})", why
         )
+
+
+def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
+    version = require("sglang")
+    if str(base_version(version)) != SGLANG:
+        raise PeerVersionError(
+            f"sglang {version} under verl with a mismatch block: allowed is sglang {SGLANG}, with which this release was run "
+            f"there; later ones verl 0.9.1 cannot start. pip install sglang=={SGLANG}, or roll out with vLLM."
+        )
+    setting = "actor_rollout_ref.rollout.skip_tokenizer_init"
+    if block.routing is not None and block.routing.mode == "R3" and not OmegaConf.select(config, setting):
+        why = "verl then reads routes by a module that SGLang no longer has"
+        raise refused(setting, False, "True, verl's default", why)
 
 
 def check_bypass(config: DictConfig, block: MismatchConfig) -> None:

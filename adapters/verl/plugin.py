@@ -59,6 +59,9 @@ def _load() -> None:
     if active_block() is not None:
         # In the process of verl's TaskRunner the trainer is looked up by its name.
         import mismatch_ext.adapters.verl.trainer  # noqa: F401
+        from mismatch_ext.adapters.verl.replicas import register_replica
+
+        register_replica()
 
 
 def _prepare(config: Any) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.header import run_header, seams_of
-from mismatch_ext.adapters.verl.servers import answered, ask_probes, read_rollouts
+from mismatch_ext.adapters.verl.servers import answered, ask_probes, read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.watchdog import Watchdog
 
 from mismatch_ext.banner import banner
@@ -30,6 +31,11 @@ else:
 
 ANSWER_TIMEOUT = 120.0
 """Seconds that a rollout server may take to answer a question."""
+
+
+def compute_dtype(trainer: TrainerReading) -> str:
+    """Return the dtype that a trainer computes in."""
+    return trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
 
 
 class PreflightMixin(_Host):
@@ -82,13 +88,17 @@ class PreflightMixin(_Host):
         for name, report in named[len(self._reports) :]:
             if routing is not None and routing.mode == "R3" and not report["records_routing"]:
                 raise EngineError(
-                    f"mismatch.routing.mode='R3', but the {name} does not record routing: vLLM "
+                    f"mismatch.routing.mode='R3', but the {name} does not record routing: {report['reading']['engine']} "
                     f"{report['reading']['version']} was started without enable_return_routed_experts. Look for "
                     "rollout.engine_kwargs that switch it off."
                 )
         trainers = [TrainerReading(**report["trainer"]) for report in self._reports]
         engines = [EngineReading(**report["reading"]) for report in self._rollouts]
         self._readings: dict[str, Any] = {"trainer": trainers[0], "engine": engines[0]}
+        for report in self._rollouts:
+            if "server" in report:
+                given = {"config": self._block, "trainer_dtype": compute_dtype(trainers[0])}
+                check_server(report["server"], sends_all_weights=True, **given).raise_for_problems()
         if self._block.precision is not None:
             policy = PrecisionPolicy(self._block.precision.dtype)
             for trainer in trainers:
@@ -132,9 +142,7 @@ class PreflightMixin(_Host):
         self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
         replicas = self.llm_server_manager.get_replicas()
         if not self._checkers:
-            trainer: TrainerReading = self._readings["trainer"]
-            compute = trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
-            dtype = self._readings["engine"].model_dtype
+            dtype, compute = self._readings["engine"].model_dtype, compute_dtype(self._readings["trainer"])
             self._checkers = [WeightSyncChecker(dtype, trainer_dtype=compute) for _ in replicas]
         changed = self._trainer_probes is None or not torch.equal(now, self._trainer_probes)
         asked = [ask_probes(replica, self._probes.tolist()) for replica in replicas]
@@ -149,6 +157,15 @@ class PreflightMixin(_Host):
                 if self._block.monitor.weight_sync == "error":
                     checker.raise_for(verdict)
         self._trainer_probes = now
+
+    def _raise_refused(self) -> None:
+        """Say which answers a rollout server refused, for verl drops them.
+
+        Raises:
+            EngineError: There are some.
+        """
+        if refused := refused_answers(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT):
+            raise EngineError(f"rollouts of step {self.global_steps}: {refused}")
 
     def _announce(self) -> None:
         """Open the metrics file, and say what is active, in which peer, and by which seam."""

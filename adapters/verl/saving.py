@@ -42,6 +42,10 @@ class SavingMixin(_Host):
     _rescued = False
     global_steps: int
 
+    if TYPE_CHECKING:
+
+        def _raise_refused(self) -> None: ...
+
     def _folder(self, step: int) -> Path:
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
 
@@ -83,13 +87,26 @@ class SavingMixin(_Host):
             yield
         except BaseException as error:
             stalled = self._watchdog.message
+            if stalled is None and isinstance(error, Exception) and not isinstance(error, MismatchError):
+                error = self._refusal(error) or error
             if stalled is None and isinstance(error, MismatchError):
                 self._rescue(error)
             with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
                 self._end("failed", stalled or f"{type(error).__name__}: {error}")
             if stalled is not None:
                 raise StallError(stalled) from error
-            raise
+            raise error
+
+    def _refusal(self, error: BaseException) -> MismatchError | None:
+        """Return what a rollout server refused, where that is behind an error of verl's: no rollout may be left."""
+        try:
+            self._raise_refused()
+        except MismatchError as refused:
+            refused.__cause__ = error
+            return refused
+        except Exception:  # noqa: BLE001 - servers may be gone, and the first error is the one to raise
+            return None
+        return None
 
     def _finished_update(self) -> None:
         """Keep what a checkpoint of this step holds of the driver: a later failure finds it moved on to the next batch."""

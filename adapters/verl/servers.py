@@ -14,31 +14,57 @@ from mismatch_ext.errors import EngineError
 
 
 def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[dict[str, Any]]:
-    """Ask every worker of every rollout server what it runs with.
+    """Ask every rollout server what it runs with: each of vLLM's workers, and SGLang's server for all of its own.
 
     Args:
         replicas: verl's rollout replicas.
         timeout: Seconds to wait for each server.
 
     Raises:
-        EngineError: A server does not answer, or its workers are not ours.
+        EngineError: A server does not answer, or is not ours.
     """
-    reports = []
+    reports: list[dict[str, Any]] = []
     for number, replica in enumerate(replicas):
-        asked = [server.__ray_call__.remote(_ask, "mismatch_report", timeout) for server in replica.servers]
+        sglang = replica.config.name == "sglang"
+        asked = [replica.servers[0].mismatch_report.remote()] if sglang else _ask_workers(replica, timeout)
         try:
-            answers = [report for answer in ray.get(asked, timeout=timeout + 10) for report in answer]
+            answers = ray.get(asked, timeout=timeout + 10)
         except Exception as error:
             raise EngineError(
-                f"rollout server {number} does not say what it runs with: {type(error).__name__}: {error}. Its workers need "
-                "rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its mismatch block."
+                f"rollout server {number} does not say what it runs with: {type(error).__name__}: {error}. "
+                + (
+                    "Its process needs the mismatch block, and the server class of this package in verl's registry."
+                    if sglang
+                    else "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its "
+                    "mismatch block."
+                )
             ) from error
-        if len(answers) != replica.world_size:
+        found = answers if sglang else [report for answer in answers for report in answer]
+        if not sglang and len(found) != replica.world_size:
             raise EngineError(
-                f"rollout server {number} has {replica.world_size} workers, and {len(answers)} of them say what they run with."
+                f"rollout server {number} has {replica.world_size} workers, and {len(found)} of them say what they run with."
             )
-        reports += answers
+        reports += found
     return reports
+
+
+def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
+    """Return what SGLang's servers refused of their own answers since the last call; None if nothing.
+
+    verl drops a rollout that failed, and trains on the others.
+
+    Args:
+        replicas: verl's rollout replicas.
+        timeout: Seconds to wait for all servers.
+    """
+    servers = [replica.servers[0] for replica in replicas if replica.config.name == "sglang"]
+    found = ray.get([server.mismatch_refusals.remote() for server in servers], timeout=timeout)
+    count, messages = sum(number for number, _ in found), [text for _, texts in found for text in texts]
+    return f"{count} answers were refused, the first of them: {messages[0]}" if count else None
+
+
+def _ask_workers(replica: Any, timeout: float) -> list[Any]:
+    return [server.__ray_call__.remote(_ask, "mismatch_report", timeout) for server in replica.servers]
 
 
 def _ask(server: Any, method: str, timeout: float) -> list[Any]:

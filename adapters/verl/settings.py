@@ -17,7 +17,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.versions import require
+from mismatch_ext.versions import PEERS, require
 
 TRAINER = "mismatch"
 """Name of our trainer in verl's registry, and of our engine's vendor."""
@@ -67,7 +67,8 @@ def _is_prepared(config: DictConfig) -> bool:
 def _prepare(config: DictConfig) -> None:
     block = MismatchConfig.parse(OmegaConf.to_container(config.mismatch, resolve=True))
     assert block is not None
-    for peer in ("torch", "verl", "vllm", "transformers"):
+    engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
+    for peer in ("torch", "verl", "transformers", *([engine] if engine in PEERS else [])):
         require(peer)
     check_host(config, block)
     with open_dict(config):
@@ -86,6 +87,8 @@ def _prepare(config: DictConfig) -> None:
 
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
     config.trainer.v1.trainer_mode = TRAINER
+    if config.actor_rollout_ref.rollout.name != "vllm":
+        return  # SGLang's server is ours by verl's registry
     engine = config.actor_rollout_ref.rollout.engine_kwargs
     engine.vllm = OmegaConf.merge(engine.get("vllm") or {}, {"worker_extension_cls": EXTENSION})
 

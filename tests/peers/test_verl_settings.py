@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from mismatch_ext.adapters.verl.watchdog import Watchdog
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, MismatchError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
@@ -154,7 +155,7 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
         (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
         (("trainer.v1.trainer_mode=separate_async",), "trainer.v1.trainer_mode='separate_async'"),
         (("actor_rollout_ref.actor.strategy=fsdp",), "actor_rollout_ref.actor.strategy='fsdp'"),
-        (("actor_rollout_ref.rollout.name=sglang",), "actor_rollout_ref.rollout.name='sglang'"),
+        (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
         (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),
         (("+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=x.Y",), "worker_extension_cls='x.Y'"),
         (("+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}",), "param_dtype='bf16'"),
@@ -193,6 +194,48 @@ def test_the_hydra_group_is_found_in_the_package() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert OmegaConf.create(done.stdout).mismatch == {"monitor": {"profile_every": 2}}
+
+
+SGLANG = ("actor_rollout_ref.rollout.name=sglang", "+mismatch.routing.mode=R3")
+
+
+@pytest.fixture
+def sglang_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that lets the metadata say which SGLang is installed: this environment has none."""
+    real = metadata.version
+
+    def install(version: str) -> None:
+        monkeypatch.setattr(metadata, "version", lambda name: version if name == "sglang" else real(name))
+
+    return install
+
+
+def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:
+    sglang_is("0.5.18")
+    config = prepared(*SGLANG)
+    assert "vllm" not in (config.actor_rollout_ref.rollout.engine_kwargs or {}) or not (
+        config.actor_rollout_ref.rollout.engine_kwargs.vllm or {}
+    ).get("worker_extension_cls")
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+@pytest.mark.parametrize(
+    ("version", "override", "named"),
+    [
+        ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23 under verl"),
+        ("0.5.12", "trainer.nnodes=1", "sglang 0.5.12 is outside the supported range"),
+        ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
+        ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
+        ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
+    ],
+)
+def test_what_sglang_cannot_do_under_verl_is_refused(
+    sglang_is: Callable[[str], None], version: str, override: str, named: str
+) -> None:
+    sglang_is(version)
+    with pytest.raises(MismatchError) as error:
+        prepared(*SGLANG, override)
+    assert named in str(error.value)
 
 
 def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """verl's Megatron engine around a real megatron-core model, in one process: `python -m tests.peers.verl_megatron_scenarios all`.
 
-The engine's `initialize` needs a bridge and transformer-engine, which a CPU has not; its `forward_backward_batch` and all that
-it calls run as they are, one sample per micro-batch, on a model that this file builds after verl has patched the routers.
+Faults that need a hand inside: the engine's `forward_backward_batch` and all that it calls run as they are, one sample per
+micro-batch, on a model that this file builds after verl has patched the routers. The whole engine is in
+`verl_megatron_engine_scenarios`.
 """
 
 from __future__ import annotations

@@ -114,6 +114,27 @@ def failing_weight_update() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
+def null_logprob() -> None:
+    """Let the second token of one of SGLang's answers come without its log-probability, as one that is not a number does."""
+
+    def change(module: Any) -> None:
+        original = module.TokenizerManager.generate_request
+        spoiled = []
+
+        @functools.wraps(original)
+        async def generate_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            async for output in original(self, request, *args, **kwargs):
+                logprobs = output["meta_info"].get("output_token_logprobs") or []
+                if (request.logprob_start_len or -1) < 0 and len(logprobs) > 1 and not spoiled:
+                    spoiled.append(True)
+                    logprobs[1] = (None, *logprobs[1][1:])
+                yield output
+
+        module.TokenizerManager.generate_request = generate_request
+
+    AfterImport("sglang.srt.managers.tokenizer_manager", change)
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -123,6 +144,7 @@ FAULTS = {
         nonfinite_logprob,
         lost_routes,
         failing_weight_update,
+        null_logprob,
     )
 }
 

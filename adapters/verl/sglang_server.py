@@ -1,0 +1,131 @@
+"""verl's SGLang server, which says what it runs with and looks at each answer before verl takes it.
+
+verl reads an answer that lacks log-probabilities as an empty one, and a rollout that raises as one that was never asked for; and
+the routes that SGLang sends, text since 0.5.12, it cannot read. Here an answer is checked by the functions of
+`mismatch_ext.adapters.sglang`, routes are decoded, and what was refused is kept for the trainer, which asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import ray
+import sglang
+import torch
+from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
+from mismatch_ext.adapters.sglang.routes import decode_routes
+from mismatch_ext.adapters.sglang.server_checks import ORIGINAL_LOGPROB
+from mismatch_ext.adapters.verl.block import active_block, digest
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+
+from mismatch_ext.errors import MismatchError
+from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.records import SamplingSettings
+
+KEPT = 20
+"""Refused answers that are kept for the trainer; all are counted."""
+
+PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
+
+
+class MismatchSGLangServer(SGLangHttpServer):
+    """Runs in the Ray actor that verl starts for a rollout server."""
+
+    _refused: int = 0
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """Start SGLang as verl does, and look at what it answers from then on."""
+        self._refusals: list[str] = []
+        await super().launch_server(*args, **kwargs)
+        if self.node_rank == 0:
+            # Of no record that is kept: what verl makes of an answer is not ours.
+            self._provenance = to_provenance(read_server(self._info()), sampling=SamplingSettings(), weight_version=0)
+            self._generate = self.tokenizer_manager.generate_request
+            self.tokenizer_manager.generate_request = self._generate_checked
+
+    async def mismatch_report(self) -> dict[str, Any]:
+        """Return the server's settings, and the block that this process knows."""
+        info = self._info()
+        return {
+            "block": digest(active_block()),
+            "records_routing": bool(info.get("enable_return_routed_experts")),
+            "reading": dataclasses.asdict(read_server(info)),
+            "server": info,
+        }
+
+    async def mismatch_refusals(self) -> tuple[int, list[str]]:
+        """Return how many answers were refused since the last call, and the first of them."""
+        found = self._refused, self._refusals
+        self._refused, self._refusals = 0, []
+        return found
+
+    def _info(self) -> dict[str, Any]:
+        """Return what SGLang's own report would say, with what it leaves out: the dtype that "auto" became, among others."""
+        manager = self.tokenizer_manager
+        settings = dataclasses.asdict(manager.server_args)
+        quantization = settings.get("quantization") or getattr(manager.model_config, "quantization", None)
+        return {
+            **{name: value for name, value in settings.items() if isinstance(value, PLAIN)},
+            "dtype": canonical(manager.model_config.dtype),
+            "quantization": quantization,
+            "version": sglang.__version__,
+            # SGLang's processes inherited this one's environment.
+            ORIGINAL_LOGPROB: os.environ.get(ORIGINAL_LOGPROB, "false").lower() in ("1", "true"),
+        }
+
+    async def _generate_checked(self, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """Answer as SGLang does; an answer that verl could not use is an error here, and kept for the trainer."""
+        async for output in self._generate(request, *args, **kwargs):
+            try:
+                # Off the loop: a long response has megabytes of routes.
+                await asyncio.to_thread(self._ingest, request, output)
+            except MismatchError as error:
+                self._refused += 1
+                if len(self._refusals) < KEPT:
+                    self._refusals.append(f"{type(error).__name__}: {error}")
+                raise
+            yield output
+
+    def _ingest(self, request: Any, output: Any) -> None:
+        """Check an answer, and put its routes in the form that verl reads."""
+        if not isinstance(request.input_ids, list) or not isinstance(output, dict):
+            return  # a request of SGLang's HTTP endpoints, which verl's agent loops do not use
+        prompt, name = list(request.input_ids), str(request.rid)
+        if request.return_logprob and (request.logprob_start_len or -1) < 0:
+            parse_response(
+                output,
+                prompt_ids=prompt,
+                provenance=self._provenance,
+                request_id=name,
+                allow_abort=True,
+            )
+        if self.config.enable_rollout_routing_replay:
+            rows = max(len(prompt) + len(output["output_ids"]) - 1, 0)
+            routes = output["meta_info"].get("routed_experts")
+            ids = decode_routes(routes, rows=rows, full_rows=rows, shape=self._shape(), request=name)
+            output["meta_info"]["routed_experts"] = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int16))
+
+    def _shape(self) -> RoutingShape:
+        """Return what a row of routes looks like; which of its layers have experts is known to the trainer's model."""
+        text = self.model_config.hf_config.get_text_config()
+        # What an id may be at most is looked at in the trainer too, by the model itself.
+        experts = (getattr(text, key, None) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+        return RoutingShape(
+            num_layers=int(text.num_hidden_layers),
+            layers=tuple(range(int(text.num_hidden_layers))),
+            num_experts=next((int(count) for count in experts if count), 65536),
+            top_k=int(text.num_experts_per_tok),
+        )
+
+
+class MismatchSGLangReplica(SGLangReplica):
+    """verl's replica, with our server in it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(MismatchSGLangServer)

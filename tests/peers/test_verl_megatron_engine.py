@@ -1,0 +1,109 @@
+"""verl's whole Megatron engine in our worker, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers.conftest import Ran
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def ran(run_scenario: Callable[..., Ran], moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    scenarios = {name: {"model": moe} for name in ("stock", "replay", "layouts", "reference", "weights")}
+    scenarios["checkpoint"] = {"model": moe, "out": tmp_path_factory.mktemp("checkpoint")}
+    return run_scenario("several", module="verl_megatron_engine_scenarios", timeout=400, scenarios=scenarios).expect()
+
+
+def gap(one: list[list[float]], two: list[list[float]]) -> float:
+    return max(abs(a - b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_no_stub_was_called_or_left(ran: dict[str, Any]) -> None:
+    assert ran["stubs_called"] == ran["stubs_left"] == []
+
+
+def test_a_block_that_measures_changes_nothing(ran: dict[str, Any]) -> None:
+    stock = ran["stock"]
+    assert stock["verl"]["class"] == "MegatronEngineWithLMHead"
+    assert stock["monitor"] == stock["verl"]
+    assert stock["verl"]["grad_norm"] > 0.1
+    assert stock["report"]["routing"] is None and stock["report"]["patches"] == []
+
+
+def test_the_engine_computes_the_checkpoints_model(ran: dict[str, Any]) -> None:
+    # bfloat16 in both, in different orders of operation.
+    assert gap(ran["stock"]["verl"]["logprobs"], ran["stock"]["transformers"]) < 0.2
+
+
+@pytest.mark.parametrize("case", ["R2", "own"])
+def test_the_models_own_routes_change_nothing(ran: dict[str, Any], case: str) -> None:
+    native, replayed = ran["replay"]["native"], ran["replay"][case]
+    for name in ("logprobs", "grad_norm", "loss", "parameters", "lr"):
+        assert replayed[name] == native[name]
+
+
+def test_other_routes_are_taken_in_both_passes(ran: dict[str, Any]) -> None:
+    other = ran["replay"]["other"]
+    assert other["obeyed"] and not other["own"]
+    assert gap(other["logprobs"], ran["replay"]["native"]["logprobs"]) > 0.2
+    assert other["parameters"] != ran["replay"]["native"]["parameters"]
+
+
+@pytest.mark.parametrize("case, words", [("sample", "has 0 rows"), ("tail", "has 8 rows"), ("update", "has 0 rows")])
+def test_lost_routes_are_refused_by_their_sample(ran: dict[str, Any], case: str, words: str) -> None:
+    found = ran["replay"]["lost"][case]
+    assert found.startswith("RoutingError: request 1 of rank 0's mini-batch (uid second): routing " + words)
+
+
+def test_a_batch_without_routes_is_refused(ran: dict[str, Any]) -> None:
+    for found in (ran["replay"]["lost"]["all"], ran["replay"]["R2_lost"]):
+        assert found.startswith("RoutingError: the batch of 4 samples has no 'routed_experts'")
+
+
+@pytest.mark.parametrize("report, mode", [("report", "R3"), ("R2_report", "R2")])
+def test_the_worker_reports_what_is_active(ran: dict[str, Any], report: str, mode: str) -> None:
+    found = ran["replay"][report]
+    assert (found["engine"], found["strategy"], found["routing"]) == ("MegatronEngineWithLMHead", "megatron", mode)
+    assert [patch["name"] for patch in found["patches"]] == [
+        "verl/megatron_closed_topk",
+        "verl/megatron_replayed_batch",
+    ]
+    assert list(found["trainer"]["parameter_dtypes"]) == ["bfloat16"]
+
+
+def test_routes_follow_their_samples_into_micro_batches(ran: dict[str, Any]) -> None:
+    layouts = ran["layouts"]
+    assert layouts["whole"]["obeyed"] and layouts["recomputed"]["obeyed"]
+    assert {name: found["calls"] for name, found in layouts.items()} == {
+        "whole": 2,  # scored, and learnt from
+        "one_by_one": 8,
+        "dynamic": 4,
+        "recomputed": 3,
+    }
+    for name in ("one_by_one", "dynamic"):
+        assert gap(layouts[name]["logprobs"], layouts["whole"]["logprobs"]) < 0.05
+    assert layouts["recomputed"]["parameters"] == layouts["whole"]["parameters"]
+
+
+def test_the_reference_is_not_replayed(ran: dict[str, Any]) -> None:
+    found = ran["reference"]
+    assert found["before"] == found["after"] == found["expected"]
+    assert found["before_obeyed"] and found["after_obeyed"]
+
+
+def test_weights_leave_as_they_came(ran: dict[str, Any]) -> None:
+    assert ran["weights"] == {"names": True, "equal": True, "count": 117}
+
+
+def test_a_checkpoint_holds_the_weights_and_the_schedule_if_asked(ran: dict[str, Any]) -> None:
+    found = ran["checkpoint"]
+    assert found["loaded_True"] == found["loaded_False"] == found["saved"]
+    # verl returns the next rate: of update 3 of 12, and after its default, which begins the schedule anew, of update 1.
+    assert found["straight"] == found["resumed_True"] == [pytest.approx(1e-3 * 9 / 12)]
+    assert found["resumed_False"] == [pytest.approx(1e-3 * 11 / 12)]
