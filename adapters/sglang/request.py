@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from mismatch_ext.errors import PeerVersionError, RecordError, RoutingError
 from mismatch_ext.records import SamplingSettings
 
-START_LEN_SINCE = Version("0.5.12.post1")
+START_LEN_SINCE = Version("0.5.12")
 GREEDY_BELOW = 1e-6
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,

@@ -149,8 +149,8 @@ def check_server(
         needs_routing: Whether routes are replayed; None takes it from the block (`routing.mode` R3).
         deterministic: Whether the run was promised to be deterministic.
         original_logprobs: As in `read_server`.
-        sends_all_weights: Whether the trainer sends all weights before the first request and verifies them, so that the server
-            may begin with random ones.
+        sends_all_weights: Whether the trainer sends all weights before the first request, so that the server may begin with
+            random ones.
 
     Returns:
         The verdict; call `raise_for_problems` to refuse the server.

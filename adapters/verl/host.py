@@ -10,8 +10,8 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, PeerVersionError
 from mismatch_ext.versions import base_version, require
 
-SGLANG = "0.5.18"
-"""Version of SGLang that verl was run with here."""
+SGLANG = ("0.5.12", "0.5.18")
+"""Versions of SGLang that verl was run with here; the first is the one that it asks for."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.RolloutExtension"
 # Trainers of verl's that check their configuration as main_ppo does.
 ELSEWHERE = (
@@ -100,10 +100,10 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
 
 def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
     version = require("sglang")
-    if str(base_version(version)) != SGLANG:
+    if str(base_version(version)) not in SGLANG:
         raise PeerVersionError(
-            f"sglang {version} under verl with a mismatch block: allowed is sglang {SGLANG}, with which this release was run "
-            f"there; later ones verl 0.9.1 cannot start. pip install sglang=={SGLANG}, or roll out with vLLM."
+            f"sglang {version} under verl with a mismatch block; allowed: {' or '.join(SGLANG)}, with which this release was run "
+            f"there. verl 0.9.1 cannot start 0.5.23. pip install sglang=={SGLANG[0]}, or roll out with vLLM."
         )
     setting = "actor_rollout_ref.rollout.skip_tokenizer_init"
     if block.routing is not None and block.routing.mode == "R3" and not OmegaConf.select(config, setting):

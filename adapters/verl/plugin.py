@@ -41,6 +41,8 @@ def unload() -> None:
         _loaded.pop().revert()
     PREPARE.clear()
     REFUSE.clear()
+    if "mismatch_ext.adapters.verl.replicas" in sys.modules:
+        sys.modules["mismatch_ext.adapters.verl.replicas"].restore_replica()
 
 
 def _load() -> None:

@@ -158,14 +158,18 @@ class PreflightMixin(_Host):
                     checker.raise_for(verdict)
         self._trainer_probes = now
 
-    def _raise_refused(self) -> None:
+    def _raise_refused(self, what: str, timeout: float = ANSWER_TIMEOUT) -> None:
         """Say which answers a rollout server refused, for verl drops them.
 
+        Args:
+            what: What was sampled.
+            timeout: Seconds that the servers may take to say so.
+
         Raises:
-            EngineError: There are some.
+            EngineError: There are some, or a server does not answer.
         """
-        if refused := refused_answers(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT):
-            raise EngineError(f"rollouts of step {self.global_steps}: {refused}")
+        if refused := refused_answers(self.llm_server_manager.get_replicas(), timeout):
+            raise EngineError(f"{what} of step {self.global_steps}: {refused}")
 
     def _announce(self) -> None:
         """Open the metrics file, and say what is active, in which peer, and by which seam."""

@@ -16,6 +16,12 @@ def register_replica() -> None:
     RolloutReplicaRegistry.register("sglang", _load)
 
 
+def restore_replica() -> None:
+    """Put verl's own SGLang server back."""
+    if _originals:
+        RolloutReplicaRegistry.register("sglang", _originals.pop())
+
+
 _originals: list[Any] = []
 
 

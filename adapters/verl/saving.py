@@ -16,7 +16,7 @@ from omegaconf import open_dict
 
 from mismatch_ext.banner import print_closing
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError, StallError
+from mismatch_ext.errors import EngineError, MismatchError, RecordError, RunDirectoryError, StallError
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
 
@@ -44,7 +44,7 @@ class SavingMixin(_Host):
 
     if TYPE_CHECKING:
 
-        def _raise_refused(self) -> None: ...
+        def _raise_refused(self, what: str, timeout: float = ...) -> None: ...
 
     def _folder(self, step: int) -> Path:
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
@@ -97,15 +97,16 @@ class SavingMixin(_Host):
                 raise StallError(stalled) from error
             raise error
 
-    def _refusal(self, error: BaseException) -> MismatchError | None:
+    def _refusal(self, error: Exception) -> MismatchError | None:
         """Return what a rollout server refused, where that is behind an error of verl's: no rollout may be left."""
         try:
-            self._raise_refused()
-        except MismatchError as refused:
-            refused.__cause__ = error
-            return refused
-        except Exception:  # noqa: BLE001 - servers may be gone, and the first error is the one to raise
-            return None
+            self._raise_refused("rollouts", timeout=10.0)
+        except EngineError as refused:
+            if "were refused" in str(refused):
+                refused.__cause__ = error
+                return refused
+        except AttributeError:
+            pass  # it failed before there were any servers
         return None
 
     def _finished_update(self) -> None:

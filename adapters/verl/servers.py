@@ -56,9 +56,17 @@ def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
     Args:
         replicas: verl's rollout replicas.
         timeout: Seconds to wait for all servers.
+
+    Raises:
+        EngineError: A server does not answer.
     """
     servers = [replica.servers[0] for replica in replicas if replica.config.name == "sglang"]
-    found = ray.get([server.mismatch_refusals.remote() for server in servers], timeout=timeout)
+    try:
+        found = ray.get([server.mismatch_refusals.remote() for server in servers], timeout=timeout)
+    except Exception as error:
+        raise EngineError(
+            f"a rollout server does not say which answers it refused: {type(error).__name__}: {error}"
+        ) from error
     count, messages = sum(number for number, _ in found), [text for _, texts in found for text in texts]
     return f"{count} answers were refused, the first of them: {messages[0]}" if count else None
 

@@ -1,8 +1,8 @@
 """verl's SGLang server, which says what it runs with and looks at each answer before verl takes it.
 
-verl reads an answer that lacks log-probabilities as an empty one, and a rollout that raises as one that was never asked for; and
-the routes that SGLang sends, text since 0.5.12, it cannot read. Here an answer is checked by the functions of
-`mismatch_ext.adapters.sglang`, routes are decoded, and what was refused is kept for the trainer, which asks for it.
+verl reads an answer that lacks log-probabilities as an empty one, and trains without a rollout that failed; and the routes that
+SGLang sends, text since 0.5.12, it cannot read. Here an answer is checked by the functions of `mismatch_ext.adapters.sglang`,
+routes are decoded, and what was refused is kept for the trainer, which asks for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,17 @@ import ray
 import sglang
 import torch
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
+from mismatch_ext.adapters.sglang.response import LOWEST
 from mismatch_ext.adapters.sglang.routes import decode_routes
 from mismatch_ext.adapters.sglang.server_checks import ORIGINAL_LOGPROB
 from mismatch_ext.adapters.verl.block import active_block, digest
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-from mismatch_ext.errors import MismatchError
+from mismatch_ext.errors import MismatchError, RoutingError
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.records import SamplingSettings
 
+_OF_VERL: ContextVar[bool] = ContextVar("mismatch_of_verl", default=False)
 KEPT = 20
 """Refused answers that are kept for the trainer; all are counted."""
 
@@ -78,54 +81,80 @@ class MismatchSGLangServer(SGLangHttpServer):
             ORIGINAL_LOGPROB: os.environ.get(ORIGINAL_LOGPROB, "false").lower() in ("1", "true"),
         }
 
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a request of verl's, which alone is checked: SGLang's endpoints for health and for others pass."""
+        token = _OF_VERL.set(True)
+        try:
+            return await super().generate(*args, **kwargs)
+        finally:
+            _OF_VERL.reset(token)
+
     async def _generate_checked(self, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Answer as SGLang does; an answer that verl could not use is an error here, and kept for the trainer."""
         async for output in self._generate(request, *args, **kwargs):
-            try:
-                # Off the loop: a long response has megabytes of routes.
-                await asyncio.to_thread(self._ingest, request, output)
-            except MismatchError as error:
-                self._refused += 1
-                if len(self._refusals) < KEPT:
-                    self._refusals.append(f"{type(error).__name__}: {error}")
-                raise
+            if _OF_VERL.get():
+                try:
+                    # Off the loop: a long response has megabytes of routes.
+                    await asyncio.to_thread(self._ingest, request, output)
+                except MismatchError as error:
+                    self._refused += 1
+                    if len(self._refusals) < KEPT:
+                        self._refusals.append(f"{type(error).__name__}: {error}")
+                    raise
             yield output
 
-    def _ingest(self, request: Any, output: Any) -> None:
+    def _ingest(self, request: Any, output: dict[str, Any]) -> None:
         """Check an answer, and put its routes in the form that verl reads."""
-        if not isinstance(request.input_ids, list) or not isinstance(output, dict):
-            return  # a request of SGLang's HTTP endpoints, which verl's agent loops do not use
-        prompt, name = list(request.input_ids), str(request.rid)
-        if request.return_logprob and (request.logprob_start_len or -1) < 0:
-            parse_response(
-                output,
-                prompt_ids=prompt,
-                provenance=self._provenance,
-                request_id=name,
-                allow_abort=True,
-            )
-        if self.config.enable_rollout_routing_replay:
-            rows = max(len(prompt) + len(output["output_ids"]) - 1, 0)
-            routes = output["meta_info"].get("routed_experts")
-            ids = decode_routes(routes, rows=rows, full_rows=rows, shape=self._shape(), request=name)
-            output["meta_info"]["routed_experts"] = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int16))
+        prompt, name, meta = list(request.input_ids), str(request.rid), output["meta_info"]
+        # A turn that has no room left is asked for no token, and comes with the log-probability of none.
+        empty = request.sampling_params.get("max_new_tokens") == 0
+        if request.return_logprob and not empty and not _plain(output, len(prompt)):
+            parse_response(output, prompt_ids=prompt, provenance=self._provenance, request_id=name, allow_abort=True)
+        ids = output.get("output_ids") or []
+        routes = meta.get("routed_experts")
+        if self.config.enable_rollout_routing_replay and not (routes is None and not ids):
+            rows, shape = max(len(prompt) + len(ids) - 1, 0), self._shape()
+            experts = decode_routes(routes, rows=rows, full_rows=rows, shape=shape, request=name)
+            if experts.size and not 0 <= experts.min() <= experts.max() < shape.num_experts:
+                raise RoutingError(
+                    f"request {name}: expert ids from {experts.min()} to {experts.max()}; allowed: 0 to {shape.num_experts - 1}."
+                )
+            # verl keeps 16 bits.
+            meta["routed_experts"] = torch.from_numpy(np.ascontiguousarray(experts, dtype=np.int16))
 
     def _shape(self) -> RoutingShape:
         """Return what a row of routes looks like; which of its layers have experts is known to the trainer's model."""
         text = self.model_config.hf_config.get_text_config()
-        # What an id may be at most is looked at in the trainer too, by the model itself.
         experts = (getattr(text, key, None) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
         return RoutingShape(
             num_layers=int(text.num_hidden_layers),
             layers=tuple(range(int(text.num_hidden_layers))),
-            num_experts=next((int(count) for count in experts if count), 65536),
+            num_experts=next((int(count) for count in experts if count), 1 << 15),
             top_k=int(text.num_experts_per_tok),
         )
 
 
+def _plain(output: dict[str, Any], prompt_tokens: int) -> bool:
+    """Tell whether an answer is without any doubt what it should be; reading a long one token by token takes long."""
+    meta, ids = output["meta_info"], output.get("output_ids")
+    entries, reason = meta.get("output_token_logprobs"), meta.get("finish_reason")
+    if not (isinstance(ids, list) and isinstance(entries, list) and isinstance(reason, dict)):
+        return False
+    if reason.get("type") not in ("stop", "length") or "weight_versions" in meta or meta.get("input_token_logprobs"):
+        return False
+    if meta.get("prompt_tokens") != prompt_tokens or not meta.get("completion_tokens") == len(ids) == len(entries):
+        return False
+    try:
+        values = np.array([entry[0] for entry in entries], dtype=np.float64)
+        return ids == [entry[1] for entry in entries] and bool(((values > LOWEST[0]) & (values <= 0)).all())
+    except (TypeError, ValueError, IndexError):
+        return False
+
+
 class MismatchSGLangReplica(SGLangReplica):
-    """verl's replica, with our server in it."""
+    """verl's replica, with our server in it where it samples for the actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(MismatchSGLangServer)
+        if not (self.is_reward_model or self.is_teacher_model):
+            self.server_class = ray.remote(MismatchSGLangServer)

@@ -119,6 +119,10 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         self._watchdog.phase(f"validating at step {self.global_steps}")
         super().on_validate_begin()
 
+    def on_validate_end(self) -> None:
+        self._raise_refused("validation")
+        super().on_validate_end()
+
     # One batch.
 
     def _read(self, batch: Any, *fields: str) -> dict[str, Any]:
@@ -130,7 +134,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
-        self._raise_refused()
+        self._raise_refused("rollouts")
         if self._block.routing is not None and self._block.routing.mode == "R3":
             check_routes(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics)

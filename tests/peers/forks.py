@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -44,7 +45,8 @@ def run_forked(
         process.start()
         process.join(timeout)
         if process.exitcode is None:
-            process.kill()
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has forked
             process.join()
             raise TimeoutError(f"{module}.{name} still runs after {timeout:g} s:\n{_text(folder, 'stderr')[-3000:]}")
         result = _text(folder, "result")
@@ -94,6 +96,7 @@ def on_ranks(function: Callable[..., Any], world: int, limit: float = 150, **pay
 
 
 def _run(module: str, name: str, payload: str, variables: dict[str, str], folder: str) -> None:
+    os.setsid()
     os.environ.update(variables)
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder, stream), os.O_WRONLY | os.O_CREAT), descriptor)

@@ -12,13 +12,12 @@ from tests.peers.conftest import ROOT
 
 PYTHON = ROOT / ".venv-sglang/bin/python"
 SHIMS = ROOT / "tests/peers/sglang_cpu"
-NEWEST = "0.5.23"
-OLDEST = "0.5.18"
+NEWEST, MAIN, OLDEST = "0.5.23", "0.5.18", "0.5.12"
 
 
 def environment(version: str, log: Path) -> dict[str, str]:
     """Return the variables that let one version of SGLang run on a CPU; calls of the kernel stub go to the log."""
-    paths = [SHIMS] if version == OLDEST else [ROOT / f".venv-sglang/sglang-{version}", SHIMS]
+    paths = [SHIMS] if version == MAIN else [ROOT / f".venv-sglang/sglang-{version}", SHIMS]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from mismatch_ext.records import Provenance, RolloutRecord
 from tests.peers.conftest import Ran
-from tests.peers.sglang_fixtures import NEWEST, OLDEST, run_sglang
+from tests.peers.sglang_fixtures import MAIN, NEWEST, OLDEST, run_sglang
 
 pytestmark = pytest.mark.engine
 COUNT, STOP = 24, [5, 6]
 # Greedy, at temperature 1: both engines sample the same tokens, and report log-probabilities before the truncation.
 SAMPLING = {"temperature": 1.0, "top_k": 1}
-ENGINES = ("vllm", f"sglang {OLDEST}", f"sglang {NEWEST}")
+ENGINES = ("vllm", *(f"sglang {version}" for version in (OLDEST, MAIN, NEWEST)))
 Records = list[dict[str, Any]]
 
 
@@ -43,7 +43,7 @@ def records(
         "stop_token_ids": STOP,
     }
     found: dict[str, Records] = {"vllm": run_scenario("vllm", module="conformance", **payload).expect()}
-    for version in (OLDEST, NEWEST):
+    for version in (OLDEST, MAIN, NEWEST):
         folder = tmp_path_factory.mktemp("sglang")
         ran = run_sglang(version, "conformance", folder, **payload)
         # The kernel stub must not have been what computed.

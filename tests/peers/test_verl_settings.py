@@ -223,7 +223,7 @@ def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> No
     ("version", "override", "named"),
     [
         ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23 under verl"),
-        ("0.5.12", "trainer.nnodes=1", "sglang 0.5.12 is outside the supported range"),
+        ("0.5.12.post1", "trainer.nnodes=1", "sglang 0.5.12.post1 is outside the supported range"),
         ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
         ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
         ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),

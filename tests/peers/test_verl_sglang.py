@@ -9,7 +9,7 @@ import pytest
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import UNFAMILIAR_DIGITS
 from mismatch_ext.rundata import read_run
-from tests.peers.sglang_fixtures import stub_uses
+from tests.peers.sglang_fixtures import MAIN, OLDEST, stub_uses
 from tests.peers.verl_cpu.faults import FAULT
 from tests.peers.verl_runs import ROOT, TIMED_OUT, dtypes
 from tests.peers.verl_sglang_runs import run_verl_sglang
@@ -25,8 +25,9 @@ EVERYTHING = (
 )
 
 
-def test_every_section_is_active_in_one_run(moe: Path, tmp_path: Path) -> None:
-    run = run_verl_sglang(tmp_path, EVERYTHING, model=moe, plugin=True)
+@pytest.mark.parametrize("version", [OLDEST, MAIN])
+def test_every_section_is_active_in_one_run(moe: Path, tmp_path: Path, version: str) -> None:
+    run = run_verl_sglang(tmp_path, EVERYTHING, model=moe, plugin=True, version=version)
     steps = run.expect()
     assert all(0 <= step["mismatch/k3_kl"] <= 1e-6 and step["mismatch/native/k3_kl"] <= 1e-6 for step in steps)
     assert [step["mismatch/routing/set_mismatch_frac"] for step in steps] == [0.0] * 3
@@ -35,9 +36,9 @@ def test_every_section_is_active_in_one_run(moe: Path, tmp_path: Path) -> None:
     assert len({step["mismatch/kl_coef"] for step in steps}) > 1
     # The actor learns, and the server's weights follow: the gap would be that of the update.
     assert steps[2]["mismatch/kl_ref_k3"] > 1e-6 > steps[2]["mismatch/k3_kl"]
-    assert "\n  engine     sglang 0.5.18, float32" in run.log and "recorded by sglang, replayed in" in run.log
+    assert f"\n  engine     sglang {version}, float32" in run.log and "recorded by sglang, replayed in" in run.log
     data = read_run(tmp_path / "checkpoints/mismatch")
-    assert data.header["engine"]["engine"] == "sglang" and data.header["versions"]["sglang"] == "0.5.18"
+    assert data.header["engine"]["engine"] == "sglang" and data.header["versions"]["sglang"] == version
     assert [end.status for end in data.ends] == ["completed"]
     used = stub_uses(tmp_path / "kernel-stub.log")
     assert used["fetched"] > 0 and used["called"] == 0
@@ -64,9 +65,9 @@ def test_replay_narrows_the_gap_of_bfloat16(tmp_path: Path) -> None:
 
 def test_one_flag_makes_both_sides_float16(dense: Path, tmp_path: Path) -> None:
     block = ["+mismatch.precision={dtype:float16,loss_scale:{init_scale:64}}", "+mismatch.lr.trigger=response_length"]
-    run = run_verl_sglang(tmp_path, block, model=dense, plugin=True)
+    run = run_verl_sglang(tmp_path, block, model=dense, plugin=True, version=MAIN)
     steps = run.expect()
-    assert "sglang 0.5.18, float16" in run.log and "uniform float16: audited on both sides" in run.log
+    assert f"sglang {MAIN}, float16" in run.log and "uniform float16: audited on both sides" in run.log
     assert all(step["mismatch/skipped_steps"] == 0.0 and step["actor/grad_norm"] > 0 for step in steps)
     # Under bfloat16 it is 1e-4 on this model, before the first update.
     assert 0 < steps[0]["mismatch/k3_kl"] < 1e-5

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from examples.arithmetic.task import FAMILIAR_DIGITS
+from tests.peers.sglang_fixtures import OLDEST, environment
 from tests.peers.verl_cpu.assets import write_prompts
 from tests.peers.verl_runs import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, run_command
 
 PYTHON = Path(os.environ.get("VERL_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
-SHIMS = ROOT / "tests/peers/sglang_cpu"
 
 SGLANG = (
     "actor_rollout_ref.rollout.name=sglang",
@@ -37,20 +37,21 @@ def run_verl_sglang(
     timeout: float = 420,
     env: Mapping[str, str] | None = None,
     digits: tuple[int, int] = FAMILIAR_DIGITS,
+    version: str = OLDEST,
 ) -> VerlRun:
-    """Run three steps of verl.trainer.main_ppo with SGLang; the arguments are those of run_verl."""
+    """Run three steps of verl.trainer.main_ppo with SGLang of a version; the other arguments are those of run_verl."""
     assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup-sglang`"
     work.mkdir(parents=True, exist_ok=True)
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (str(PYTHON), "-m", "verl.trainer.main_ppo")
     command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *SGLANG, *overrides]
-    return run_command(work, command, timeout=timeout, env={**sglang_environment(work, plugin), **(env or {})})
+    return run_command(work, command, timeout=timeout, env={**sglang_environment(work, plugin, version), **(env or {})})
 
 
-def sglang_environment(work: Path, plugin: bool) -> dict[str, str]:
+def sglang_environment(work: Path, plugin: bool, version: str) -> dict[str, str]:
     """Return what a run with SGLang needs in its environment besides, or otherwise than, a run with vLLM."""
     return {
-        "PYTHONPATH": os.pathsep.join([str(SHIMS), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([environment(version, work)["PYTHONPATH"], str(ROOT)]),
         "VERL_USE_EXTERNAL_MODULES": "tests.peers.verl_cpu.platform,tests.peers.verl_cpu.sglang_cpu",
         "VERL_USE_EXTERNAL_PLUGINS": "auto" if plugin else "none",
         "SGLANG_USE_CPU_ENGINE": "1",

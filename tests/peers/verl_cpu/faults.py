@@ -125,7 +125,7 @@ def null_logprob() -> None:
         async def generate_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
             async for output in original(self, request, *args, **kwargs):
                 logprobs = output["meta_info"].get("output_token_logprobs") or []
-                if (request.logprob_start_len or -1) < 0 and len(logprobs) > 1 and not spoiled:
+                if len(logprobs) > 1 and not spoiled:
                     spoiled.append(True)
                     logprobs[1] = (None, *logprobs[1][1:])
                 yield output
