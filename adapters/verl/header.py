@@ -64,7 +64,7 @@ def seams_of(report: Mapping[str, Any]) -> Seams:
     """Return by what the block reaches a worker, from the worker's own report."""
     megatron = report.get("strategy") == "megatron"
     return Seams(
-        trainer="verl's Megatron engine, checked" if megatron else "registered engine",
+        trainer="registered engine; verl's own replay, checked" if megatron else "registered engine",
         correction="configuration, set_loss_fn",
         lr="registered engine",
         kl="set_loss_fn",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mismatch_ext.config import LrConfig
@@ -33,13 +33,13 @@ class EngineLr:
 
     def __init__(self, config: LrConfig, optimizer: Any, scheduler: Any, warmup_steps: int) -> None:
         self.config = config
-        self._optimizer, self._scheduler, self._warmup_steps = optimizer, scheduler, warmup_steps
+        self._optimizer, self._scheduler, self.warmup_steps = optimizer, scheduler, warmup_steps
         self._informed = False
         self._norm: float | None = None
         self.control = self._new()
 
     def _new(self) -> LrControl:
-        controller = make_controller(self.config, warmup_steps=self._warmup_steps)
+        controller = make_controller(self.config, warmup_steps=self.warmup_steps)
         control = LrControl(self._optimizer, controller, scheduler=self._scheduler, step=self._step, count_steps=False)
         control.advance(step=self._step)
         return control
@@ -130,3 +130,90 @@ def warmup_steps(optimizer_config: Any) -> int:
     if optimizer_config.lr_warmup_steps > 0:
         return int(optimizer_config.lr_warmup_steps)
     return int(optimizer_config.lr_warmup_steps_ratio * optimizer_config.total_training_steps)
+
+
+class MegatronSchedule:
+    """What a control asks of a torch schedule, answered by Megatron's, which verl moves by 1 in each update.
+
+    Args:
+        schedule: Megatron's `OptimizerParamScheduler`.
+        optimizer: The torch optimizer whose rates it sets.
+    """
+
+    def __init__(self, schedule: Any, optimizer: Any) -> None:
+        self._schedule, self._optimizer = schedule, optimizer
+
+    @property
+    def last_epoch(self) -> int:
+        """Updates that the schedule has seen."""
+        return int(self._schedule.num_steps)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return each group's rate."""
+        return [group["lr"] for group in self._optimizer.param_groups]
+
+    def step(self) -> None:
+        """Take note that Megatron's schedule has moved on: the control wraps this call."""
+
+
+class ChainedLr:
+    """Steers every torch optimizer inside Megatron's; all take the same statistics, so that all have the same multiplier.
+
+    Args:
+        config: The `lr` section.
+        optimizers: The torch optimizers, at least one.
+        schedule: Megatron's `OptimizerParamScheduler`.
+
+    Raises:
+        ConfigError: An optimizer cannot be steered.
+    """
+
+    def __init__(self, config: LrConfig, optimizers: Sequence[Any], schedule: Any) -> None:
+        self._schedule = schedule
+        self._views = [MegatronSchedule(schedule, optimizer) for optimizer in optimizers]
+        self._rates = [
+            EngineLr(config, optimizer, view, self._warmup_steps)
+            for optimizer, view in zip(optimizers, self._views, strict=True)
+        ]
+
+    @property
+    def _warmup_steps(self) -> int:
+        return max(int(self._schedule.lr_warmup_steps), 0)
+
+    @property
+    def multiplier(self) -> float:
+        """The multiplier of the next update."""
+        return self._rates[0].control.multiplier
+
+    def update(self, **statistics: float | None) -> dict[str, float]:
+        """Take statistics as `EngineLr.update` does, and return what to log."""
+        return [rate.update(**statistics) for rate in self._rates][0]
+
+    def before_step(self) -> None:
+        """Refuse a step as `EngineLr.before_step` does."""
+        self._rates[0].before_step()
+
+    def after_step(self, grad_norm: float) -> None:
+        """Remember the norm of all parameters' gradients."""
+        for rate in self._rates:
+            rate.after_step(grad_norm)
+
+    def applied(self) -> tuple[float, dict[str, float]]:
+        """Return the rate that the update has applied, and what to log of it; to be asked before the schedule moves on."""
+        return self._rates[0].applied(), self._rates[0].control.metrics()
+
+    def moved(self) -> None:
+        """Follow the schedule to its next update."""
+        for view, rate in zip(self._views, self._rates, strict=True):
+            view.step()
+            rate.moved()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes into a checkpoint; it is the same for every optimizer."""
+        return self._rates[0].state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint as `EngineLr.load_state_dict` does; warm-up is the loaded schedule's."""
+        for rate in self._rates:
+            rate.warmup_steps = self._warmup_steps
+            rate.load_state_dict(state)

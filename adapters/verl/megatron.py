@@ -1,4 +1,4 @@
-"""The `routing` section with verl's Megatron engine, whose own replay does the work: settings, and checks around it.
+"""The block with verl's Megatron engine: settings, and checks around its own replay, which does the work of `routing`.
 
 verl's replay looks at no expert id, and a router that it has no routes for chooses for itself. Here every sample's routes are
 ingested before a batch runs, and every router that does not replay is an error (`megatron_replay.py`).
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 from verl.utils.device import get_device_name
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import PatchSet
 
@@ -37,10 +37,23 @@ def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
     Raises:
         ConfigError: The block asks for what this release cannot do with verl's Megatron engine; names the setting.
     """
-    routing = block.routing
     _check_block(block)
-    if routing is None:
-        return []
+    lines = [] if block.lr is None else _keep_schedule(config)
+    return lines if block.routing is None else lines + _set_replay(config, block.routing)
+
+
+def _keep_schedule(config: DictConfig) -> list[str]:
+    """Let a resumed run go on with the schedule that it was saved with, whose updates the rate's control counts."""
+    name = f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler"
+    with open_dict(config):
+        OmegaConf.update(config, name, True)
+    return [
+        f"{name}=True: with mismatch.lr a resumed run takes its schedule from the checkpoint, where verl's default begins "
+        "warm-up and decay anew; the rates and steps of actor.optim are then the checkpoint's, too."
+    ]
+
+
+def _set_replay(config: DictConfig, routing: RoutingConfig) -> list[str]:
     _check_model(config)
     name, switch = f"{ACTOR}.megatron.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
     if _get(config, name) not in (None, "disabled", routing.mode):
@@ -63,7 +76,6 @@ def _check_block(block: MismatchConfig) -> None:
     for setting, refused, shown, allowed, why in (
         ("mismatch.precision", block.precision is not None, "set", "to leave it out",
          "dtypes and loss scale of verl's Megatron engine are set elsewhere"),
-        ("mismatch.lr", block.lr is not None, "set", "to leave it out", "the rate is led in our FSDP2 engine alone"),
         ("mismatch.monitor.weight_sync", block.monitor.weight_sync != "off", block.monitor.weight_sync, "'off'",
          "the actor's weights are probed in FSDP2 models alone"),
         ("mismatch.routing.reference", block.routing is not None and block.routing.reference, True, "False",
@@ -140,10 +152,12 @@ def megatron_report(engine: Any) -> dict[str, Any]:
         scale = {"class": type(optimizer).__name__, "enabled": True, "scale": float(optimizer.get_loss_scale())}
         reading = replace(reading, scaler=scale)
     mode = engine.engine_config.router_replay.mode
+    rate = getattr(engine, "mismatch_lr", None)
     return {
         "engine": type(engine).__name__,
         "strategy": engine.engine_config.strategy,
         "trainer": asdict(reading),
         "routing": None if mode == "disabled" else mode,
+        "lr": None if rate is None else rate.multiplier,
         "patches": [] if _PATCHES is None else _PATCHES.describe(),
     }

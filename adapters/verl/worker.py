@@ -55,15 +55,14 @@ class MismatchWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
-        if self._megatron:
-            register_megatron_checks(block)
+        expected = _megatron_engine(block) if self._megatron else MismatchFSDPEngine
         super().init_model()
         if "actor" not in self.role:
             return
         engine = self.actor.engine
-        if not self._megatron and not isinstance(engine, MismatchFSDPEngine):
+        if not isinstance(engine, expected):
             raise ConfigError(
-                f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {MismatchFSDPEngine.__name__}, "
+                f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {expected.__name__}, "
                 "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
             )
         self.actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
@@ -159,7 +158,17 @@ class MismatchWorker(ActorRolloutRefWorker):
     @on_all_ranks
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what the engine measured since the last call."""
-        return {} if self._megatron else dict(self.actor.engine.mismatch_metrics())
+        return dict(self.actor.engine.mismatch_metrics())
+
+
+def _megatron_engine(block: MismatchConfig) -> type[Any]:
+    """Prepare this process for a Megatron actor, and return the class that its engine will have."""
+    # megatron-core is imported here, where the actor needs it.
+    from mismatch_ext.adapters.verl.megatron_engine import MismatchMegatronEngine, register_megatron_engine
+
+    register_megatron_engine()
+    register_megatron_checks(block)
+    return MismatchMegatronEngine
 
 
 class _Scoring:

@@ -135,7 +135,6 @@ def test_verls_own_settings_are_set(ran: dict[str, Any]) -> None:
     "case, words",
     [
         ("precision", "mismatch.precision='set'"),
-        ("lr", "mismatch.lr='set'"),
         ("weight_sync", "mismatch.monitor.weight_sync='error'"),
         ("reference", "mismatch.routing.reference=True"),
         ("native_gap_rate", "mismatch.routing.native_gap_rate='> 0'"),

@@ -111,9 +111,17 @@ def test_a_megatron_actor_keeps_verls_own_replay() -> None:
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
 
 
-@pytest.mark.parametrize(
-    "refused", ["+mismatch.precision.dtype=bfloat16", "+mismatch.lr.period=5", "mismatch.monitor.weight_sync=warn"]
-)
+def test_a_megatron_actors_rate_is_led_and_its_schedule_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler"
+    assert OmegaConf.select(prepared_megatron(), name) is False
+    assert name not in capsys.readouterr().out
+    config = prepared_megatron("+mismatch.lr.period=5", "+mismatch.routing.mode=R3")
+    assert OmegaConf.select(config, name) is True
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
+    assert f"{name}=True: with mismatch.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("refused", ["+mismatch.precision.dtype=bfloat16", "mismatch.monitor.weight_sync=warn"])
 def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
     with pytest.raises(ConfigError, match="strategy='megatron'"):
         prepared_megatron(refused)

@@ -41,6 +41,15 @@ LAYERS, EXPERTS, TOP_K = 2, 16, 4
 OFF = {"monitor": {"weight_sync": "off"}}
 R3 = {"routing": {"mode": "R3", "agreement_rate": 1.0}, **OFF}
 R2 = {"routing": {"mode": "R2", "agreement_rate": 1.0}, **OFF}
+LED = {"lr": {"period": 2}, **OFF}
+OPTIM = "actor_rollout_ref.actor.optim"
+CONSTANT = (
+    f"{OPTIM}.lr=1e-4",
+    f"{OPTIM}.lr_decay_style=constant",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+)
+LINEAR = (f"{OPTIM}.lr=1e-4", f"{OPTIM}.lr_warmup_steps=2")
+COSINE = (*LINEAR, f"{OPTIM}.lr_decay_style=cosine")
 
 
 def configured(model: str, block: dict[str, Any] | None, *overrides: str) -> DictConfig:
@@ -133,11 +142,11 @@ def scored(built: Any, data: TensorDict) -> TensorDict:
     return data
 
 
-def update(built: Any, data: TensorDict) -> Any:
-    """Run verl's update over a batch, and return its metrics."""
+def update(built: Any, data: TensorDict, size: int = 4) -> Any:
+    """Run verl's update over a batch, in mini-batches of a size, and return its metrics."""
     data = data.clone()
     tu.assign_non_tensor(
-        data, mini_batch_size=4, global_batch_size=4, epochs=1, seed=0, dataloader_kwargs={"shuffle": False}
+        data, mini_batch_size=size, global_batch_size=size, epochs=1, seed=0, dataloader_kwargs={"shuffle": False}
     )
     return tu.get(built.update_actor(data), "metrics")
 
@@ -351,6 +360,114 @@ def checkpoint(model: str, out: str) -> dict[str, Any]:
         built.load_checkpoint(out)
         found[f"loaded_{name}"] = parameters(built)
         found[f"resumed_{name}"] = update(built, data)["lr"]
+    return found
+
+
+def rates(model: str, out: str) -> dict[str, Any]:
+    """Lead the rate of three schedules over six updates, and go on with the last three in a new worker."""
+    found: dict[str, Any] = {"stock": rates_of(worker(model, OFF, *COSINE))}
+    for name, schedule, size, resumed in (
+        ("constant", CONSTANT, 2, None),
+        ("linear", LINEAR, 4, (*LINEAR, f"{OPTIM}.lr_warmup_steps=0")),  # a checkpoint's warm-up counts, not the run's
+        ("cosine", COSINE, 4, COSINE),
+    ):
+        built, folder = worker(model, LED, *schedule), f"{out}/{name}"
+        before = built.mismatch_report()["lr"]
+        found[name] = {"before": before, **rates_of(built, size, save=folder if resumed else None)}
+        found[name] |= {"report": built.mismatch_report(), "metrics": built.mismatch_metrics()}
+        if resumed:
+            built = worker(model, LED, *resumed)
+            built.load_checkpoint(folder)
+            found[name]["resumed"] = rates_of(built, size, first=3)
+    other = worker(model, {"lr": {"rule": "reactive"}, **OFF}, *COSINE)
+    found["other_rule"] = refused(other.load_checkpoint, folder)
+    return found
+
+
+def rates_of(built: Any, size: int = 4, *, first: int = 0, save: str | None = None) -> dict[str, Any]:
+    """Return the rates that the updates up to the sixth step with, and those that verl logs."""
+    [inner] = [part.optimizer for part in built.actor.engine.optimizer.chained_optimizers]
+    seen: list[float] = []
+    inner.register_step_pre_hook(lambda optimizer, *_: seen.extend(group["lr"] for group in optimizer.param_groups))
+    old, logged = nested([torch.full((count,), -3.0) for count in RESPONSES]), []
+    data = batch(old_log_probs=old)  # the same before and after a checkpoint
+    for number in range(first, 6):
+        logged.append(update(built, data, size)["lr"])
+        if save is not None and number == 2:
+            built.save_checkpoint(save)
+    return {"seen": seen, "groups": len(inner.param_groups), "logged": logged, "parameters": parameters(built)}
+
+
+def surge(model: str) -> dict[str, Any]:
+    """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
+    from mismatch_ext.adapters.verl.lr import ChainedLr
+
+    section = {"rule": "reactive", "surge": {"baseline_window": 2, "smoothing": 1}}
+    built = worker(model, {"lr": section, **OFF}, *CONSTANT)
+    data, found = scored(built, batch()), {}
+    found["without"] = refused(update, built, data)
+    found["answers"], found["logged"] = [], []
+    for length in (10.0, 10.0, 30.0, 30.0):
+        found["answers"].append(built.mismatch_update_lr(response_length=length))
+        found["logged"] += update(built, data)["lr"]
+    found["metrics"] = built.mismatch_metrics()
+    found["again"] = refused(update, built, data)
+    found["chained"] = chained(model, ChainedLr, section)
+    found["refused"] = unsteered(worker(model, OFF).actor.engine.optimizer)
+    return found
+
+
+def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]:
+    """Steer two of Megatron's optimizers in one, as dense and expert weights have under expert parallelism."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from mismatch_ext.adapters.verl.megatron_engine import torch_optimizers
+
+    from mismatch_ext.config import MismatchConfig
+
+    engines = [worker(model, OFF, *CONSTANT).actor.engine for _ in range(2)]
+    whole = ChainedOptimizer([part for engine in engines for part in engine.optimizer.chained_optimizers])
+    inner, block = torch_optimizers(whole), MismatchConfig.parse({"lr": section})
+    assert block is not None
+    schedule = engines[0].lr_scheduler
+    led, seen = kind(block.lr, inner, schedule), [[] for _ in inner]
+    for one, rates in zip(inner, seen, strict=True):
+        one.register_step_pre_hook(lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"]))
+    for length in (10.0, 10.0, 30.0, 30.0):
+        led.update(response_length=length)
+        for one in inner:
+            one.step()
+        schedule.step(1)
+        led.moved()
+    return seen
+
+
+def unsteered(optimizer: Any) -> dict[str, str]:
+    """Return what is said of optimizers whose rate cannot be led."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from mismatch_ext.adapters.verl.megatron_engine import torch_optimizers
+
+    [part] = optimizer.chained_optimizers
+    inner, found = part.optimizer, {}
+    part.config.use_precision_aware_optimizer = True
+    found["precision_aware"] = refused(torch_optimizers, optimizer)
+    part.config.use_precision_aware_optimizer = False
+    part.optimizer = HybridDeviceOptimizer(
+        [torch.nn.Parameter(torch.ones(2))],
+        offload_fraction=1.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        pin_cpu_grads=False,
+        pin_cpu_params=False,
+        overlap_cpu_optimizer_d2h_h2d=False,
+        lr=1e-3,
+    )
+    found["offloaded"] = refused(torch_optimizers, optimizer)
+    part.optimizer = part
+    found["not_torchs"] = refused(torch_optimizers, optimizer)
+    part.optimizer = inner
+    found["accepted"] = refused(torch_optimizers, optimizer)
+    part.is_stub_optimizer = True
+    found["empty"] = refused(torch_optimizers, optimizer)
     return found
 
 

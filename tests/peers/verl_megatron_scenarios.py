@@ -418,7 +418,6 @@ def settings() -> dict[str, Any]:
         off = {"monitor": {"weight_sync": "off"}}
         for name, section in (
             ("precision", {"precision": {"dtype": "bfloat16"}, **off}),
-            ("lr", {"lr": {}, **off}),
             ("weight_sync", {}),
             ("reference", {"routing": {"mode": "R3", "reference": True}, **off}),
             ("native_gap_rate", {"routing": {"mode": "R3", "native_gap_rate": 0.1}, **off}),

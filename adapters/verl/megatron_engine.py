@@ -1,0 +1,152 @@
+"""verl's Megatron engine with the block: learning-rate control and its state in checkpoints.
+
+Imports megatron-core, so that only a worker of a Megatron actor may import it. Without an `lr` section the engine does what its
+parent does.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.checkpoint import read_state, write_state
+from mismatch_ext.adapters.verl.engine import VENDOR
+from mismatch_ext.adapters.verl.lr import ChainedLr
+from torch.optim import Optimizer
+from verl.utils.device import get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+
+
+def torch_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Return the torch optimizers inside Megatron's, in its order; a part of it without parameters has none.
+
+    Raises:
+        ConfigError: One is none of torch's, keeps other copies of its rates or weights, or there are none at all.
+    """
+    found = []
+    for part in _parts(optimizer):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        inner = part.optimizer
+        if isinstance(inner, HybridDeviceOptimizer):
+            raise _refused(inner, "it steps optimizers of its own on the CPU", "without optimizer_cpu_offload")
+        if getattr(part.config, "use_precision_aware_optimizer", False):
+            why = "this release has not been tried with a precision-aware optimizer, which verl also makes for float16"
+            raise _refused(inner, why, "with use_precision_aware_optimizer=False, in bfloat16 or float32")
+        if not isinstance(inner, Optimizer):
+            raise _refused(
+                inner, "it is no torch.optim.Optimizer, whose step hooks set the rate", "with optimizer=adam"
+            )
+        found.append(inner)
+    if not found:
+        raise _refused(
+            optimizer, "this rank has no parameters that are trained", "in a layout in which every rank trains some"
+        )
+    return found
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [part for link in chained for part in _parts(link)]
+
+
+def _refused(optimizer: Any, why: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"mismatch.lr cannot lead the rate of {type(optimizer).__name__} in verl's Megatron engine: {why}. Train {allowed} "
+        "(actor.optim and actor.optim.override_optimizer_config), use actor.strategy=fsdp2, or take mismatch.lr out."
+    )
+
+
+class MismatchMegatronEngine(MegatronEngineWithLMHead):
+    """verl's Megatron engine with the block.
+
+    Args:
+        block: The block; None takes the one of the run that this process belongs to, if there is one.
+    """
+
+    def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.block = active_block() if block is None else block
+        self.mismatch_lr: ChainedLr | None = None
+        self._applied: dict[str, float] = {}
+
+    def initialize(self) -> None:
+        """Build model, optimizer and schedule as the parent does, and steer the optimizer.
+
+        Raises:
+            ConfigError: It cannot be steered.
+        """
+        super().initialize()
+        if self.block is not None and self.block.lr is not None and not self.engine_config.forward_only:
+            self.mismatch_lr = ChainedLr(self.block.lr, torch_optimizers(self.optimizer), self.lr_scheduler)
+
+    def optimizer_step(self) -> Any:
+        """Step as the parent does, which raises an error where a step is skipped.
+
+        Raises:
+            ConfigError: The rate was to be led by statistics that nobody gave.
+        """
+        if self.mismatch_lr is None:
+            return super().optimizer_step()
+        self.mismatch_lr.before_step()
+        norm = super().optimizer_step()
+        self.mismatch_lr.after_step(float(norm))
+        return norm
+
+    def lr_scheduler_step(self) -> Any:
+        """Move the schedule on, and return the rate that the update applied; stock verl returns the next one."""
+        if self.mismatch_lr is None:
+            return super().lr_scheduler_step()
+        applied, self._applied = self.mismatch_lr.applied()
+        super().lr_scheduler_step()
+        self.mismatch_lr.moved()
+        return applied
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save as the parent does, and beside it learning-rate control."""
+        if self.mismatch_lr is not None and local_path is not None:
+            # First: a checkpoint that verl has finished must not lack our part of it.
+            write_state(local_path, {"lr": self.mismatch_lr.state_dict()}, rank=dist.get_rank())
+        super().save_checkpoint(local_path, *args, **kwargs)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load as the parent does, and learning-rate control where optimizer and schedule are loaded too.
+
+        Raises:
+            RecordError: Its state is damaged, of another rule, or of another update than the schedule.
+        """
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.mismatch_lr is not None and local_path is not None and self.checkpoint_mananager.should_load_optimizer:
+            self.mismatch_lr.load_state_dict((read_state(local_path, rank=dist.get_rank()) or {}).get("lr"))
+
+    def mismatch_update_lr(self, **statistics: float | None) -> dict[str, float]:
+        """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
+
+        Args:
+            **statistics: As `LrController.update` takes them; none where `mismatch.lr` watches nothing.
+
+        Raises:
+            RecordError: The trigger's statistic is missing or not finite.
+        """
+        return {} if self.mismatch_lr is None else self.mismatch_lr.update(**statistics)
+
+    def mismatch_metrics(self) -> dict[str, float]:
+        """Return what is to be logged of the last update, without prefix."""
+        return dict(self._applied)
+
+
+def register_megatron_engine() -> None:
+    """Put the engine into verl's registry, once."""
+    known = EngineRegistry._engines.get("language_model", {}).get("megatron", {})
+    for device in {"cuda", get_device_name(), os.environ.get("VERL_ENGINE_DEVICE") or "cuda"}:
+        if (device, VENDOR) not in known:
+            EngineRegistry.register(model_type="language_model", backend="megatron", device=device, vendor=VENDOR)(
+                MismatchMegatronEngine
+            )
