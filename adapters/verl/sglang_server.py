@@ -19,7 +19,7 @@ import ray
 import sglang
 import torch
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
-from mismatch_ext.adapters.sglang.response import LOWEST
+from mismatch_ext.adapters.sglang.response import is_plain
 from mismatch_ext.adapters.sglang.routes import decode_routes
 from mismatch_ext.adapters.sglang.server_checks import ORIGINAL_LOGPROB
 from mismatch_ext.adapters.verl.block import active_block, digest
@@ -108,7 +108,7 @@ class MismatchSGLangServer(SGLangHttpServer):
         prompt, name, meta = list(request.input_ids), str(request.rid), output["meta_info"]
         # A turn that has no room left is asked for no token, and comes with the log-probability of none.
         empty = request.sampling_params.get("max_new_tokens") == 0
-        if request.return_logprob and not empty and not _plain(output, len(prompt)):
+        if request.return_logprob and not empty and not is_plain(output, len(prompt)):
             parse_response(output, prompt_ids=prompt, provenance=self._provenance, request_id=name, allow_abort=True)
         ids = output.get("output_ids") or []
         routes = meta.get("routed_experts")
@@ -132,23 +132,6 @@ class MismatchSGLangServer(SGLangHttpServer):
             num_experts=next((int(count) for count in experts if count), 1 << 15),
             top_k=int(text.num_experts_per_tok),
         )
-
-
-def _plain(output: dict[str, Any], prompt_tokens: int) -> bool:
-    """Tell whether an answer is without any doubt what it should be; reading a long one token by token takes long."""
-    meta, ids = output["meta_info"], output.get("output_ids")
-    entries, reason = meta.get("output_token_logprobs"), meta.get("finish_reason")
-    if not (isinstance(ids, list) and isinstance(entries, list) and isinstance(reason, dict)):
-        return False
-    if reason.get("type") not in ("stop", "length") or "weight_versions" in meta or meta.get("input_token_logprobs"):
-        return False
-    if meta.get("prompt_tokens") != prompt_tokens or not meta.get("completion_tokens") == len(ids) == len(entries):
-        return False
-    try:
-        values = np.array([entry[0] for entry in entries], dtype=np.float64)
-        return ids == [entry[1] for entry in entries] and bool(((values > LOWEST[0]) & (values <= 0)).all())
-    except (TypeError, ValueError, IndexError):
-        return False
 
 
 class MismatchSGLangReplica(SGLangReplica):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, to_records
 from mismatch_ext.adapters.sglang.fields import brief
+from mismatch_ext.adapters.sglang.response import is_plain
 
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.records import RolloutRecord
@@ -25,7 +26,7 @@ CORPUS = [
     (prompt, output)
     for name in RECORDED
     for prompt, output in zip(*recorded(name), strict=True)
-]  # fmt: skip
+] + [(PROMPT, response())]  # fmt: skip
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -78,11 +79,17 @@ def change(output: Any, path: tuple[Any, ...], kind: str, hostile: Any) -> Any:
 def attempt(output: Any, prompt: list[int], **changes: Any) -> RolloutRecord | None:
     """Parse; return None when one of our errors was raised, with a message of bounded length that names the request."""
     arguments: dict[str, Any] = {"prompt_ids": prompt, "provenance": provenance(), "shape": SHAPE, "request_id": "r9"}
+    plain = is_plain(output, len(prompt))
     try:
-        return parse_response(output, **(arguments | changes))
+        found = parse_response(output, **(arguments | changes))
+    except RoutingError:
+        found = None
+        assert not plain or parse_response(output, **(arguments | changes | {"shape": None}))
     except MismatchError as error:
         assert len(str(error)) < 1500 and "r9" in str(error)
-        return None
+        found = None
+        assert not plain
+    return found
 
 
 def sound(record: RolloutRecord | None, prompt: list[int], start: int = 0) -> None:
@@ -101,6 +108,15 @@ def sound(record: RolloutRecord | None, prompt: list[int], start: int = 0) -> No
     pairs = record.routing.experts.long()
     assert bool((pairs < 8).all())
     assert bool((pairs[..., 0] != pairs[..., 1]).all())
+
+
+def test_usual_answers_are_plain() -> None:
+    # The recordings have log-probabilities of their prompts, which must be looked at.
+    assert [is_plain(output, len(prompt)) for prompt, output in CORPUS] == [False] * (len(CORPUS) - 1) + [True]
+    for prompt, output in CORPUS[:-1]:
+        usual = {k: v for k, v in output["meta_info"].items() if k not in ("input_token_logprobs", "weight_versions")}
+        assert is_plain({**output, "meta_info": usual}, len(prompt))
+        assert not is_plain({**output, "meta_info": usual}, len(prompt) + 1)
 
 
 KINDS = ("replace", "replace", "drop", "double", "empty", "halve")
