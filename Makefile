@@ -30,7 +30,7 @@ setup: $(STAMP)
 # dependencies: it asks for torchvision and torchaudio, which text models never import and which have no CPU build
 # on every index. xgrammar likewise: it asks for triton, which a CPU does not run; and megatron-bridge, for Transformer Engine.
 # Everything else that the three need is listed in requirements/cpu.txt.
-$(STAMP): pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
+$(STAMP): Makefile pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"mismatch-ext needs Python 3.11 or newer, found {sys.version.split()[0]}; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "[setup] installing the pinned CPU environment into .venv (a few minutes the first time)"
@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
 # runs it.
 setup-sglang: $(SGLANG_STAMP)
 
-$(SGLANG_STAMP): pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CONSTRAINTS)
+$(SGLANG_STAMP): Makefile pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CONSTRAINTS)
 	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
 	@echo "[setup-sglang] installing the pinned SGLang environment into .venv-sglang (two minutes the first time)"
 	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) torch

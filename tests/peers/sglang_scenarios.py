@@ -67,9 +67,12 @@ def running(model: str, dtype: str, way: str, **changes: Any) -> Iterator[Transp
         finally:
             engine.shutdown()
         return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    # 0.5.12 takes a second port 10,000 above, which must be one too.
+    port = 1 << 16
+    while port + 10_000 >= 1 << 16:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
     flags: list[str] = []
     for name, value in {**options, "host": "127.0.0.1", "port": port}.items():
         if value is not False:
