@@ -1,5 +1,5 @@
 # setup: .venv in the checkout, pinned for two CPU cores, no GPU.   setup-sglang: .venv-sglang beside it.
-# test: everything, with the real peers, JOBS files at once.
+# test: everything, with the real peers, JOBS files at once; one of the tests is `make check`, which runs those without peers.
 # check: lint, types, fast tests.   demo: the main job, three settings side by side.   bench: ratios as JSON lines.
 # matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
 SHELL := /bin/bash
@@ -58,7 +58,7 @@ $(SGLANG_STAMP): Makefile pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CO
 	@touch $(SGLANG_STAMP)
 
 test: setup setup-sglang
-	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
+	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/peers
 
 check: setup
 	$(BIN)/ruff check .

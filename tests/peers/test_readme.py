@@ -136,7 +136,7 @@ def test_make_test_is_what_runs_this() -> None:
     # Running it from within itself would not end; under CI this very process must have been started by it.
     if "CI" in os.environ:
         assert os.environ.get("MISMATCH_MAKE_TEST") == "1"
-    assert "-m pytest -n 2 --dist loadfile --no-loadscope-reorder tests" in shell("make -n test")
+    assert "-m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/peers" in shell("make -n test")
 
 
 def test_make_matrix() -> None:
@@ -146,7 +146,8 @@ def test_make_matrix() -> None:
 
 
 def test_make_check() -> None:
-    assert "passed" in shell("make check")
+    # `make test` leaves these tests to this one: they run once.
+    assert re.search(r"[1-9]\d{3} passed", shell("make check"))
 
 
 def test_make_bench_prints_json_lines() -> None:

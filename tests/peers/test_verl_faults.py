@@ -18,7 +18,12 @@ R3 = "+mismatch.routing.mode=R3"
 
 
 def failed(
-    work: Path, *overrides: str, model: Path, fault: str | None = None, vllm_version: str | None = None
+    work: Path,
+    *overrides: str,
+    model: Path,
+    fault: str | None = None,
+    vllm_version: str | None = None,
+    timeout: float = 300,
 ) -> VerlRun:
     """Run with a block and a fault, and return what must not have succeeded nor hung."""
     run = run_verl(
@@ -26,7 +31,7 @@ def failed(
         [*dtypes("float32"), *overrides],
         model=model,
         plugin=True,
-        timeout=300,
+        timeout=timeout,
         env={} if fault is None else {FAULT: fault},
         vllm_version=vllm_version,
     )
@@ -74,8 +79,9 @@ def test_one_answer_without_its_routing(moe: Path, tmp_path: Path) -> None:
 
 
 def test_a_hang_is_ended_and_what_was_saved_is_there(dense: Path, tmp_path: Path) -> None:
-    overrides = ("+mismatch.monitor.stall_timeout=75", "trainer.save_freq=1")
-    run = failed(tmp_path, *overrides, model=dense, fault="failing_weight_update")
+    # Longer than a busy machine takes to start servers.
+    overrides = ("+mismatch.monitor.stall_timeout=150", "trainer.save_freq=1")
+    run = failed(tmp_path, *overrides, model=dense, fault="failing_weight_update", timeout=500)
     assert "StallError" in run.log and "updating the rollout's weights after step 1" in run.log
     saved = tmp_path / "checkpoints/global_step_1"
     assert (saved / "mismatch.json").is_file() and list((saved / "actor").glob("model_world_size_1_rank_0.pt"))

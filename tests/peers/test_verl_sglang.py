@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.arithmetic.pretrain import ensure_model
-from examples.arithmetic.task import UNFAMILIAR_DIGITS
 from mismatch_ext.rundata import read_run
 from tests.peers.sglang_fixtures import MAIN, OLDEST, stub_uses
 from tests.peers.verl_cpu.faults import FAULT
-from tests.peers.verl_runs import ROOT, TIMED_OUT, dtypes
+from tests.peers.verl_runs import TIMED_OUT, dtypes
 from tests.peers.verl_sglang_runs import run_verl_sglang
 
 pytestmark = pytest.mark.engine
@@ -43,33 +41,15 @@ def test_every_section_is_active_in_one_run(moe: Path, tmp_path: Path) -> None:
     assert used["fetched"] > 0 and used["called"] == 0
 
 
-def test_replay_narrows_the_gap_of_bfloat16(tmp_path: Path) -> None:
-    model = ensure_model("moe", ROOT / ".cache/models", progress=False)
-    many = (
-        *("data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=12"),
-        *("data.max_response_length=72", "actor_rollout_ref.rollout.max_model_len=96"),
-        *("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.max_num_seqs=96"),
-        "++actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=16384",
-        "actor_rollout_ref.actor.optim.lr=1e-5",
-    )
-    block = "+mismatch.routing={mode:R3,agreement_rate:1.0,native_gap_rate:1.0}"
-    overrides = [*dtypes("bfloat16"), *many, block]
-    steps = run_verl_sglang(tmp_path, overrides, model=model, plugin=True, digits=UNFAMILIAR_DIGITS).expect()
-    # The same tokens and weights, scored with and without replay. SGLang samples without seeds here, so that no two runs have
-    # the same few tokens that make the gap; with vLLM's, the same test asks for half.
-    replayed, native = ([step[f"mismatch/{name}"] for step in steps] for name in ("k3_kl", "native/k3_kl"))
-    assert 0 < 1.25 * sum(replayed) < sum(native), (replayed, native)
-    assert all(0 < step["mismatch/routing/set_mismatch_frac"] < 0.2 for step in steps)
-
-
-def test_one_flag_makes_both_sides_float16(dense: Path, tmp_path: Path) -> None:
-    block = ["+mismatch.precision={dtype:float16,loss_scale:{init_scale:64}}", "+mismatch.lr.trigger=response_length"]
-    run = run_verl_sglang(tmp_path, block, model=dense, plugin=True, version=MAIN)
+def test_float16_with_replay_trains_experts(moe: Path, tmp_path: Path) -> None:
+    block = ["+mismatch.precision={dtype:float16,loss_scale:{init_scale:16}}", "+mismatch.routing.mode=R3"]
+    run = run_verl_sglang(tmp_path, block, model=moe, plugin=True, version=MAIN)
     steps = run.expect()
     assert f"sglang {MAIN}, float16" in run.log and "uniform float16: audited on both sides" in run.log
-    assert all(step["mismatch/skipped_steps"] == 0.0 and step["actor/grad_norm"] > 0 for step in steps)
-    # Under bfloat16 it is 1e-4 on this model, before the first update.
-    assert 0 < steps[0]["mismatch/k3_kl"] < 1e-5
+    assert [step["mismatch/skipped_steps"] for step in steps] == [0.0] * 3
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    # Under bfloat16 it is 1e-4 on this model.
+    assert all(0 < step["mismatch/k3_kl"] < 2e-5 for step in steps)
 
 
 def test_an_answer_that_verl_would_drop_ends_the_run(dense: Path, tmp_path: Path) -> None:
