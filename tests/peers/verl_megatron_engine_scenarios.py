@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", VERL_LOGGING_LEVEL="ERROR")
@@ -31,9 +30,9 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from mismatch_ext.errors import MismatchError
 from tests.peers.megatron_cpu import chosen
 from tests.peers.verl_cpu.megatron_engine import CALLED, OVERRIDES, megatron_on_cpu
+from tests.peers.verl_inprocess.routes import as_rollout, nested, other, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
 TOKENS = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
@@ -92,11 +91,6 @@ def worker(model: str, block: dict[str, Any] | None = None, *overrides: str) -> 
     built = (ActorRolloutRefWorker if block is None else MismatchWorker)(config.actor_rollout_ref, "actor")
     built.init_model()
     return built
-
-
-def nested(parts: Sequence[Tensor]) -> Tensor:
-    """Return a tensor of ragged rows."""
-    return torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
 
 
 def batch(**fields: Tensor) -> TensorDict:
@@ -186,27 +180,6 @@ def plain(ran: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ran.items() if key not in ("seen", "routes")}
 
 
-def as_rollout(routes: Tensor) -> Tensor:
-    """Return routes as verl gets them from a rollout engine: 16 bits, and no row for the last sampled token."""
-    found = [row.to(torch.int16).clone() for row in routes.unbind()]
-    for row in found:
-        row[-1] = 0
-    return nested(found)
-
-
-def other(routes: Tensor) -> Tensor:
-    """Return routes of which the last slot is another expert, of each sample another one, in every row that has one."""
-    found = []
-    for number, row in enumerate(routes.unbind()):
-        row = row.clone()
-        for ids in row.flatten(0, 1):
-            if ids.any():
-                free = sorted(set(range(EXPERTS)) - set(ids.tolist()))
-                ids[-1] = free[number % len(free)]
-        found.append(row)
-    return nested(found)
-
-
 def obeyed(seen: dict[int, list[Tensor]], routes: Tensor, passes: int = 2) -> bool:
     """Tell whether every pass over the packed samples took the given routes, but for each sample's last token."""
     found = []
@@ -217,15 +190,6 @@ def obeyed(seen: dict[int, list[Tensor]], routes: Tensor, passes: int = 2) -> bo
                 ids = [row.nonzero().flatten().tolist() for row in rows[:-1]]
                 found.append(ids == given[:-1, layer].sort(-1).values.tolist())
     return all(found) and len(found) == LAYERS * passes * len(TOKENS)
-
-
-def refused(run: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the class and message of an error of ours; anything else is raised, and nothing is an answer too."""
-    try:
-        run(*args, **kwargs)
-    except MismatchError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
 
 
 # Scenarios

@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from mismatch_ext.config import MismatchConfig
-from tests.peers.verl_inprocess.workers import nested
+from tests.peers.verl_inprocess.routes import nested
 
 END = 0
 PROMPT = [1, 2, 3, 1]

@@ -15,6 +15,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from tests.peers.forks import on_ranks
+from tests.peers.verl_inprocess.routes import as_rollout, nested, other, refused
 from tests.peers.verl_inprocess.training import overflowing
 from tests.peers.verl_inprocess.workers import (
     PROMPTS,
@@ -23,9 +24,7 @@ from tests.peers.verl_inprocess.workers import (
     RESPONSES,
     batch,
     logprobs,
-    nested,
     parameters,
-    refused,
     scored,
     update,
     whole,
@@ -48,27 +47,6 @@ def experts_seen(built: Any) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         handle.remove()
-
-
-def as_rollout(routes: Tensor) -> Tensor:
-    """Return routes as verl gets them from a rollout engine: 16 bits, and no row for the last sampled token."""
-    rows = [row.to(torch.int16).clone() for row in routes.unbind()]
-    for row in rows:
-        row[-1] = 0
-    return nested(rows)
-
-
-def other(routes: Tensor) -> Tensor:
-    """Return routes of which the last slot is another expert, of each sample another one, in every row that has one."""
-    rows = []
-    for number, row in enumerate(routes.unbind()):
-        row = row.clone()
-        for ids in row.flatten(0, 1):
-            if ids.any():
-                free = sorted(set(range(16)) - set(ids.tolist()))
-                ids[-1] = free[number % len(free)]
-        rows.append(row)
-    return nested(rows)
 
 
 def own_routes(model: str, samples: Sequence[int] = (0, 1, 2, 3)) -> Tensor:

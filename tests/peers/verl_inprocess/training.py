@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.peers.verl_inprocess.workers import R3, batch, parameters, refused, scored, update, worker
+from tests.peers.verl_inprocess.routes import refused
+from tests.peers.verl_inprocess.workers import R3, batch, parameters, scored, update, worker
 
 BLOCK16 = {
     "precision": {"dtype": "float16", "loss_scale": {"init_scale": 2.0**15, "growth_interval": 5}},

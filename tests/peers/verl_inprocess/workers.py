@@ -29,7 +29,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError
+from tests.peers.verl_inprocess.routes import nested
 
 torch.set_num_threads(1)
 register_engine()
@@ -115,11 +115,6 @@ def worker(
     return built
 
 
-def nested(parts: Sequence[Tensor]) -> Tensor:
-    """Return a tensor of ragged rows."""
-    return torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
-
-
 def batch(samples: Sequence[int] = (0, 1, 2, 3), **fields: Tensor) -> TensorDict:
     """Return a batch as verl's trainer hands it to a worker; a sample has the same tokens in every batch.
 
@@ -191,12 +186,3 @@ def parameters(built: Any) -> str:
 def whole(value: Tensor) -> Tensor:
     """Return a tensor that ranks may share, as one."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
-def refused(run: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the class and message of an error of ours; anything else is raised, and nothing is an answer too."""
-    try:
-        run(*args, **kwargs)
-    except MismatchError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
