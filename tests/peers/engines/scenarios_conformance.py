@@ -1,0 +1,76 @@
+"""What both engines' adapters are held to: one description of a record, and vLLM's side of it.
+
+SGLang's side is in `scenarios_sglang`, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+
+
+def described(record: RolloutRecord) -> dict[str, Any]:
+    """Return every field of a record as JSON-able data, routes as nested lists."""
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    trace = record.routing
+    fields["provenance"] = dataclasses.asdict(record.provenance)
+    fields["types"] = {name: type(value).__name__ for name, value in fields.items()}
+    fields["routing"] = trace and {
+        "experts": trace.experts.tolist(),
+        "dtype": str(trace.experts.dtype),
+        "layers": trace.layers,
+        "num_experts": trace.num_experts,
+        "start": trace.start,
+        "versions": trace.versions,
+    }
+    return fields
+
+
+def vllm(
+    model: str, sampling: dict[str, Any], rows: list[list[int]], count: int, **options: Any
+) -> list[dict[str, Any]]:
+    """Return the records of greedy rollouts of vLLM, field by field."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+    import torch
+    from mismatch_ext.adapters import vllm as engine
+    from mismatch_ext.adapters.transformers.routing import moe_layout
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    settings = SamplingSettings(**sampling)
+    layout = moe_layout(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, seed=0, enable_return_routed_experts=True)
+    parameters = SamplingParams(max_tokens=count, logprobs=0, **sampling, **options)
+    outputs = llm.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
+    reading = engine.read_engine(llm)
+    shape = {"layers": layout.layers, "num_experts": layout.num_experts, "top_k": layout.top_k}
+    records = engine.to_records(
+        [output.prompt_token_ids for output in outputs],
+        [output.outputs[0].token_ids for output in outputs],
+        [
+            [top[token].logprob for token, top in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]
+            for o in outputs
+        ],
+        Provenance(
+            engine=reading.engine,
+            engine_version=reading.version,
+            dtype=reading.model_dtype,
+            kv_cache_dtype=reading.kv_cache_dtype,
+            weight_version=0,
+            patch_digest="none",
+            sampling=settings,
+            logprobs_mode=reading.logprobs_mode,
+        ),
+        engine.to_traces(outputs, **shape, version=0),
+    )
+    engine.shutdown(llm)
+    return [described(record) for record in records]
+
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)

@@ -1,0 +1,474 @@
+"""Real SGLang engines on a CPU, in an environment that has SGLang.
+
+Models are random and tiny. In float32, engine and transformers must agree on every token; in half precision they cannot.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from mismatch_ext.adapters.sglang import (
+    RoutingShape,
+    check_server,
+    generate_request,
+    read_server,
+    to_provenance,
+    to_records,
+    transport,
+)
+from mismatch_ext.adapters.sglang.engine import EngineTransport
+from mismatch_ext.adapters.sglang.http import HttpTransport
+from mismatch_ext.adapters.sglang.probes import score_tokens
+from mismatch_ext.adapters.sglang.transport import Transport
+from mismatch_ext.adapters.sglang.weights import VerifiedWeights, checkpoint_parameters, update_weights
+from mismatch_ext.adapters.transformers import scoring
+from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import MismatchError
+from mismatch_ext.records import RolloutRecord, SamplingSettings
+from mismatch_ext.routing import agreement, align
+
+# The share of memory is no reservation, max_total_tokens is; a small one fails when others take memory during the start.
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+    "mem_fraction_static": 0.5, "max_total_tokens": 4096, "max_running_requests": 8, "chunked_prefill_size": 64,
+    "skip_server_warmup": True, "grammar_backend": "none", "log_level": "error", "random_seed": 1, "watchdog_timeout": 250,
+    "skip_tokenizer_init": True, "enable_return_routed_experts": True,
+}  # fmt: skip
+PLAIN = SamplingSettings()
+
+
+@contextmanager
+def running(model: str, dtype: str, way: str, **changes: Any) -> Iterator[Transport]:
+    """Run an engine in this process's family, or a server behind HTTP."""
+    options = {**OPTIONS, "model_path": model, "dtype": dtype, **changes}
+    if way == "engine":
+        from sglang import Engine
+
+        engine = Engine(**options)
+        try:
+            yield EngineTransport(engine)
+        finally:
+            engine.shutdown()
+        return
+    # 0.5.12 takes a second port 10,000 above, which must be one too.
+    port = 1 << 16
+    while port + 10_000 >= 1 << 16:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+    flags: list[str] = []
+    for name, value in {**options, "host": "127.0.0.1", "port": port}.items():
+        if value is not False:
+            flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    with open(Path(model).parent / f"server-{port}.log", "w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", *flags], stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield _reached(HttpTransport(f"http://127.0.0.1:{port}"), server, Path(log.name))
+    finally:
+        # A group of its own: the server and the processes that it started.
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _reached(http: HttpTransport, server: subprocess.Popen[bytes], log: Path) -> HttpTransport:
+    import requests
+
+    until = time.monotonic() + 240
+    while time.monotonic() < until:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with {server.returncode}: {log.read_text()[-3000:]}")
+        try:
+            if requests.get(f"{http.url}/health", timeout=5).ok:
+                return http
+        except requests.RequestException:
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(f"the server did not start: {log.read_text()[-3000:]}")
+
+
+def prompts(count: int, longest: int, seed: int, vocabulary: int = 16, shortest: int = 2) -> list[list[int]]:
+    """Return random prompts of many lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.linspace(shortest, longest, count).round().int().tolist()
+    return [torch.randint(2, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def padded(records: list[RolloutRecord]) -> tuple[Tensor, Tensor]:
+    """Return tokens and attention mask `[B, S]`, padded on the right."""
+    rows = [torch.tensor([*r.prompt_ids, *r.response_ids]) for r in records]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, True), pad([torch.ones_like(row) for row in rows], True)
+
+
+@torch.no_grad()
+def trainer_scores(model: nn.Module, tokens: Tensor, attention: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the trainer's log-probabilities `[B, S-1]` of tokens 1 to S-1."""
+    logits = model(input_ids=tokens, attention_mask=attention, use_cache=False).logits[:, :-1].float()
+    return (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def gaps(
+    model: nn.Module, records: list[RolloutRecord], temperature: float = 1.0, replay: bool = False
+) -> list[Tensor]:
+    """Return the trainer's minus the engine's log-probabilities of every response."""
+    tokens, attention = padded(records)
+    if replay:
+        trace, recorded = align([r.routing for r in records], attention)
+        with replay_routing(model, trace, recorded):
+            scores = trainer_scores(model, tokens, attention, temperature)
+    else:
+        scores = trainer_scores(model, tokens, attention, temperature)
+    found = []
+    for row, record in zip(scores, records, strict=True):
+        first = len(record.prompt_ids) - 1
+        found.append(row[first : first + len(record.response_ids)] - torch.tensor(record.rollout_logprobs))
+    return found
+
+
+@torch.no_grad()
+def differing(model: nn.Module, record: RolloutRecord) -> tuple[int, int]:
+    """Return how many tokens the engine routed, and how many of them otherwise than transformers does."""
+    with record_routing(model) as recording:
+        model(input_ids=torch.tensor([[*record.prompt_ids, *record.response_ids]]), use_cache=False)
+    trace = record.routing
+    found = agreement(trace, recording.trace.slice(trace.start, trace.start + trace.rows))
+    return found.tokens, found.token_mismatches
+
+
+class Rollouts:
+    """Samples from an engine, and compares with transformers what comes back."""
+
+    def __init__(self, engine: Transport, model: nn.Module) -> None:
+        self.engine, self.model = engine, model
+        layout = moe_layout(model)
+        self.shape = RoutingShape(
+            num_layers=model.config.num_hidden_layers,
+            layers=layout.layers,
+            num_experts=layout.num_experts,
+            top_k=layout.top_k,
+        )
+        self.reading = read_server(engine.server_info())
+        self.version = 0
+        self.found: dict[str, Any] = {}
+
+    def records(
+        self,
+        rows: list[list[int]],
+        count: int,
+        *,
+        sampling: SamplingSettings = PLAIN,
+        start: int = 0,
+        n: int = 1,
+        **options: Any,
+    ) -> tuple[list[RolloutRecord], list[dict[str, Any]]]:
+        """Sample, and return records and the engine's own responses."""
+        request = generate_request(
+            rows, sampling, max_new_tokens=count, routing=True, routed_experts_start=start, n=n,
+            version=self.engine.version, **options,
+        )  # fmt: skip
+        outputs = self.engine.generate(request)
+        provenance = to_provenance(self.reading, sampling=sampling, weight_version=self.version)
+        stamp = str(self.version) if self.version else None
+        parts = {"provenance": provenance, "shape": self.shape, "routed_experts_start": start, "n": n}
+        return to_records(outputs, prompt_ids=rows, weight_version=stamp, **parts), outputs
+
+    def check(self, name: str, rows: list[list[int]], count: int, **options: Any) -> list[RolloutRecord]:
+        """Sample, and note how far records are from transformers."""
+        records, outputs = self.records(rows, count, **options)
+        sampling = options.get("sampling", PLAIN)
+        routed = [differing(self.model, record) for record in records]
+        self.found[name] = {
+            "responses": len(records),
+            "sampled": sum(len(r.response_ids) for r in records),
+            "logp": max(float(gap.abs().max()) for gap in gaps(self.model, records, sampling.temperature)),
+            "routed": sum(tokens for tokens, _ in routed),
+            "differing": sum(count for _, count in routed),
+            "starts": sorted({r.routing.start for r in records}),
+            "rows": [r.routing.rows for r in records] if len(records) < 4 else None,
+            "reasons": sorted({str(r.finish_reason) for r in records}),
+            "cached": sum(out["meta_info"]["cached_tokens"] for out in outputs),
+            "stamps": sorted({out["meta_info"]["weight_version"] for out in outputs}),
+        }
+        return records
+
+
+def ways(rollouts: Rollouts) -> None:
+    """Sample in every way that changes how routes and log-probabilities are put together."""
+    [whole] = prompts(1, 200, seed=0, shortest=200)
+    check = rollouts.check
+    check("chunked", [whole], 8, ignore_eos=True)
+    check("same prompt again", [whole], 8, ignore_eos=True)
+    check("shared prefix", [whole[:120] + row for row in prompts(2, 30, seed=1, shortest=29)], 8)
+    check("concurrent", prompts(8, 90, seed=2), 60, ignore_eos=True)
+    check("groups", prompts(3, 40, seed=3), 12, n=3)
+    check("stop tokens", prompts(12, 40, seed=4), 40, stop_token_ids=[5, 6])
+    check("temperature", prompts(4, 40, seed=5), 20, sampling=SamplingSettings(temperature=0.6, top_p=0.9))
+    check("one token", prompts(4, 40, seed=6), 1)
+    check("start", [whole[:90]], 8, start=70, ignore_eos=True)
+    check("stream", [whole[:50]], 10, stream=True, ignore_eos=True)
+    check("streams", prompts(4, 30, seed=7), 10, stream=True)
+
+
+def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the error that a call ends with."""
+    try:
+        function(*args, **kwargs)
+    except MismatchError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@torch.no_grad()
+def train(model: nn.Module, seed: int) -> None:
+    """Move every weight, as far as a few large optimizer steps do."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += 0.03 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
+
+
+def weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
+    """Update an engine's weights in right and wrong ways, and see what is noticed."""
+    engine, model = rollouts.engine, rollouts.model
+    probes = torch.randint(2, 16, (8, 24), generator=torch.Generator().manual_seed(9))
+    verified = VerifiedWeights(
+        engine,
+        lambda: checkpoint_parameters(model),
+        lambda ids: scoring.score_tokens(model, ids),
+        probes=probes,
+        dtype=dtype,
+    )
+    found: dict[str, Any] = {"statuses": []}
+    before = copy.deepcopy(model)
+
+    def judged(verdict: Any) -> None:
+        found["statuses"].append(verdict.status)
+        found["message"] = verdict.message
+
+    train(model, 1)
+    judged(verified.update())
+    rollouts.version = verified.version
+    records = rollouts.check("after an update", prompts(8, 90, seed=2), 60, ignore_eos=True)
+    found["moved"] = max(float(gap.abs().max()) for gap in gaps(before, records))
+    train(model, 2)
+    judged(verified.verify())  # nothing was sent
+    judged(verified.update())
+    train(model, 3)
+    # What a loop over named_parameters() sends: SGLang reports success and drops the experts.
+    update_weights(engine, model.named_parameters(), dtype=dtype, weight_version="3", fused_experts=True)
+    judged(verified.verify())
+    found["fused"] = message_of(update_weights, engine, model.named_parameters(), dtype=dtype)
+    found["nothing"] = message_of(update_weights, engine, iter(()), dtype=dtype)
+    found["dtype"] = message_of(update_weights, engine, checkpoint_parameters(model), dtype="float16")
+    broken = ("model.norm.weight", torch.full((model.config.hidden_size,), torch.nan))
+    found["nan"] = message_of(update_weights, engine, [broken], dtype=dtype)
+    found.update(half_done(rollouts, broken, dtype))
+    # In small buckets, after all of these.
+    update_weights(engine, checkpoint_parameters(model), dtype=dtype, weight_version="4", bucket_bytes=30_000)
+    judged(verified.verify())
+    rollouts.version = 4
+    rollouts.check("after small buckets", prompts(4, 60, seed=8), 20)
+    return found
+
+
+def half_done(rollouts: Rollouts, broken: tuple[str, Tensor], dtype: str) -> dict[str, Any]:
+    """Let an update fail after a part of it was sent, and see what the engine says of itself and what is refused."""
+    engine = rollouts.engine
+    parts = [*checkpoint_parameters(rollouts.model), broken]
+    failed = message_of(update_weights, engine, parts, dtype=dtype, weight_version="9", bucket_bytes=30_000)
+    request = generate_request([3, 4, 5], PLAIN, max_new_tokens=2)
+    refused = message_of(engine.generate, request)
+    # As another client would, who does not know of the failure.
+    stamp = engine._generate(request)["meta_info"]["weight_version"]
+    return {"failed": failed, "refused": refused, "stamp": stamp}
+
+
+def paused(rollouts: Rollouts) -> dict[str, Any]:
+    """Update weights while a client streams: its request is aborted, and one that came later is served afterwards."""
+    engine = rollouts.engine
+    long = generate_request([3, 4, 5], PLAIN, max_new_tokens=450, ignore_eos=True, stream=True)
+    chunks = engine._stream(long)
+    next(chunks)
+    update_weights(engine, checkpoint_parameters(rollouts.model), dtype="float32", weight_version="paused")
+    last = transport.last_chunks(chunks)[0]["meta_info"]
+    [after] = engine.generate(generate_request([[3, 4, 5]], PLAIN, max_new_tokens=4))
+    return {
+        "reason": last["finish_reason"]["type"],
+        "sampled": last["completion_tokens"],
+        "stamp": after["meta_info"]["weight_version"],
+    }
+
+
+def served(model: str) -> dict[str, Any]:
+    """Sample from a dense model, behind a server with a tokenizer and without routes."""
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with running(model, "float32", "http", skip_tokenizer_init=False, enable_return_routed_experts=False) as engine:
+        info = engine.server_info()
+        verdict = check_server(info, config=MismatchConfig(), trainer_dtype="float32", original_logprobs=False)
+        provenance = to_provenance(read_server(info), sampling=PLAIN, weight_version=0)
+        rows, found = prompts(8, 90, seed=2), []
+        for step in range(2):
+            outputs = engine.generate(generate_request(rows, PLAIN, max_new_tokens=20, ignore_eos=True))
+            records = to_records(outputs, prompt_ids=rows, provenance=provenance)
+            found.append(max(float(gap.abs().max()) for gap in gaps(trainer, records)))
+            if step == 0:
+                train(trainer, 1)
+                update_weights(engine, checkpoint_parameters(trainer), dtype="float32", weight_version=1)
+        return {
+            "verdict": str(verdict),
+            "logp": found,
+            "sampled": sum(len(record.response_ids) for record in records),
+            "reasons": sorted({str(record.finish_reason) for record in records}),
+            "texts": sum(bool(output["text"]) for output in outputs),
+            "stamps": sorted({output["meta_info"]["weight_version"] for output in outputs}),
+            "routing": [record.routing for record in records if record.routing is not None],
+        }
+
+
+def refusals(rollouts: Rollouts) -> dict[str, Any]:
+    """Let the engine refuse, and return the errors."""
+    engine = rollouts.engine
+    [long] = prompts(1, 600, seed=11, shortest=600)
+    found = {"long": message_of(engine.generate, generate_request([long], PLAIN, max_new_tokens=2))}
+    if isinstance(engine, EngineTransport):
+        # A request in flight: the cache must not be flushed under it.
+        request = generate_request([3, 4, 5], PLAIN, max_new_tokens=300, ignore_eos=True, stream=True)
+        stream = engine.engine.generate(**request)
+        next(stream)
+        with mock.patch.object(transport, "FLUSH_SECONDS", 0.3):
+            found["flush"] = message_of(engine.flush_cache)
+        for _ in stream:
+            pass
+        if hasattr(engine.engine, "begin_weight_update"):
+            engine.engine.begin_weight_update()
+            found["session"] = message_of(
+                update_weights, engine, checkpoint_parameters(rollouts.model), dtype="float32"
+            )
+            engine.engine.end_weight_update()
+    else:
+        found["paused"] = paused(rollouts)
+    engine.flush_cache()
+    return found
+
+
+def exact(model: str, way: str) -> dict[str, Any]:
+    """Do everything in float32, where transformers must be met on every token."""
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with running(model, "float32", way) as engine:
+        verdict = check_server(
+            engine.server_info(), config=MismatchConfig(), trainer_dtype="float32", needs_routing=True
+        )
+        rollouts = Rollouts(engine, trainer)
+        ways(rollouts)
+        rows = prompts(6, 50, seed=10, shortest=50)
+        scored = score_tokens(engine, rows)
+        found = {
+            "version": engine.version,
+            "verdict": str(verdict),
+            "scored": float((scored - scoring.score_tokens(trainer, torch.tensor(rows))).abs().max()),
+            "refusals": refusals(rollouts),
+            "weights": weights(rollouts, "float32"),
+        }
+    return {**found, "rollouts": rollouts.found}
+
+
+def half(model: str, dtype: str, sequences: list[list[int]]) -> dict[str, Any]:
+    """Sample in half precision; score with transformers in the same precision, with its own routes and with the engine's."""
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    with running(model, dtype, "engine") as engine:
+        rollouts = Rollouts(engine, trainer)
+        vocabulary = trainer.config.vocab_size
+        records, _ = rollouts.records(prompts(48, 40, 20, vocabulary, 5), 24, ignore_eos=True)
+        native, replayed = gaps(trainer, records), gaps(trainer, records, replay=True)
+        found = {
+            "version": engine.version,
+            "dtype": rollouts.reading.model_dtype,
+            "routed": sum(len(gap) for gap in native),
+            "differing": [differing(trainer, record)[1] for record in records],
+            "native": [float(gap.abs().max()) for gap in native],
+            "replayed": [float(gap.abs().max()) for gap in replayed],
+            "mean": float(torch.cat(replayed).abs().mean()),
+            "named": [named_request(rollouts, ids) for ids in sequences],
+            "weights": half_weights(rollouts, dtype),
+        }
+    return found
+
+
+def named_request(rollouts: Rollouts, ids: list[int]) -> dict[str, float]:
+    """Score a given sequence with both sides, the trainer with its own routes and with the engine's."""
+    [record], _ = rollouts.records([ids], 1)
+    engine = score_tokens(rollouts.engine, [ids])[0]
+    tokens, attention = padded([record])
+    with_own = trainer_scores(rollouts.model, tokens, attention)[0, : len(ids) - 1]
+    trace, recorded = align([record.routing], attention)
+    with replay_routing(rollouts.model, trace, recorded):
+        replayed = trainer_scores(rollouts.model, tokens, attention)[0, : len(ids) - 1]
+    return {
+        "native": float((with_own - engine).abs().max()),
+        "replayed": float((replayed - engine).abs().max()),
+        "differing": differing(rollouts.model, record)[1],
+    }
+
+
+def half_weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
+    """Push float32 masters into a half-precision engine."""
+    engine, model = rollouts.engine, rollouts.model
+    masters = copy.deepcopy(model).float()
+
+    def parameters() -> Iterator[tuple[str, Tensor]]:
+        return checkpoint_parameters(masters)
+
+    probes = torch.randint(2, model.config.vocab_size, (8, 24), generator=torch.Generator().manual_seed(9))
+    verified = VerifiedWeights(
+        engine, parameters, lambda ids: scoring.score_tokens(model, ids), probes=probes, dtype=dtype
+    )
+    train(masters, 4)
+    model.load_state_dict(masters.state_dict())
+    verdict = verified.update()
+    huge = dict(parameters())
+    huge["model.layers.1.post_attention_layernorm.weight"] = torch.full((model.config.hidden_size,), 7e4)
+    overflow = message_of(update_weights, engine, huge.items(), dtype=dtype)
+    update_weights(engine, parameters(), dtype=dtype)
+    return {
+        "status": verdict.status,
+        "message": verdict.message,
+        "overflow": overflow,
+        "after": verified.verify().status,
+    }
+
+
+def conformance(model: str, sampling: dict[str, Any], rows: list[list[int]], **options: Any) -> dict[str, Any]:
+    """Return the records of greedy rollouts, field by field."""
+    from tests.peers.engines.scenarios_conformance import described
+
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with running(model, "float32", "engine") as engine:
+        rollouts = Rollouts(engine, trainer)
+        records, _ = rollouts.records(rows, options.pop("count"), sampling=SamplingSettings(**sampling), **options)
+    return {"records": [described(record) for record in records]}
+
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)

@@ -1,0 +1,58 @@
+"""Runs scenarios in the environment that `make setup-sglang` builds, beside the one that runs the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.peers.conftest import ROOT
+
+PYTHON = ROOT / ".venv-sglang/bin/python"
+SHIMS = ROOT / "tests/peers/engines/sglang_cpu"
+NEWEST, MAIN, OLDEST = "0.5.23", "0.5.18", "0.5.12"
+
+
+def environment(version: str, log: Path) -> dict[str, str]:
+    """Return the variables that let one version of SGLang run on a CPU; calls of the kernel stub go to the log."""
+    paths = [SHIMS] if version == MAIN else [ROOT / f".venv-sglang/sglang-{version}", SHIMS]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "KERNEL_STUB_LOG": str(log),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def run_sglang(
+    version: str, name: str, folder: Path, *, module: str = "engines.scenarios_sglang", **payload: Any
+) -> Any:
+    """Run a scenario with a version of SGLang in a process of its own, and return its result.
+
+    The result of a scenario gets "stub": how often names of the kernel stub were fetched and called.
+    """
+    assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup-sglang`"
+    log = folder / f"stub-{version}-{name}.log"
+    done = subprocess.run(
+        [str(PYTHON), "-m", f"tests.peers.{module}", name, json.dumps(payload, default=str)],
+        cwd=ROOT,
+        env=environment(version, log),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert done.returncode == 0 and lines, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    return {**result, "stub": stub_uses(log)}
+
+
+def stub_uses(log: Path) -> dict[str, int]:
+    """Count the lines of the kernel stub's log; it must exist, or the stub was not the one that was imported."""
+    kinds = [line.split()[0] for line in log.read_text().splitlines()]
+    return {"fetched": kinds.count("GET"), "called": kinds.count("CALL")}

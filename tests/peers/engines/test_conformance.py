@@ -1,0 +1,140 @@
+"""One suite of assertions on the records of both rollout engines, with one model and the same tokens forced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing
+from transformers import AutoModelForCausalLM
+
+from mismatch_ext.records import Provenance, RolloutRecord
+from tests.peers.conftest import Ran
+from tests.peers.engines.sglang_environment import MAIN, NEWEST, OLDEST, run_sglang
+
+pytestmark = pytest.mark.engine
+COUNT, STOP = 24, [5, 6]
+# Greedy, at temperature 1: both engines sample the same tokens, and report log-probabilities before the truncation.
+SAMPLING = {"temperature": 1.0, "top_k": 1}
+ENGINES = ("vllm", *(f"sglang {version}" for version in (OLDEST, MAIN, NEWEST)))
+Records = list[dict[str, Any]]
+
+
+def rows() -> list[list[int]]:
+    """Return prompts of many lengths."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, 16, (n,), generator=generator).tolist() for n in (1, 2, 5, 17, 40, 64, 65, 100)]
+
+
+@pytest.fixture(scope="module")
+def records(
+    run_scenario: Callable[..., Ran], moe: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Records]:
+    """Return every engine's records of the same requests."""
+    payload: dict[str, Any] = {
+        "model": moe,
+        "sampling": SAMPLING,
+        "rows": rows(),
+        "count": COUNT,
+        "stop_token_ids": STOP,
+    }
+    found: dict[str, Records] = {
+        "vllm": run_scenario("vllm", module="engines.scenarios_conformance", **payload).expect()
+    }
+    for version in (OLDEST, MAIN, NEWEST):
+        folder = tmp_path_factory.mktemp("sglang")
+        ran = run_sglang(version, "conformance", folder, **payload)
+        # The kernel stub must not have been what computed.
+        assert ran["stub"]["fetched"] > 0 and ran["stub"]["called"] == 0
+        found[f"sglang {version}"] = ran["records"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(moe: Path) -> list[dict[str, Any]]:
+    """Return what transformers makes of the same requests: greedy tokens, log-probabilities and routes."""
+    model = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32).eval()
+    found = []
+    for prompt in rows():
+        ids = list(prompt)
+        while len(ids) - len(prompt) < COUNT and not (len(ids) > len(prompt) and ids[-1] in (1, *STOP)):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        with torch.no_grad(), record_routing(model) as recording:
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        scores = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[len(prompt) - 1 :, 0]
+        layout = moe_layout(model)
+        experts = recording.trace.experts[: len(ids) - 1].tolist()
+        found.append(
+            {"prompt": prompt, "response": ids[len(prompt) :], "logprobs": scores, "experts": experts, "layout": layout}
+        )
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestRecords:
+    """What a record holds, whichever engine it is of."""
+
+    def test_has_all_fields_in_their_types(self, records: dict[str, Records], engine: str) -> None:
+        names = {field.name for field in dataclasses.fields(RolloutRecord)}
+        sources = {field.name for field in dataclasses.fields(Provenance)}
+        for record in records[engine]:
+            assert set(record) == names | {"types"} and set(record["provenance"]) == sources
+            types = record["types"]
+            assert {types[n] for n in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")} == {"tuple"}
+            assert types["routing"] == "RoutingTrace" and types["request_id"] == "str"
+
+    def test_holds_the_tokens(self, records: dict[str, Records], expected: list[Any], engine: str) -> None:
+        assert [r["prompt_ids"] for r in records[engine]] == [e["prompt"] for e in expected]
+        assert [r["response_ids"] for r in records[engine]] == [e["response"] for e in expected]
+        assert [r["request_id"] for r in records[engine]] == [str(i) for i in range(len(expected))]
+        assert all(r["response_mask"] == [True] * len(r["response_ids"]) for r in records[engine])
+
+    def test_holds_log_probabilities_before_the_truncation(
+        self, records: dict[str, Records], expected: list[Any], engine: str
+    ) -> None:
+        for record, wanted in zip(records[engine], expected, strict=True):
+            found = torch.tensor(record["rollout_logprobs"])
+            assert found.shape == wanted["logprobs"].shape
+            assert float((found - wanted["logprobs"]).abs().max()) < 1e-4
+
+    def test_holds_the_routes_of_all_tokens_but_the_last(
+        self, records: dict[str, Records], expected: list[Any], engine: str
+    ) -> None:
+        for record, wanted in zip(records[engine], expected, strict=True):
+            routing, layout = record["routing"], wanted["layout"]
+            # As sets: the order of a token's experts is not part of what is replayed.
+            found, want = torch.tensor(routing["experts"]), torch.tensor(wanted["experts"])
+            assert found.shape == want.shape == (len(record["prompt_ids"]) + len(record["response_ids"]) - 1, 2, 4)
+            assert torch.equal(found.sort(-1).values, want.sort(-1).values)
+            assert tuple(routing["layers"]) == layout.layers and routing["num_experts"] == layout.num_experts == 16
+            assert (routing["start"], routing["dtype"], routing["versions"]) == (0, "torch.uint8", [[0, 0]])
+
+    def test_says_where_it_comes_from(self, records: dict[str, Records], engine: str) -> None:
+        for record in records[engine]:
+            found = record["provenance"]
+            assert found["engine"] == engine.split()[0] and found["dtype"] == "float32" and found["weight_version"] == 0
+            assert found["sampling"] == {
+                "temperature": 1.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0, "repetition_penalty": 1.0
+            }  # fmt: skip
+
+
+def test_some_responses_stopped_and_some_were_cut(expected: list[dict[str, Any]]) -> None:
+    lengths = [len(e["response"]) for e in expected]
+    assert min(lengths) < COUNT == max(lengths)
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_both_engines_make_the_same_record(records: dict[str, Records], engine: str) -> None:
+    # What names the engine, and SGLang's reason why a response ended, which vLLM's records leave out.
+    own = {"provenance", "finish_reason", "types", "rollout_logprobs", "routing"}
+    for one, other in zip(records["vllm"], records[engine], strict=True):
+        assert {k: v for k, v in one.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
+        difference = torch.tensor(one["rollout_logprobs"]) - torch.tensor(other["rollout_logprobs"])
+        assert float(difference.abs().max()) < 1e-4
+        experts = [torch.tensor(record["routing"]["experts"]).sort(-1).values for record in (one, other)]
+        assert torch.equal(*experts)

@@ -1,0 +1,597 @@
+"""Runs of a real megatron-core model on one rank: `python -m tests.peers.megatron.scenarios_routing NAME '{json}'`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from mismatch_ext.adapters.megatron import moe_layout, record_routing, replay_routing
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+from mismatch_ext.errors import MismatchError
+from mismatch_ext.routing import RoutingTrace, align, save_traces
+from tests.peers.megatron.cpu import (
+    BATCH,
+    EXPERTS,
+    FORMULA,
+    RECOMPUTE,
+    SEQUENCE,
+    TOP_K,
+    build,
+    chosen,
+    gradients,
+    loss_of,
+    report,
+    run,
+    same,
+    start,
+    tokens,
+)
+
+ROWS = BATCH * SEQUENCE
+
+
+def random_trace(seed: int, rows: int = ROWS, layers: tuple[int, ...] = (0, 1, 2, 3)) -> RoutingTrace:
+    """Return routes that no router would choose: distinct experts at random."""
+    scores = torch.rand(rows, len(layers), EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return RoutingTrace(parts=(scores.topk(TOP_K).indices.to(torch.uint8),), layers=layers, num_experts=EXPERTS)
+
+
+def expected_maps(trace: RoutingTrace, batch: int = BATCH) -> dict[int, Tensor]:
+    """Spell out, token by token, the maps `[S * B, E]` that sequence-first routers must produce from a batch-first trace."""
+    sequence = trace.rows // batch
+    maps = {}
+    for place, layer in enumerate(trace.layers):
+        maps[layer] = torch.zeros(trace.rows, trace.num_experts, dtype=torch.bool)
+        for s in range(sequence):
+            for b in range(batch):
+                for expert in trace.experts[b * sequence + s, place].tolist():
+                    maps[layer][s * batch + b, expert] = True
+    return maps
+
+
+def recomputing(kind: str, **overrides: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Build a model that recomputes in some way, and the function that runs it."""
+    kind, _, inner = kind.partition("+")
+    model = build(**RECOMPUTE.get(inner or kind, {}), **overrides)
+    if kind in ("torch-reentrant", "torch-saved"):
+        mode = CheckpointImpl.REENTRANT if kind == "torch-reentrant" else CheckpointImpl.NO_REENTRANT
+        layers = model.decoder.layers
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer, checkpoint_impl=mode)
+    if not kind.startswith("torch-whole"):
+        return model, lambda ids: run(model, ids)
+    reentrant = kind == "torch-whole-reentrant"
+    # A reentrant checkpoint has gradients only if an input has.
+    dummy = torch.zeros((), requires_grad=True)
+    return model, lambda ids: torch_checkpoint.checkpoint(
+        lambda unused, ids: run(model, ids), dummy, ids, use_reentrant=reentrant
+    )
+
+
+def refused(action: Callable[[], Any]) -> str:
+    """Return the class and message of the error that an action ends in, or what it returned."""
+    try:
+        return f"no error: {action()}"
+    except MismatchError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def replayed(model: Any, forward: Callable[[Tensor], Tensor], ids: Tensor, trace: RoutingTrace) -> tuple[Tensor, Any]:
+    """Return output and gradients under a trace."""
+    with replay_routing(model, trace):
+        output = forward(ids)
+    loss_of(output).backward()
+    return output.detach(), gradients(model)
+
+
+def numerics(dispatchers: list[str], formulas: list[str], kinds: list[str]) -> dict[str, Any]:
+    """Record, replay a model's own routes and replay others, for all combinations."""
+    return {
+        f"{dispatcher} {formula} {kind}": result
+        for dispatcher in dispatchers
+        for formula in formulas
+        for kind, result in numerics_of(dispatcher, formula, kinds).items()
+    }
+
+
+def numerics_of(dispatcher: str, formula: str, kinds: list[str]) -> dict[str, Any]:
+    """Record, replay a model's own routes and replay others, under each way to recompute."""
+    found: dict[str, Any] = {}
+    ids, other = tokens(1), random_trace(5)
+    reference = None
+    for kind in kinds:
+        model, forward = recomputing(kind, moe_token_dispatcher_type=dispatcher, **FORMULA[formula])
+        plain = forward(ids)
+        loss_of(plain).backward()
+        plain_gradients = gradients(model)
+        with record_routing(model) as recording:
+            recorded = forward(ids)
+        trace = recording.trace
+        loss_of(recorded).backward()
+        record_gradients = gradients(model)
+        with chosen(model) as maps:
+            with torch.no_grad():
+                run(model, ids)
+        is_own = all(torch.equal(maps[layer][0], wanted) for layer, wanted in expected_maps(trace).items())
+        own, own_gradients = replayed(model, forward, ids, trace)
+        with chosen(model) as maps:
+            moved, moved_gradients = replayed(model, forward, ids, other)
+        reference = reference or moved_gradients
+        wanted = expected_maps(other)
+        found[kind] = {
+            "record_is_no_op": torch.equal(plain, recorded) and same(plain_gradients, record_gradients),
+            "trace_is_what_ran": is_own and trace.rows == ROWS and trace.layers == (0, 1, 2, 3),
+            "own_is_bitwise": torch.equal(plain, own) and same(plain_gradients, own_gradients),
+            "other_is_selected": all(torch.equal(each, wanted[layer]) for layer in maps for each in maps[layer]),
+            "runs_of_a_router": sorted({len(calls) for calls in maps.values()}),
+            "other_matters": float((moved - plain).abs().max()),
+            "other_gradients_as_without_recompute": same(moved_gradients, reference),
+            "finite": all(bool(torch.isfinite(g).all()) for g in moved_gradients.values()),
+        }
+    return found
+
+
+def differences() -> dict[str, dict[str, float]]:
+    """Compare router gradients with differences, for every gate formula."""
+    return {formula: differences_of(formula) for formula in FORMULA}
+
+
+def differences_of(formula: str) -> dict[str, float]:
+    """Compare router gradients under replay with central differences of the loss, per direction."""
+    model, ids, other = build(**FORMULA[formula]), tokens(1), random_trace(5)
+    _, found = replayed(model, lambda ids: run(model, ids), ids, other)
+    routers = {name: p for name, p in model.named_parameters() if name.endswith("router.weight")}
+    assert len(routers) == 4
+    generator = torch.Generator().manual_seed(2)
+
+    def loss(name: str, step: Tensor) -> float:
+        with torch.no_grad():
+            routers[name].add_(step)
+            with replay_routing(model, other):
+                value = float(loss_of(run(model, ids)))
+            routers[name].sub_(step)
+        return value
+
+    errors = {}
+    for name in routers:
+        # Along the gradient the derivative is largest, and float32's noise least; the other half is any direction.
+        along = found[name] / found[name].norm()
+        aside = torch.randn(along.shape, generator=generator)
+        direction = along + aside / aside.norm()
+        step = 2e-2 * direction
+        measured = (loss(name, step) - loss(name, -step)) / 4e-2
+        predicted = float((found[name] * direction).sum())
+        errors[name] = abs(measured - predicted) / abs(predicted)
+    return errors
+
+
+def interleaved(kinds: list[str]) -> dict[str, Any]:
+    """Run two micro-batches before either's backward pass, in any order, and after forward-only replays."""
+    return {kind: interleaved_of(kind) for kind in kinds}
+
+
+def interleaved_of(kind: str) -> dict[str, Any]:
+    """Run two micro-batches before either's backward pass, in any order, and after forward-only replays."""
+    model, forward = recomputing(kind)
+    batches = {"a": (tokens(1), random_trace(5)), "b": (tokens(2), random_trace(6))}
+    alone = {name: replayed(model, forward, *batch)[1] for name, batch in batches.items()}
+    assert not same(alone["a"], alone["b"])
+    found: dict[str, Any] = {}
+
+    def outputs() -> dict[str, Tensor]:
+        made = {}
+        for name, (ids, trace) in batches.items():
+            with replay_routing(model, trace):
+                made[name] = forward(ids)
+        return made
+
+    for order in ("ab", "ba"):
+        made = outputs()
+        found[order] = []
+        for name in order:
+            loss_of(made[name]).backward()
+            found[order].append(same(gradients(model), alone[name]))
+    made = outputs()
+    (loss_of(made["a"]) + loss_of(made["b"])).backward()
+    together = gradients(model)
+    found["one_backward"] = max(float((together[n] - alone["a"][n] - alone["b"][n]).abs().max()) for n in together)
+    # Forward-only passes, whose routes nobody consumes in a backward pass.
+    for ids, trace in batches.values():
+        with torch.no_grad(), replay_routing(model, trace):
+            run(model, ids)
+    found["after_forward_only"] = same(replayed(model, forward, *batches["a"])[1], alone["a"])
+    # A backward pass while the next micro-batch's context is open, and one inside its own.
+    with replay_routing(model, batches["a"][1]):
+        first = forward(batches["a"][0])
+    with replay_routing(model, batches["b"][1]) as replay:
+        second = forward(batches["b"][0])
+        loss_of(first).backward()
+        found["inside_next"] = same(gradients(model), alone["a"])
+        loss_of(second).backward()
+        found["inside_own"] = same(gradients(model), alone["b"])
+    found["forwards"] = replay.forwards
+    # Native routing after replay is native, and a native forward's recomputation too.
+    loss_of(forward(batches["a"][0])).backward()
+    native = gradients(model)
+    pending = forward(batches["a"][0])
+    with replay_routing(model, batches["b"][1]):
+        forward(batches["b"][0])
+        loss_of(pending).backward()
+    found["native_stays_native"] = same(gradients(model), native) and not same(native, alone["a"])
+    return found
+
+
+def leaks(kinds: list[str]) -> dict[str, Any]:
+    """Look for what a replay leaves behind, after success and after failure."""
+    return {kind: leaks_of(kind) for kind in kinds}
+
+
+def leaks_of(kind: str) -> dict[str, Any]:
+    """Look for what a replay leaves behind, after success and after failure."""
+    model, forward = recomputing(kind)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    module: Any = torch_checkpoint
+    symbols = (module.CheckpointFunction, module._checkpoint_without_reentrant_generator)
+    trace = random_trace(5)
+    alive = weakref.ref(trace)
+    with replay_routing(model, trace):
+        output = forward(tokens(1))
+    del trace
+    gc.collect()
+    held = alive() is not None
+    loss_of(output).backward()
+    del output
+    gc.collect()
+    failure = refused(lambda: replayed(model, forward, tokens(1), random_trace(5, rows=ROWS - 1)))
+    return {
+        "held_by_the_graph": held,
+        "freed_after_backward": alive() is None,
+        "failure": failure,
+        "model_is_as_before": {name: set(vars(module)) for name, module in model.named_modules()} == before
+        and all(router.router_replay is None for router in routers),
+        "torch_is_as_before": symbols == (module.CheckpointFunction, module._checkpoint_without_reentrant_generator),
+    }
+
+
+def rows_and_ids() -> dict[str, Any]:
+    """Give traces that do not fit."""
+    model, ids = build(), tokens(1)
+    good = random_trace(5)
+
+    def trial(trace: RoutingTrace, mask: Tensor | None = None) -> str:
+        def go() -> float:
+            with torch.no_grad(), replay_routing(model, trace, mask):
+                return float(run(model, ids).sum())
+
+        return refused(go)
+
+    def changed(row: int, layer: int, experts: list[int]) -> RoutingTrace:
+        part = good.experts.clone()
+        part[row, layer] = torch.tensor(experts, dtype=torch.uint8)
+        return RoutingTrace(parts=(part,), layers=good.layers, num_experts=EXPERTS)
+
+    def ingest(array: Tensor) -> str:
+        layers = (0, 1, 2, 3)
+
+        def go() -> int:
+            return RoutingTrace.ingest(
+                array, num_experts=EXPERTS, layers=layers, tokens=ROWS, version=0, request="r1", top_k=TOP_K
+            ).rows
+
+        return refused(go)
+
+    wide = good.experts.to(torch.int64)
+    whole = torch.ones(ROWS, dtype=torch.bool)
+    return {
+        "good": trial(good),
+        "missing_row": trial(random_trace(5, rows=ROWS - 1)),
+        "surplus_row": trial(random_trace(5, rows=ROWS + 1)),
+        "one_sample": trial(random_trace(5, rows=SEQUENCE)),
+        "zeros": trial(changed(7, 2, [0, 0])),
+        "duplicate": trial(changed(7, 2, [3, 3])),
+        "out_of_range": trial(changed(7, 2, [3, EXPERTS])),
+        "bad_row_is_native": trial(changed(7, 2, [0, 0]), whole & (torch.arange(ROWS) != 7)),
+        "mask_rows": trial(good, whole[:-1]),
+        "mask_dtype": trial(good, whole.float()),
+        "int16_part": refused(
+            lambda: RoutingTrace(parts=(wide.to(torch.int16),), layers=good.layers, num_experts=EXPERTS)
+        ),
+        "sentinel": ingest(wide.masked_fill(wide == 3, -1)),
+        "ingest_all_zero_layer": ingest(wide * (torch.arange(4) != 2)[:, None]),
+        "ingest_wide_is_good": ingest(wide.to(torch.int16)),
+        "layers": trial(random_trace(5, layers=(0, 1, 2, 4))),
+        "fewer_layers": trial(random_trace(5, layers=(0, 1, 2))),
+        "experts": trial(RoutingTrace(parts=good.parts, layers=good.layers, num_experts=16)),
+        "top_k": trial(RoutingTrace(parts=(good.experts[..., :1],), layers=good.layers, num_experts=EXPERTS)),
+    }
+
+
+def order() -> dict[str, Any]:
+    """Tell batch-first from sequence-first by routes of each sample alone, and use padding masks and packed rows."""
+    model, ids = build(), tokens(1)
+    with torch.no_grad():
+        with record_routing(model) as recording:
+            both = run(model, ids)
+        alone = []
+        for sample in range(BATCH):
+            with record_routing(model) as single:
+                run(model, ids[sample : sample + 1], batch=1)
+            alone.append(single.trace.experts)
+        with record_routing(model) as twice:
+            run(model, ids)
+            run(model, ids[:1], batch=1)
+        # As an engine delivers them: a trace per sample, without the last token's row; sample 1 is padded by 3.
+        traces = [
+            RoutingTrace(parts=(part[: n - 1],), layers=(0, 1, 2, 3), num_experts=EXPERTS)
+            for part, n in zip(random_trace(5).experts.split(SEQUENCE), (SEQUENCE, SEQUENCE - 3), strict=True)
+        ]
+        attention = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+        attention[1, -3:] = 0
+        trace, mask = align(traces, attention)
+        with chosen(model) as maps, replay_routing(model, trace, mask, native=True) as replay:
+            run(model, ids)
+        wanted, own = expected_maps(trace), expected_maps(replay.native)
+        sequence_first = mask.view(BATCH, SEQUENCE).t().reshape(-1)
+        mixed = {layer: torch.where(sequence_first[:, None], wanted[layer], own[layer]) for layer in wanted}
+        # A packed micro-batch is one row.
+        packed = ids.view(1, -1)
+        with chosen(model) as packed_maps, replay_routing(model, random_trace(6)):
+            positions = torch.arange(ROWS)[None]
+            causal = torch.triu(torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool), 1)
+            model(packed, positions, causal)
+    return {
+        "rows_are_batch_first": torch.equal(recording.trace.experts, torch.cat(alone)),
+        "samples_differ": not torch.equal(alone[0], alone[1]),
+        "two_forwards_in_order": torch.equal(twice.trace.experts, torch.cat([*alone, alone[0]])),
+        "finite": bool(torch.isfinite(both).all()),
+        "masked": all(torch.equal(maps[layer][0], mixed[layer]) for layer in maps),
+        "native_differs": any(not torch.equal(wanted[layer], own[layer]) for layer in wanted),
+        "counts": [replay.forwards, replay.rows, replay.native_rows, int((~mask).sum())],
+        "packed": all(
+            torch.equal(packed_maps[layer][0], each) for layer, each in expected_maps(random_trace(6), batch=1).items()
+        ),
+    }
+
+
+def refusals() -> dict[str, str]:
+    """Try models, settings and calls that cannot be recorded or replayed."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    ids, trace = tokens(1), random_trace(5)
+
+    def entering(model: Any) -> str:
+        def go() -> None:
+            with replay_routing(model, trace):
+                pass
+
+        assert refused(lambda: record_routing(model).__enter__()) == refused(go)
+        return refused(go)
+
+    def with_setting(**settings: Any) -> str:
+        model = build()
+        for name, value in settings.items():
+            setattr(model.config, name, value)
+        return entering(model)
+
+    found = {
+        "fusion": with_setting(moe_router_fusion=True),
+        "context_parallel": with_setting(context_parallel_size=2),
+        "force_balance": with_setting(moe_router_force_load_balancing=True),
+        "capacity": with_setting(moe_expert_capacity_factor=1.0),
+        "cuda_graph": with_setting(cuda_graph_impl="local"),
+        "overlap": with_setting(overlap_moe_expert_parallel_comm=True),
+        "sinkhorn": entering(build(moe_router_load_balancing_type="sinkhorn")),
+        "dense": entering(build(num_moe_experts=None, moe_ffn_hidden_size=None)),
+        "no_decoder": entering(torch.nn.Linear(2, 2)),
+    }
+    model = build()
+    found["twice"] = refused(lambda: moe_layout([model, model]))
+    found["same_layers"] = refused(lambda: moe_layout([model, build()]))
+
+    model = build()
+    model.decoder.layers[1].mlp.router.layer_number = 4
+    found["layer_number"] = entering(model)
+
+    model = build()
+    model.extra = TopKRouter(model.config, groups_of(model))
+    found["stray_router"] = entering(model)
+
+    plain = TopKRouter.routing
+    TopKRouter.routing = lambda *args, **kwargs: plain(*args, **kwargs)
+    found["patched_router"] = entering(build())
+    TopKRouter.routing = plain
+
+    model = build(moe_enable_routing_replay=True)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    found["native_active"] = entering(model)
+    RouterReplay.clear_global_router_replay_action()
+    with torch.no_grad(), chosen(model) as maps, replay_routing(model, trace):
+        run(model, ids)
+        # Switched on in the middle: ours is asked, the native one's stale target is not.
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        run(model, ids)
+    RouterReplay.clear_global_router_replay_action()
+    right = all(torch.equal(each, expected_maps(trace)[layer]) for layer in maps for each in maps[layer])
+    found["native_idle"] = f"right: {right}"
+
+    model = build()
+
+    def nested() -> None:
+        with replay_routing(model, trace), record_routing(model):
+            pass
+
+    found["nested"] = refused(nested)
+    found["no_forward"] = entering_without_forward(model, trace)
+
+    def another_model() -> None:
+        with replay_routing(model, trace):
+            run(rebuilt, ids)
+
+    rebuilt = build()
+    found["another_model"] = refused(another_model)
+
+    def no_record() -> Any:
+        with record_routing(model) as recording:
+            pass
+        return recording.trace
+
+    found["nothing_recorded"] = refused(no_record)
+
+    def not_asked() -> Any:
+        with replay_routing(model, trace) as replay:
+            run(model, ids)
+        return replay.native
+
+    found["native_not_asked"] = refused(not_asked)
+
+    def forward() -> float:
+        with replay_routing(model, trace):
+            return float(run(model, ids).sum())
+
+    layer = model.decoder.layers[1]
+    layer.forward = lambda hidden_states, context=None, **kwargs: (hidden_states, context)
+    found["skipped_layer"] = refused(forward)
+    del layer.forward
+    once = layer.mlp.route
+    layer.mlp.route = lambda *args, **kwargs: (once(*args, **kwargs), once(*args, **kwargs))[1]
+    found["repeated_router"] = refused(forward)
+    del layer.mlp.route
+    router = layer.mlp.router
+    router.routing = lambda logits, padding_mask=None: (torch.zeros(ROWS, EXPERTS), torch.zeros(ROWS, EXPERTS).bool())
+    found["bypassed_topk"] = refused(forward)
+    del router.routing
+
+    def direct() -> None:
+        with replay_routing(model, trace):
+            layer.mlp(torch.zeros(SEQUENCE, BATCH, 32))
+
+    found["outside_decoder"] = refused(direct)
+
+    def checkpointed_layer() -> None:
+        own = type(layer).forward
+        layer.forward = lambda hidden_states, attention_mask, rotary_pos_emb, **kwargs: (
+            tensor_parallel.checkpoint(
+                lambda h: own(layer, hidden_states=h, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)[0],
+                False,
+                hidden_states,
+            ),
+            None,
+        )
+        forward()
+
+    found["foreign_checkpoint"] = refused(checkpointed_layer)
+    del layer.forward
+    dummy = torch.zeros((), requires_grad=True)
+
+    def checkpointed_model() -> None:
+        with replay_routing(model, trace):
+            tensor_parallel.checkpoint(lambda unused: run(model, ids), False, dummy)
+
+    found["foreign_checkpoint_whole"] = refused(checkpointed_model)
+    return found
+
+
+def groups_of(model: Any) -> Any:
+    """Return process groups for a router that is built by hand."""
+    router = model.decoder.layers[0].mlp.router
+    return SimpleNamespace(
+        tp=router.tp_group, cp=router.cp_group, tp_cp=router.tp_cp_group, tp_dp_cp=router.tp_dp_cp_group
+    )
+
+
+def entering_without_forward(model: Any, trace: RoutingTrace) -> str:
+    """Open a context in which nothing happens."""
+
+    def go() -> None:
+        with replay_routing(model, trace):
+            pass
+
+    return refused(go)
+
+
+def layers() -> dict[str, Any]:
+    """Number the MoE layers of models with dense layers and with multi-token prediction."""
+    warnings.simplefilter("ignore")
+    mixed = build(moe_layer_freq=[0, 1, 0, 1])
+    with torch.no_grad(), record_routing(mixed) as recording:
+        run(mixed, tokens(1))
+    trace = random_trace(5, layers=(1, 3))
+    with chosen(mixed) as maps, replay_routing(mixed, trace):
+        loss_of(run(mixed, tokens(1))).backward()
+    predicting = build(mtp_num_layers=1)
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = [name for name, module in predicting.named_modules() if isinstance(module, TopKRouter)]
+    ids = tokens(1)
+    positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
+    causal = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+    four = random_trace(5)
+    with replay_routing(predicting, four):
+        with decoder_maps(predicting) as predicted:
+            loss = predicting(ids, positions, causal, labels=ids, loss_mask=torch.ones(BATCH, SEQUENCE))
+    loss.mean().backward()
+    return {
+        "dense_skipped": list(moe_layout(mixed).layers),
+        "recorded_layers": list(recording.trace.layers),
+        "dense_replayed": sorted(maps)
+        and all(torch.equal(maps[layer][0], each) for layer, each in expected_maps(trace).items()),
+        "mtp_routers": sum(name.startswith("mtp.") for name in routers),
+        "mtp_layers": list(moe_layout(predicting).layers),
+        "mtp_replayed": all(torch.equal(predicted[layer][0], each) for layer, each in expected_maps(four).items()),
+    }
+
+
+def statistics() -> dict[str, Any]:
+    """Look at what megatron derives from routes: the load that moves expert biases, and the auxiliary loss."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    ids, trace = tokens(1), random_trace(5)
+    wanted = {layer: each.sum(0).float() for layer, each in expected_maps(trace).items()}
+    loads = {}
+    for kind in ("none", "uniform", "moe"):
+        model, forward = recomputing(kind, **FORMULA["sigmoid-bias-groups"])
+        replayed(model, forward, ids, trace)
+        counted = {layer.layer_number - 1: layer.mlp.router.local_tokens_per_expert for layer in model.decoder.layers}
+        loads[kind] = all(torch.equal(counted[layer], wanted[layer]) for layer in wanted)
+    model = build(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01)
+    first_layer = []
+    for replaying in (False, True):
+        get_moe_layer_wise_logging_tracker().clear()
+        if replaying:
+            replayed(model, lambda ids: run(model, ids), ids, trace)
+        else:
+            loss_of(run(model, ids)).backward()
+        first_layer.append(float(get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"][0]))
+    return {"loads": loads, "auxiliary_loss": first_layer}
+
+
+def decoder_maps(model: Any) -> Any:
+    """Collect the choices of the decoder's routers alone: those of multi-token prediction carry the same numbers."""
+    return chosen(model.decoder)
+
+
+def record(path: str) -> dict[str, Any]:
+    """Record on one rank, for a replay on two."""
+    model = build()
+    with torch.no_grad(), record_routing(model) as recording:
+        output = run(model, tokens(1))
+    save_traces(path, [recording.trace])
+    return {"rows": recording.trace.rows, "loss": float(loss_of(output))}
+
+
+if __name__ == "__main__":
+    start()
+    report(globals()[sys.argv[1]](**json.loads(sys.argv[2])))

@@ -1,0 +1,99 @@
+"""Runs of the real TRL and vLLM with a `correction` section: `python -m tests.peers.trl.scenarios_correction NAME '{json}'`."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.trl.correction import CorrectionTerm
+from torch import Tensor
+
+from mismatch_ext.config import CorrectionConfig
+from mismatch_ext.correction import resolve
+from tests.peers.trl.scenarios_kl import gradients, relative
+from tests.peers.trl.scenarios_training import build, digest_of, history, main
+
+
+def trained(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
+    """Train two steps; TRL's engine takes bfloat16 for this float32 checkpoint, so that ratios differ from 1."""
+    trainer = build(model, out, block, max_steps=2, bf16=False, **overrides)
+    trainer.train()
+    metrics = [e for e in trainer.state.log_history if "loss" in e][-1]
+    return {
+        "history": [{k: v for k, v in h.items() if "mismatch/" not in k} for h in history(trainer)],
+        "parameters": digest_of(trainer.model),
+        "rollout_metrics": {
+            k: v for k, v in metrics.items() if k.startswith(("mismatch/rollout_is_", "mismatch/rollout_rs_"))
+        },
+        "options": {k: v for k, v in vars(trainer.args).items() if k.startswith("vllm_importance_sampling")},
+    }
+
+
+def by_hand(model: str, out: str) -> dict[str, Any]:
+    """Compare weights and first-step gradients of presets that TRL does not have with plain formulas."""
+    trainer = build(
+        model, out, {"correction": {"preset": "decoupled_geo_rs_token_tis"}}, bf16=False, loss_type="dr_grpo",
+        max_steps=1, epsilon=10.0, epsilon_high=10.0,
+    )  # fmt: skip
+    trainer.train()  # the first step updates the engine's weights and moves the policy
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    rows = next(iter(trainer.get_train_dataloader()))
+    result: dict[str, Any] = {}
+    for name, keys in (
+        ("token", {"level": "token", "upper": 1.001, "bound": "truncate"}),
+        ("geometric", {"level": "geometric", "bound": "mask", "lower": 0.999, "upper": 1.001}),
+        ("reject", {"level": "token", "upper": 2.0, "reject": "seq_mean_k1", "reject_threshold": "0.999_1.001"}),
+        ("clip", {"mode": "bypass", "loss": "ppo_clip"}),
+        ("reinforce", {"mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.002}),
+    ):
+        trainer._correction = CorrectionTerm(resolve(CorrectionConfig(**keys)), trainer.accelerator.gather)
+        inputs = trainer._generate_and_score_completions(rows)
+        mask = inputs["completion_mask"].bool()
+        tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        length = mask.size(1)
+
+        def score() -> Tensor:
+            logits = trainer.model(input_ids=tokens, attention_mask=attention).logits  # noqa: B023
+            logits = logits[:, -length - 1 : -1].double()  # noqa: B023
+            return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]  # noqa: B023
+
+        old = score().detach()
+        rollout = inputs["sampling_per_token_logps"].double()
+        ratio = torch.where(mask, (old - rollout).exp(), 1.0)
+        total = torch.where(mask, old - rollout, 0.0).sum(1, keepdim=True)
+        mean = total / mask.sum(1, keepdim=True)
+        policy = torch.ones_like(ratio)  # weight of A grad log pi besides the multiplier
+        if name == "token":
+            weight = ratio.clamp(max=1.001)
+        elif name == "geometric":
+            weight = torch.where((mean.exp() >= 0.999) & (mean.exp() <= 1.001), mean.exp(), 0.0).expand_as(ratio)
+        elif name == "reject":
+            weight = torch.where((mean.exp() >= 0.999) & (mean.exp() <= 1.001), ratio.clamp(max=2.0), 0.0)
+        elif name == "clip":
+            weight, policy = torch.ones_like(ratio), ratio  # grad of exp(log pi - log mu) is pi/mu grad log pi
+        else:
+            weight, policy = torch.ones_like(ratio), total.exp().clamp(max=1.002).expand_as(ratio)
+        ours = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
+        term = -inputs["advantages"].double()[:, None] * weight * policy * score()
+        hand = gradients(trainer, torch.where(mask, term, 0.0).sum() / (len(mask) * trainer.max_completion_length))
+        plain = -inputs["advantages"].double()[:, None] * score()
+        without = gradients(trainer, torch.where(mask, plain, 0.0).sum() / (len(mask) * trainer.max_completion_length))
+        multiplier = inputs["importance_sampling_ratio"].double()
+        result[name] = {
+            "gradient_error": relative(ours, hand),
+            "effect": relative(without, hand),
+            "weight_error": float((torch.where(mask, multiplier - weight, 0.0)).abs().max()),
+            "largest_ratio": float(ratio.max()),
+        }
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Runs of the real TRL with all sections, alarms, a callback: `python -m tests.peers.trl.scenarios_everything NAME '{json}'`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters.trl import MismatchCallback
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from mismatch_ext.rundata import read_run
+from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, main, rows
+
+KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
+CALLED: list[dict[str, Any]] = []
+
+
+def remember(alarm: Any) -> None:
+    """Be called by an alarm."""
+    CALLED.append(alarm.to_dict())
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Return what tests compare."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    out = Path(trainer.args.output_dir)
+    return {
+        "history": [{k: v for k, v in entry.items() if k in KEPT or k.startswith("mismatch/")} for entry in logs],
+        "parameters": digest_of(trainer.model),
+        "step": trainer.state.global_step,
+        "checkpoints": sorted(path.name for path in out.glob("checkpoint-*")),
+        "called": CALLED,
+    }
+
+
+def everything(
+    model: str, out: str, block: dict[str, Any], kill_after: int | None = None, resume: str | None = None, **rest: Any
+) -> dict[str, Any]:
+    """Train with a block, dying after a step or resuming, with vLLM unless told otherwise."""
+    callbacks = [AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL))] if kill_after else []
+    rest = {"model_init_kwargs": {"experts_implementation": "eager"}, **rest}
+    trainer = build(model, out, block, callbacks, **rest)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+class Lengthen(TrainerCallback):
+    """Lets responses grow from 4 tokens to 16 at step 3: what a random model samples hardly ever ends before."""
+
+    trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the longest response."""
+        self.trainer.generation_config.max_new_tokens = 16 if state.global_step >= 3 else 4
+
+
+def by_callback(
+    model: str, out: str, block: dict[str, Any], kill_after: int | None = None, resume: str | None = None, **rest: Any
+) -> dict[str, Any]:
+    """Train stock GRPOTrainer with our callback."""
+    callbacks: list[Any] = [MismatchCallback(block), Lengthen()]
+    if kill_after:
+        callbacks.append(AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    given = {"use_vllm": False, "bf16": False, "max_completion_length": 4, **rest}
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=graded,
+        args=GRPOConfig(**arguments(out, **given)),
+        train_dataset=rows(40),
+        callbacks=callbacks,
+    )
+    Lengthen.trainer = trainer
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def stopped_again(model: str, out: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Train until an alarm stops it, then anew, then from the checkpoint of the stop; ask for one that is not there."""
+    given = {"use_vllm": False, "bf16": False, "max_steps": 6}
+    trainer = build(model, out, block, **given)
+    steps, recorded = [], []
+    metrics = Path(out, "mismatch/metrics.jsonl")
+    for resume in (None, None, f"{out}/checkpoint-2"):
+        trainer.train(resume_from_checkpoint=resume)
+        steps.append(trainer.state.global_step)
+        recorded.append(read_run(metrics.parent).series("reward")[0])
+    before = metrics.read_text()
+    other = build(model, out, block, **given)
+    other.args.output_dir = f"{out}/empty"
+    Path(out, "empty").mkdir()
+    try:
+        other.train(resume_from_checkpoint=True)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {"steps": steps, "recorded": recorded, "refused": refused, "kept": metrics.read_text() == before}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Runs of the real TRL with a `kl` section: `python -m tests.peers.trl.scenarios_kl NAME '{json}'`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl.aggregation import overridden
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, history, main, rows
+
+ESTIMATORS = ("k1", "k2", "k3", "abs", "full")
+PLACEMENTS = ("loss", "reward", "both")
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+def build(model: str, out: str, block: Any, cls: Any = MismatchGRPOTrainer, **overrides: Any) -> Any:
+    """Build a trainer that generates with transformers: the loss is the same and no engine has to start."""
+    config_class = MismatchGRPOConfig if cls is MismatchGRPOTrainer else GRPOConfig
+    given = {"mismatch": block} if block is not None else {}
+    config = config_class(**arguments(out, **{"use_vllm": False, "bf16": False, **given, **overrides}))
+    return cls(model=model, reward_funcs=graded, args=config, train_dataset=rows())
+
+
+def moved(trainer: Any, scale: float = 0.05) -> None:
+    """Move the policy away from the reference, so that their KL is not zero."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def every_configuration(model: str, out: str) -> dict[str, Any]:
+    """Train three steps for every estimator and placement."""
+    result = {}
+    for estimator, placement in itertools.product(ESTIMATORS, PLACEMENTS):
+        block = {"kl": {"estimator": estimator, "placement": placement, "coef": 0.1}}
+        trainer = build(model, f"{out}/{estimator}-{placement}", block)
+        moved(trainer)
+        before = digest_of(trainer.model)
+        trainer.train()
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        result[f"{estimator}/{placement}"] = {
+            "steps": len(logged),
+            "loss": [entry["loss"] for entry in logged],
+            "grad_norm": [entry["grad_norm"] for entry in logged],
+            "kl": [entry["kl"] for entry in logged],
+            "changed": digest_of(trainer.model) != before,
+        }
+    return result
+
+
+def first_batch(trainer: Any) -> Any:
+    """Return the first micro-batch that the trainer would compute its loss on."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def gradients(trainer: Any, loss: Tensor) -> Tensor:
+    """Return the gradient of a loss as one vector, float64."""
+    trainer.model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Return the relative distance of two vectors."""
+    return float((a - b).norm() / b.norm())
+
+
+def denominators(model: str, out: str) -> dict[str, Any]:
+    """Compare the gradient of our k3 term with that of TRL's own, for every `loss_type`."""
+    result = {}
+    block = {"kl": {"estimator": "k3", "placement": "loss", "target": "token", "coef": 0.3}}
+    for loss_type in LOSSES:
+        level = "sequence" if loss_type == "luspo" else "token"
+        trainer = build(
+            model, f"{out}/{loss_type}", block, loss_type=loss_type, use_bias_correction_kl=False,
+            importance_sampling_level=level, max_completion_length=12, gradient_accumulation_steps=2,
+            steps_per_generation=2,
+        )  # fmt: skip
+        moved(trainer)
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 2
+        inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        ours = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
+        with overridden(trainer, _kl=None):
+            theirs = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
+            with overridden(trainer, beta=0.0):
+                without = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
+        result[loss_type] = {"error": relative(ours, theirs), "share_of_kl": relative(without, theirs)}
+    return result
+
+
+def first_step(model: str, out: str, kl: dict[str, Any]) -> dict[str, Any]:
+    """Compare the gradient of the first step with one computed by hand from the model's plain forward."""
+    trainer = build(
+        model, out, {"kl": {"baseline": "none", **kl, "coef": 0.3}}, loss_type="dr_grpo", max_completion_length=12
+    )
+    moved(trainer)
+    inputs = first_batch(trainer)
+    ours = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
+
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = inputs["completion_mask"].double()
+    attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    length = mask.size(1)
+    logits = trainer.model(input_ids=tokens, attention_mask=attention).logits[:, -length - 1 : -1].double()
+    logps = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    # At the first step the ratio is 1: the policy term's gradient is that of -A log pi, the KL term's that of
+    # sg(G_t) log pi_t + k_t, with G_t the sum of all k from token t on; both over B times the maximal length.
+    d = logps - inputs["ref_per_token_logps"].double()
+    k = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d.abs()}[kl["estimator"]] * mask
+    credit = k.flip(1).cumsum(1).flip(1) if kl.get("target", "sequence") == "sequence" else k
+    parts = {"loss": k, "reward": credit.detach() * logps, "both": k + credit.detach() * logps}
+    term = -inputs["advantages"].double()[:, None] * logps + 0.3 * parts[kl["placement"]]
+    by_hand = gradients(trainer, (term * mask).sum() / (len(mask) * trainer.max_completion_length))
+    return {"error": relative(ours, by_hand)}
+
+
+def rewards_path(model: str, out: str) -> dict[str, Any]:
+    """Return TRL's advantages with the KL in the rewards, and those computed by hand."""
+    trainer = build(
+        model, out, {"kl": {"estimator": "k1", "placement": "reward", "reward_path": "rewards", "coef": 0.5}},
+        reward_weights=[2.0],
+    )  # fmt: skip
+    moved(trainer)
+    seen: dict[str, Tensor] = {}
+    plain = trainer._calculate_rewards
+
+    def spied(*args: Any) -> Tensor:
+        seen["rewards"] = plain(*args)
+        return seen["rewards"]
+
+    trainer._calculate_rewards = spied
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    with torch.no_grad():
+        output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+        tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        length = output["completion_ids"].size(1)
+        logits = trainer.model(input_ids=tokens, attention_mask=attention).logits[:, -length - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, output["completion_ids"][..., None])[..., 0]
+    kl = ((logps - output["ref_per_token_logps"]) * output["completion_mask"]).sum(1)
+    total = 2.0 * seen["rewards"][:, 0] - 0.5 * kl
+    groups = total.view(-1, trainer.num_generations)
+    by_hand = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    return {
+        "names": trainer.reward_func_names,
+        "kl_error": float((seen["rewards"][:, 1] + 0.5 * kl).abs().max()),
+        "advantage_error": float((output["advantages"] - by_hand).abs().max()),
+        "spread": float(kl.std()),
+    }
+
+
+def other_settings(model: str, out: str) -> dict[str, Any]:
+    """Train with LoRA, several iterations, accumulation, bf16 and evaluation, for a sampled and the exact estimator."""
+    from peft import LoraConfig
+
+    result = {}
+    for estimator in ("k1", "full"):
+        block = {"kl": {"estimator": estimator, "coef": 0.1, "ratio": "sequence"}}
+        config = MismatchGRPOConfig(
+            **arguments(
+                f"{out}/{estimator}", use_vllm=False, bf16=True, mismatch=block, num_iterations=2, max_steps=4,
+                gradient_accumulation_steps=2, steps_per_generation=2, gradient_checkpointing=True,
+                per_device_eval_batch_size=8, eval_strategy="steps", eval_steps=2,
+            )
+        )  # fmt: skip
+        trainer = MismatchGRPOTrainer(
+            model=model, reward_funcs=graded, args=config, train_dataset=rows(), eval_dataset=rows(2),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False),
+        )  # fmt: skip
+        trainer.train()
+        history = trainer.state.log_history
+        result[estimator] = {
+            "kl": [e["kl"] for e in history if "loss" in e],
+            "eval_kl": [e["eval_kl"] for e in history if "eval_kl" in e],
+            "eval_loss": [e["eval_loss"] for e in history if "eval_loss" in e],
+            "grad_norm": [e["grad_norm"] for e in history if "loss" in e],
+        }
+    return result
+
+
+def preset(model: str, out: str, cls: str) -> dict[str, Any]:
+    """Train stock TRL with beta, or ours with the preset that leaves the KL term to TRL."""
+    if cls == "stock":
+        trainer = build(model, out, None, GRPOTrainer, beta=0.2)
+    else:
+        trainer = build(model, out, {"kl": {"preset": "trl", "coef": 0.2}})
+    trainer.train()
+    kls = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+    return {"history": [{k: v for k, v in h.items() if "mismatch/" not in k} for h in history(trainer)], "kl": kls,
+            "parameters": digest_of(trainer.model)}  # fmt: skip
+
+
+def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
+    """Train with an adaptive coefficient, saving each step; possibly resume."""
+    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-4, "proportional": 0.5, "integral": 0.1}}}
+    trainer = build(model, out, block, max_steps=4, save_strategy="steps", save_steps=1)
+    trainer.train(resume_from_checkpoint=resume)
+    logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
+    return {"coef": logged, "state": trainer._kl.controller.state_dict(), "parameters": digest_of(trainer.model)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""Runs of the real TRL with a `routing` section: `python -m tests.peers.trl.scenarios_routing NAME '{json}'`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl.aggregation import overridden
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from mismatch_ext.rundata import read_run
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, main, rows
+
+R2, R3 = {"mode": "R2", "agreement_rate": 1.0}, {"mode": "R3", "agreement_rate": 1.0}
+ROUTING = "mismatch/routing/"
+
+
+def build(model: str, out: str, routing: Any, **overrides: Any) -> Any:
+    """Build a trainer; without a block it is TRL's own."""
+    eager = {"experts_implementation": "eager"}  # grouped products do not come out the same in every process
+    given = {"use_vllm": False, "bf16": False, "router_aux_loss_coef": 0.0, "model_init_kwargs": eager, **overrides}
+    extra = {key: given.pop(key) for key in ("peft_config", "eval_dataset", "rest") if key in given}
+    rest = extra.pop("rest", {})
+    if routing is None:
+        return GRPOTrainer(
+            model=model, reward_funcs=graded, args=GRPOConfig(**arguments(out, **given)), train_dataset=rows(), **extra
+        )
+    block = {"routing": routing, **rest}
+    config = MismatchGRPOConfig(**arguments(out, mismatch=block, **given))
+    return MismatchGRPOTrainer(model=model, reward_funcs=graded, args=config, train_dataset=rows(), **extra)
+
+
+def logged(trainer: Any, name: str, key: str = "loss") -> list[float]:
+    """Return a metric of each training step that has it."""
+    return [entry[name] for entry in trainer.state.log_history if key in entry and name in entry]
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Train, and return what tests compare."""
+    trainer.train()
+    return {
+        "parameters": digest_of(trainer.model),
+        "losses": logged(trainer, "loss"),
+        "mismatch": logged(trainer, ROUTING + "set_mismatch_frac"),
+        "native_rows": logged(trainer, ROUTING + "native_rows_frac"),
+        "forwards": trainer._routing.forwards if getattr(trainer, "_routing", None) else 0,
+    }
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "aligned": {"gradient_accumulation_steps": 1},
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "iterations": {"num_iterations": 2, "max_steps": 4},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "saved": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "steps": {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 4},
+    "truncated": {"mask_truncated_completions": True},
+    "reference": {"beta": 0.1},
+    "auxiliary": {"router_aux_loss_coef": 0.01},
+}
+ROUTINGS: dict[str, Any] = {
+    "stock": None,
+    "R3": R3,
+    "R2": R2,
+    "R3 reference": {**R3, "reference": True},
+    "R2 reference": {**R2, "reference": True},
+}
+
+
+def transformers(model: str, out: str) -> dict[str, Any]:
+    """Train with transformers' generation, in every setting, without routing and with each kind."""
+    result: dict[str, Any] = {}
+    for name, given in SETTINGS.items():
+        kinds = ["stock", "R3", "R2"] + (["R3 reference", "R2 reference"] if name == "reference" else [])
+        result[name] = {kind: outcome(build(model, f"{out}/{name}-{kind}", ROUTINGS[kind], **given)) for kind in kinds}
+    return result
+
+
+def lora(model: str, out: str) -> dict[str, Any]:
+    """Train adapters on attention and experts, the reference being the model without them, also replayed."""
+    result = {}
+    for mode, reference in (("R3", True), ("R3", False), ("R2", False)):
+        trainer = build(
+            model, f"{out}/{mode}{reference}", {"mode": mode, "agreement_rate": 1.0, "reference": reference}, beta=0.1,
+            peft_config=LoraConfig(
+                r=4, target_modules=["q_proj"],
+                target_parameters=["mlp.experts.gate_up_proj"], lora_dropout=0.0, init_lora_weights=False,
+            ),
+        )  # fmt: skip
+        result[f"{mode}, reference {reference}"] = outcome(trainer)
+    return result
+
+
+def evaluation(model: str, out: str) -> dict[str, Any]:
+    """Evaluate before, while and after training."""
+    trainer = build(
+        model, out, R3, eval_dataset=rows(2), per_device_eval_batch_size=8, eval_strategy="steps", eval_steps=1
+    )
+    trainer.evaluate()
+    trainer.train()
+    return {"mismatch": logged(trainer, f"eval_{ROUTING}set_mismatch_frac", "eval_loss"), **outcome_of_eval(trainer)}
+
+
+def outcome_of_eval(trainer: Any) -> dict[str, Any]:
+    """Return the tokens that were compared, of each evaluation and of each step."""
+    name = ROUTING + "compared_tokens"
+    layers = {
+        split: sorted(
+            m
+            for r in read_run(trainer._run_dir).steps
+            if r.split == split
+            for m in r.metrics
+            if m.endswith("_set_mismatch")
+        )
+        for split in ("train", "eval/default")
+    }
+    return {
+        "tokens": logged(trainer, f"eval_{name}", "eval_loss"),
+        "train tokens": logged(trainer, name),
+        "layers": {split: sorted(set(names)) for split, names in layers.items()},
+        "logged": [name for entry in trainer.state.log_history for name in entry if "layer_1" in name],
+    }
+
+
+def failed_batch(model: str, out: str) -> dict[str, Any]:
+    """Let a reward function fail once, then train on; and score tokens of one's own in between."""
+    trainer = build(model, out, R3, use_vllm=True, rest={"precision": {"dtype": "float32"}}, max_steps=2)
+    plain, result = trainer.reward_funcs, {}
+
+    def failing(**_: Any) -> list[float]:
+        raise KeyError("reward")
+
+    trainer.reward_funcs = [failing]
+    try:
+        trainer.train()
+    except KeyError:
+        result["first"] = "KeyError"
+    trainer.reward_funcs = plain
+    trainer.train()
+    tokens = torch.randint(3, 14, (8, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, torch.ones_like(tokens), 10)[0]
+        with overridden(trainer, _routing=None):
+            theirs = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, torch.ones_like(tokens), 10)[0]
+    return {**result, "steps": trainer.state.global_step, "outside": float((ours - theirs).abs().max())}
+
+
+def shared(model: str, out: str) -> dict[str, Any]:
+    """Count the tensors that hold the prompts' routes of a batch."""
+    result = {}
+    for name, routing in (("R3", R3), ("R2", R2)):
+        trainer = build(model, f"{out}/{name}", routing, max_steps=1)
+        trainer.train()
+        (batch,) = trainer._buffered_inputs
+        result[name] = len({id(trace.parts[0]) for trace in batch["routing"]})
+    return result
+
+
+def misplaced(model: str, out: str) -> dict[str, Any]:
+    """Hand each micro-batch its routes in another order: what the agreement shows when TRL's shuffle is not followed."""
+    trainer = build(model, out, R3, max_steps=1, max_completion_length=6, per_device_train_batch_size=8)
+    plain = trainer.compute_loss
+
+    def reversed_routes(model: Any, inputs: Any, **kwargs: Any) -> Any:
+        lengths = [trace.rows for trace in inputs["routing"]]
+        order = list(range(len(lengths)))[::-1]
+        swapped = [order[i] if lengths[order[i]] == lengths[i] else i for i in range(len(lengths))]
+        inputs["routing"] = [inputs["routing"][i] for i in swapped]
+        return plain(model, inputs, **kwargs)
+
+    trainer.compute_loss = reversed_routes
+    return outcome(trainer)
+
+
+def engine(model: str, out: str, dtype: str, **overrides: Any) -> dict[str, Any]:
+    """Train on routes that vLLM recorded, scoring every batch without replay too."""
+    block = {"precision": {"dtype": dtype}} if dtype == "float32" else {}
+    routing = {**R3, "native_gap_rate": 1.0}
+    trainer = build(model, out, routing, use_vllm=True, bf16=dtype != "float32", rest=block, **overrides)
+    result = outcome(trainer)
+    for name in ("k3_kl", "logp_abs_diff_max", "native/k3_kl", "native/logp_abs_diff_max", "tokens", "native/tokens"):
+        result[name] = logged(trainer, f"mismatch/{name}")
+    result["weight_version"] = trainer.vllm_generation.weight_version
+    result["shared"] = [len({id(t.parts[0]) for t in batch["routing"]}) for batch in trainer._buffered_inputs]
+    result["versions"] = sorted({v for batch in trainer._buffered_inputs for t in batch["routing"] for v in t.versions})
+    return result
+
+
+def _of(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], None]:
+    def corrupt(outputs: Any) -> None:
+        # The last completion: all before it are well-formed.
+        completion = outputs[-1].outputs[0]
+        completion.routed_experts = change(np.array(completion.routed_experts))
+
+    return corrupt
+
+
+def _all(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], None]:
+    def corrupt(outputs: Any) -> None:
+        for output in outputs:
+            output.outputs[0].routed_experts = change(np.array(output.outputs[0].routed_experts))
+
+    return corrupt
+
+
+def _duplicated(ids: np.ndarray) -> np.ndarray:
+    ids[2, 1, 1] = ids[2, 1, 0]
+    return ids
+
+
+def _out_of_range(ids: np.ndarray) -> np.ndarray:
+    ids[3, 0, 2] = 16
+    return ids
+
+
+def _absent(outputs: Any) -> None:
+    outputs[-1].outputs[0].routed_experts = None
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "missing row": _of(lambda ids: ids[:-1]),
+    "extra row": _of(lambda ids: np.concatenate([ids, ids[-1:]])),
+    "swapped layers": _all(lambda ids: ids[:, ::-1].copy()),
+    "shifted rows": _all(lambda ids: np.roll(ids, 1, 0)),
+    "all zeros": _of(np.zeros_like),
+    "duplicate ids": _of(_duplicated),
+    "id out of range": _of(_out_of_range),
+    "expert count": _of(lambda ids: ids[..., :-1]),
+    "missing layer": _of(lambda ids: ids[:, :-1]),
+    "no routing": _absent,
+}
+
+
+def faults(model: str, out: str) -> dict[str, Any]:
+    """Corrupt what vLLM returns, one way after the other, and train a step on it."""
+    trainer = build(model, out, R3, use_vllm=True, rest={"precision": {"dtype": "float32"}}, max_steps=1)
+    llm, result = trainer.vllm_generation.inner.llm, {}
+    generate, before = llm.generate, digest_of(trainer.model)
+    trainer.current_gradient_accumulation_steps = 1
+    batches = iter(trainer.get_train_dataloader())
+    batch = next(batches)
+
+    def attempt() -> dict[str, Any]:
+        trainer.model.train()
+        trainer._buffered_inputs, trainer._step = None, 0
+        trainer.vllm_generation.take_records()
+        found: dict[str, Any] = {"error": "", "message": "", "seconds": 0.0}
+        try:
+            trainer.training_step(trainer.model, batch, None)
+        except Exception as error:  # noqa: BLE001 - what is raised is the result
+            found = {"error": type(error).__name__, "message": str(error), "seconds": time.perf_counter() - returned[0]}
+        found["gradients"] = any(p.grad is not None and bool(p.grad.any()) for p in trainer.model.parameters())
+        trainer.model.zero_grad()
+        return {**found, "moved": digest_of(trainer.model) != before}
+
+    returned = [0.0]
+    for name, corrupt in FAULTS.items():
+
+        def corrupted(*args: Any, **kwargs: Any) -> Any:
+            outputs = generate(*args, **kwargs)
+            corrupt(outputs)  # noqa: B023
+            returned[0] = time.perf_counter()
+            return outputs
+
+        llm.generate = corrupted
+        result[name] = attempt()
+    llm.generate = generate
+    with overridden(trainer.vllm_generation, weight_version=7):
+        trainer.vllm_generation.records = []
+        plain = trainer.vllm_generation.generate
+
+        def older(*args: Any, **kwargs: Any) -> Any:
+            output = plain(*args, **kwargs)
+            trainer.vllm_generation.weight_version = 8
+            returned[0] = time.perf_counter()
+            return output
+
+        trainer.vllm_generation.generate = older
+        result["policy version"] = attempt()
+        del trainer.vllm_generation.generate
+    result["none"] = attempt()
+    return result
+
+
+def native_gap_changes_nothing(model: str, out: str, rate: float, agreement: float) -> dict[str, Any]:
+    """Train with and without measuring on the side."""
+    routing = {"mode": "R3", "native_gap_rate": rate, "agreement_rate": agreement}
+    return outcome(build(model, out, routing, use_vllm=True, rest={"precision": {"dtype": "float32"}}))
+
+
+def together(model: str, out: str) -> dict[str, Any]:
+    """Train with every section of the block at once."""
+    rest = {
+        "precision": {"dtype": "float16", "loss_scale": {"init_scale": 256.0}},
+        "kl": {"coef": 0.05},
+        "correction": {"level": "token", "bound": "mask", "upper": 5.0, "lower": 0.2},
+    }
+    trainer = build(
+        model,
+        out,
+        {**R3, "reference": True},
+        use_vllm=True,
+        bf16=None,
+        rest=rest,
+        vllm_importance_sampling_mode="token_mask",
+    )
+    result = outcome(trainer)
+    return {**result, "k3_kl": logged(trainer, "mismatch/k3_kl"), "kl": logged(trainer, "kl")}
+
+
+def full_kl(model: str, out: str) -> dict[str, Any]:
+    """Train with the exact KL, whose passes over the vocabulary are replayed as well."""
+    trainer = build(model, out, {**R3, "reference": True}, rest={"kl": {"estimator": "full", "coef": 0.1}}, max_steps=2)
+    return {**outcome(trainer), "kl": logged(trainer, "kl")}
+
+
+def refused(model: str, out: str, routing: Any, how: str = "", **overrides: Any) -> dict[str, Any]:
+    """Build what must be refused."""
+    if how == "tools":
+        config = MismatchGRPOConfig(**arguments(out, mismatch={"routing": routing}, use_vllm=False, bf16=False))
+        MismatchGRPOTrainer(model=model, reward_funcs=graded, args=config, train_dataset=rows(), tools=[len])
+    elif how == "bypassed":
+        trainer = build(model, out, routing, **overrides)
+        trainer._compute_loss = lambda model, inputs: model(input_ids=inputs["prompt_ids"]).logits.sum() * 0
+        trainer.train()
+    else:
+        build(model, out, routing, **overrides)
+    return {}
+
+
+if __name__ == "__main__":
+    main()

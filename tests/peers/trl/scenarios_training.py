@@ -1,0 +1,282 @@
+"""Runs with the real TRL and vLLM, each in a process of its own: `python -m tests.peers.trl.scenarios_training NAME '{json}'`.
+
+A scenario prints one line `RESULT {json}`; what it raises ends the process with the message on standard error.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import hashlib
+import json
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from datasets import Dataset
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from examples.arithmetic.task import make_dataset
+
+KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
+
+
+def arguments(out: str, **overrides: Any) -> dict[str, Any]:
+    """Return trainer arguments for a short run on a CPU."""
+    return {
+        "output_dir": out, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16,
+        "max_steps": 3, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-3,
+        "use_cpu": True, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05,
+        "vllm_max_model_length": 64, "disable_tqdm": True, "gradient_checkpointing": False, "seed": 0, "beta": 0.0,
+        "vllm_importance_sampling_mode": "token_truncate",
+        **overrides,
+    }  # fmt: skip
+
+
+def rows(steps: int = 8) -> Dataset:
+    """Return prompts enough for some steps."""
+    return Dataset.from_list(make_dataset(2 * steps, seed=5))
+
+
+def graded(completions: list[str], **_: Any) -> list[float]:
+    """Reward that varies between completions of a random model, so that there is a gradient."""
+    return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
+
+
+def build(model: str, out: str, block: Any, callbacks: Any = None, **overrides: Any) -> MismatchGRPOTrainer:
+    """Build a trainer with a block."""
+    return MismatchGRPOTrainer(
+        model=model,
+        reward_funcs=graded,
+        args=MismatchGRPOConfig(**arguments(out, mismatch=block, **overrides)),
+        train_dataset=rows(),
+        callbacks=callbacks,
+    )
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """Return a digest of all parameters, bit for bit."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(model.state_dict().items()):
+        sha.update(name.encode() + parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    """Return what the trainer logged at each step."""
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{k: v for k, v in entry.items() if k in KEPT or "mismatch/" in k} for entry in logged]
+
+
+def outcome(trainer: Any, **extra: Any) -> dict[str, Any]:
+    """Return what tests compare."""
+    return {"history": history(trainer), "parameters": digest_of(trainer.model), **extra}
+
+
+def stock(model: str, out: str, cls: str, **overrides: Any) -> dict[str, Any]:
+    """Train with stock GRPOTrainer, or with ours and no block."""
+    trainer_class, config_class = {
+        "stock": (GRPOTrainer, GRPOConfig),
+        "ours": (MismatchGRPOTrainer, MismatchGRPOConfig),
+    }[cls]
+    # The first shape to be compiled by torch depends on what the process did before; eager on both sides does not.
+    trainer = trainer_class(
+        model=model, reward_funcs=graded, args=config_class(**arguments(out, **overrides)), train_dataset=rows()
+    )
+    trainer.train()
+    return outcome(trainer, active=sorted(k for k in vars(trainer) if k.startswith("_recorder")))
+
+
+def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
+    """Train with a block."""
+    trainer = build(model, out, block, **overrides)
+    trainer.train()
+    scaler = trainer.accelerator.scaler
+    return outcome(
+        trainer,
+        scaler=None if scaler is None else scaler.state_dict(),
+        engine_dtype=trainer.vllm_generation.reading.model_dtype,
+        weight_version=trainer.vllm_generation.weight_version,
+        verdict=None if trainer._verdict is None else trainer._verdict.status,
+    )
+
+
+def mixin(model: str, out: str, block: Any) -> dict[str, Any]:
+    """Train with the mixin over a user's own subclass."""
+
+    class Own(GRPOTrainer):
+        called = 0
+
+        def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+            Own.called += 1
+            return super()._calculate_rewards(*args, **kwargs)
+
+    class OwnWithBlock(MismatchTrainerMixin, Own):
+        pass
+
+    trainer = OwnWithBlock(
+        model=model, reward_funcs=graded, train_dataset=rows(),
+        args=MismatchGRPOConfig(**arguments(out, mismatch=block, max_steps=1)),
+    )  # fmt: skip
+    trainer.train()
+    return outcome(trainer, own_called=Own.called)
+
+
+def unclaimed(model: str, out: str) -> dict[str, Any]:
+    """Give the block to a trainer that does not know it."""
+    GRPOTrainer(
+        model=model, reward_funcs=graded, train_dataset=rows(),
+        args=MismatchGRPOConfig(**arguments(out, mismatch={"precision": {"dtype": "float16"}})),
+    )  # fmt: skip
+    return {}
+
+
+def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
+    """Train LoRA adapters, on the embeddings too, which TRL merges for each weight update and unmerges after it."""
+    from peft import LoraConfig
+
+    block = {"precision": {"dtype": "float32"}} if dtype == "float32" else {}
+    trainer = MismatchGRPOTrainer(
+        model=model,
+        reward_funcs=graded,
+        train_dataset=rows(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj", "embed_tokens"]),
+        args=MismatchGRPOConfig(
+            **arguments(out, mismatch=block, learning_rate=1e-2, model_init_kwargs={"dtype": dtype})
+        ),
+    )
+    probes = trainer.vllm_generation.probes
+    before = trainer._score(probes)
+    trainer.train()
+    moved = float((trainer._score(probes) - before).abs().mean())
+    merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
+    return outcome(trainer, merged=merged, verdict=trainer._verdict.status, moved=moved)
+
+
+def seams(model: str, out: str) -> dict[str, Any]:
+    """Change the engine wrapper's temperature and the trainer's weights behind TRL's back."""
+    trainer = build(model, out, {"precision": {"dtype": "float32"}}, max_steps=1)
+    trainer.train()
+    trainer.vllm_generation.max_completion_length = 3
+    version = trainer.vllm_generation.weight_version
+    with torch.no_grad():
+        trainer.model.model.norm.weight.mul_(1.5)
+    _, completions, _, _ = trainer.vllm_generation.generate([[5, 6, 7]] * 4, None, 1)
+    return {
+        "inner": trainer.vllm_generation.inner.max_completion_length,
+        "longest": max(map(len, completions)),
+        "updates": trainer.vllm_generation.weight_version - version,
+        "verdict": trainer._verdict.status,
+    }
+
+
+def evaluated_then_resumed(model: str, out: str, resume: str) -> dict[str, Any]:
+    """Evaluate before resuming, as a script that measures first does."""
+    trainer = build(model, out, {}, max_steps=4, save_strategy="steps", save_steps=1, per_device_eval_batch_size=8)
+    trainer.evaluate(rows(2))
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[str, Any]:
+    """Train a mixture of experts with or without the repair of vLLM's CPU weight update."""
+    from mismatch_ext.adapters.vllm import weights
+
+    repair = nullcontext() if repaired else mock.patch.object(weights, "swapped", lambda *_: nullcontext())
+    with repair:
+        return train(model, out, {"precision": {"dtype": "float32"}}, max_steps=2)
+
+
+def stale(model: str, out: str, dtype: str) -> dict[str, Any]:
+    """Train with an engine that ignores every weight update after the first."""
+    from mismatch_ext.adapters.trl import generation
+
+    update = engine.update_weights
+    calls = []
+
+    def forgetful(llm: Any, named: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            update(llm, named)
+
+    with mock.patch.object(generation.engine, "update_weights", forgetful):
+        return train(model, out, {"precision": {"dtype": dtype}})
+
+
+class AtStep(TrainerCallback):
+    """Call a function at the end of one step."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Act when the step has come."""
+        if state.global_step == self.step:
+            self.action()
+
+
+def engine_dies(model: str, out: str, **overrides: Any) -> dict[str, Any]:
+    """End the engine after the second step, behind the trainer's back."""
+    trainer = build(model, out, {}, max_steps=5, **overrides)
+    trainer.add_callback(AtStep(2, lambda: trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()))
+    trainer.train()
+    return outcome(trainer)
+
+
+def nan_logprobs(model: str, out: str) -> dict[str, Any]:
+    """Make the engine report NaN for one sampled token of the second batch."""
+    trainer = build(model, out, {}, max_steps=5)
+    inner = trainer.vllm_generation.inner
+    generate = inner.generate
+    calls = []
+
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        result = generate(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 2:
+            result[2][3][1][0] = None  # TRL's form of NaN: rollout 3, token 1
+        return result
+
+    inner.generate = spoiled
+    trainer.train()
+    return outcome(trainer)
+
+
+def killed(model: str, out: str, block: Any, kill_after: int | None, resume: str | None = None) -> dict[str, Any]:
+    """Train with a checkpoint per step; die by SIGKILL after a step, or resume from a checkpoint."""
+    callbacks = [AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL))] if kill_after else []
+    trainer = build(model, out, block, callbacks, max_steps=4, save_strategy="steps", save_steps=1)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer, scaler=trainer.accelerator.scaler.state_dict())
+
+
+def parsed(argv: list[str]) -> dict[str, Any]:
+    """Parse a command line with TrlParser."""
+    from trl import TrlParser
+
+    (config,) = TrlParser(MismatchGRPOConfig).parse_args_and_config(argv)
+    return {"mismatch": config.mismatch, "fp16": config.fp16, "bf16": config.bf16}
+
+
+def main() -> None:
+    """Run the scenario named on the command line."""
+    name, payload = sys.argv[1], json.loads(sys.argv[2])
+    result = sys.modules["__main__"].__dict__[name](**payload)
+    print("RESULT " + json.dumps(result, default=str), flush=True)
+    # vLLM's and torch's own threads may outlive main; nothing is left to save.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The `correction` section in the real TRL with the real vLLM: native options driven, other weights in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from mismatch_ext.config import CorrectionConfig
+from mismatch_ext.correction import correct, resolve
+from tests.peers.conftest import Ran
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def run(run_scenario: Callable[..., Ran]) -> Callable[..., Ran]:
+    """Run a scenario of `scenarios_correction`."""
+    return partial(run_scenario, module="trl.scenarios_correction")
+
+
+def test_a_preset_that_trl_has_is_trls_own(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    arguments = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.01}
+    theirs = run("trained", model=dense, out=tmp_path / "trl", block={}, **arguments).expect()
+    block = {"correction": {"preset": "token_mask", "upper": 1.01}}
+    # The scenario's own arguments name a mode; its default leaves it to the block.
+    ours = run(
+        "trained", model=dense, out=tmp_path / "ours", block=block, vllm_importance_sampling_mode="sequence_mask"
+    ).expect()
+    assert ours["history"] == theirs["history"] and ours["parameters"] == theirs["parameters"]
+    assert ours["options"] == theirs["options"] and not ours["rollout_metrics"]
+
+
+def test_other_corrections_are_the_hand_computed_ones(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    found = run("by_hand", model=dense, out=tmp_path).expect()
+    assert set(found) == {"token", "geometric", "reject", "clip", "reinforce"}
+    for name, errors in found.items():
+        assert errors["weight_error"] < 1e-5 and errors["gradient_error"] < 1e-5, name
+        # The correction changes the gradient, so that the comparison can fail.
+        assert errors["effect"] > 1e-3, name
+
+
+def test_metrics_of_our_own_weights_are_logged(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    # The off-policy mask is TRL's own, beside weights that are not.
+    block = {"correction": {"preset": "decoupled_geo_rs_token_tis", "off_policy_threshold": 0.5}}
+    found = run(
+        "trained", model=dense, out=tmp_path, block=block, vllm_importance_sampling_mode="sequence_mask"
+    ).expect()
+    metrics = found["rollout_metrics"]
+    assert 0.9 < metrics["mismatch/rollout_is_mean"] < 1.1
+    assert 0 < metrics["mismatch/rollout_rs_masked_fraction"] <= 1
+    assert metrics["mismatch/rollout_is_max"] > 1.001
+
+
+@pytest.mark.parametrize(
+    ("correction", "overrides", "words"),
+    [
+        ({"preset": "tokn_mask"}, {}, ["'tokn_mask'", "Did you mean 'token_mask'?"]),
+        (
+            {"preset": "token_mask"},
+            {"vllm_importance_sampling_mode": "token_truncate"},
+            ["token_truncate", "token_mask"],
+        ),
+        ({"preset": "decoupled_geo_rs"}, {"loss_type": "vespo"}, ["vespo", "token_truncate"]),
+        ({"preset": "token_mask"}, {"use_vllm": False}, ["use_vllm=False", "mismatch.correction"]),
+        ({}, {}, ["mismatch.correction is empty"]),
+        ({"bound": "mask"}, {}, ["bound alone corrects nothing"]),
+        ({"preset": "bypass_ppo_clip", "level": "token", "upper": 2.0}, {}, ["takes no weights", "reinforce"]),
+        ({"preset": "bypass_pg_is"}, {"top_entropy_quantile": 0.2}, ["reinforce", "top_entropy_quantile"]),
+        ({"preset": "bypass_pg_is", "off_policy_threshold": 0.5}, {}, ["reinforce", "off_policy_mask_threshold"]),
+        ({"preset": "bypass_pg_is"}, {"loss_type": "cispo"}, ["reinforce", "loss_type"]),
+        ({"preset": "bypass_pg_is", "normalize": True}, {}, ["normalize", "micro-batch"]),
+        ({"preset": "tis", "veto": 1e-4, "compat": "unscored_is_one"}, {}, ["unscored_is_one"]),
+    ],
+)
+def test_contradictions_are_refused(
+    correction: dict[str, object], overrides: dict[str, object], words: list[str]
+) -> None:
+    from mismatch_ext.adapters.trl import MismatchGRPOConfig
+
+    from mismatch_ext.errors import ConfigError
+
+    given = {"use_vllm": True, "vllm_mode": "colocate", **overrides}
+    with pytest.raises(ConfigError) as error:
+        MismatchGRPOConfig(output_dir="x", use_cpu=True, bf16=False, mismatch={"correction": correction}, **given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("preset", ["decoupled_geo_rs_token_tis", "decoupled_token_is", "decoupled_seq_is_rs"])
+def test_metrics_of_two_ranks_are_those_of_their_union(preset: str) -> None:
+    from mismatch_ext.adapters.trl.correction import METRICS, CorrectionTerm
+
+    settings = resolve(CorrectionConfig(preset=preset))
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(12, 20, generator=generator) * 3
+    old = rollout + 0.2 * torch.randn(12, 20, generator=generator)
+    # Ranks of unequal weight: 9 rows of up to 20 tokens, 3 of 2.
+    mask = torch.arange(20) < torch.tensor([20, 19, 18, 17, 16, 15, 14, 13, 12, 2, 2, 2])[:, None]
+    rows: list[torch.Tensor] = []
+
+    def gather(row: torch.Tensor) -> torch.Tensor:
+        """Collect what each rank sends; the last one has all."""
+        rows.append(row)
+        return torch.cat(rows)
+
+    term = CorrectionTerm(settings, gather)
+    for part in (slice(0, 9), slice(9, 12)):
+        output = {"sampling_per_token_logps": rollout[part]}
+        merged = term.apply(output, old[part], mask[part])
+    whole = correct(rollout, old, mask, settings).metrics
+    compared = [name for name in METRICS if name in merged]
+    assert len(compared) >= 7
+    for name in compared:
+        assert merged[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name

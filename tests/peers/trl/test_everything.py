@@ -1,0 +1,164 @@
+"""All sections in one run of the real TRL and vLLM; alarms that act; control and alarms by callback alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.rundata import read_run
+from tests.peers.conftest import Ran
+
+Run = Callable[..., Ran]
+MODULE = "trl.scenarios_everything"
+# Every section: a loss scale that grows within the run, a coefficient that adapts, a rate that is halved every second step.
+EVERYTHING: dict[str, Any] = {
+    "precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0, "growth_interval": 2}},
+    "correction": {"preset": "decoupled_geo_rs_token_tis"},
+    "kl": {"coef": 0.05, "controller": {"target_kl": 0.01}},
+    "routing": {"mode": "R3", "agreement_rate": 1.0},
+    "lr": {"period": 2},
+    "monitor": {
+        # A reward of this random model is always above: raised at the third step, whenever the run was killed.
+        "alarms": {"reward": {"above": 1.0e-9, "patience": 3, "action": "call", "call": "__main__:remember"}},
+        "default_alarms": False,
+    },
+}
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+
+# TRL 1.13 gives the load-balancing loss a weight of its own, later releases the model's: with it, no float16 step overflows.
+BALANCED = {"router_aux_loss_coef": 0.01}
+
+
+@pytest.fixture(scope="module")
+def whole(run_scenario: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path]:
+    """Return a run with every section that nothing interrupted, and its folder."""
+    out = tmp_path_factory.mktemp("everything")
+    return run_scenario("everything", module=MODULE, model=moe, out=out, block=EVERYTHING, **SAVING, **BALANCED), out
+
+
+def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
+    ran, out = whole
+    history = ran.expect()["history"]
+    for section in ("precision", "correction", "routing", "lr", "kl", "alarms"):
+        assert f"\n  {section}" in ran.stdout, ran.stdout
+    last = history[-1]
+    assert [entry["mismatch/lr_multiplier"] for entry in history] == [1.0, 1.0, 0.5, 0.5]
+    assert [entry["learning_rate"] for entry in history] == [1e-3, 1e-3, 5e-4, 5e-4]
+    assert last["mismatch/loss_scale"] == 4096
+    assert 0 < last["mismatch/k3_kl"] < 1e-4
+    assert last["mismatch/rollout_is_mean"] == pytest.approx(1.0, abs=0.01)
+    assert "mismatch/rollout_rs_seq_masked_fraction" in last
+    assert 0 <= last["mismatch/routing/set_mismatch_frac"] < 0.2
+    assert len({entry["mismatch/kl_coef"] for entry in history}) > 1
+    data = read_run(out / "mismatch")
+    (alarm,) = [event for event in data.events if event.name == "alarm"]
+    assert (alarm.step, alarm.data["metric"], alarm.data["status"]) == (3, "reward", "raised")
+    assert ran.expect()["called"] == [alarm.data]
+    block = MismatchConfig.parse(EVERYTHING)
+    assert block is not None and data.header["config"] == block.to_dict()
+    closing = ran.stdout[ran.stdout.rindex("mismatch-ext: training completed after 4 steps") :]
+    for line in ("gap ", "alarms ", "lr ", "loss scale ", "sync ", "routing ", "report "):
+        assert f"\n  {line}" in closing, closing
+
+
+@pytest.mark.parametrize("killed_after", [2, 3])
+def test_killed_between_two_steps_and_resumed_equals_never_stopped(
+    run_scenario: Run, moe: Path, tmp_path: Path, whole: tuple[Ran, Path], killed_after: int
+) -> None:
+    given = {"module": MODULE, "model": moe, "out": tmp_path, "block": EVERYTHING, **SAVING, **BALANCED}
+    died = run_scenario("everything", kill_after=killed_after, **given)
+    assert died.code == -9
+    last = tmp_path / f"checkpoint-{killed_after - 1}"
+    assert not (tmp_path / f"checkpoint-{killed_after}").exists()
+    resumed = run_scenario("everything", resume=last, **given).expect()
+    uninterrupted = whole[0].expect()
+    assert resumed["history"] == uninterrupted["history"]
+    assert resumed["parameters"] == uninterrupted["parameters"]
+    # The alarm's streak went over the kill too, and was told once.
+    assert [(alarm["step"], alarm["first_step"]) for alarm in resumed["called"]] == [(3, 1)]
+    steps = read_run(tmp_path / "mismatch").series("mismatch/lr_multiplier")
+    assert steps == ([1, 2, 3, 4], [1.0, 1.0, 0.5, 0.5])
+
+
+def test_an_alarm_stops_training_with_a_checkpoint(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    alarms = {"completions/mean_length": {"above": 0.5, "patience": 2, "action": "stop"}, "reword": {"below": 0.0}}
+    ran = run_scenario(
+        "everything",
+        module=MODULE,
+        model=dense,
+        out=tmp_path,
+        block={"lr": {"period": 1}, "monitor": {"alarms": alarms}},
+        use_vllm=False,
+        bf16=False,
+        max_steps=6,
+        model_init_kwargs=None,
+    )
+    result = ran.expect()
+    # save_strategy is "no" here: what a stop would lose is saved all the same.
+    assert result["step"] == 2 and result["checkpoints"] == ["checkpoint-2"]
+    assert "stopped" in ran.stdout and "completions/mean_length" in ran.stdout
+    assert "reword: no log held this metric; did you mean 'reward'?" in ran.stdout
+    assert "mismatch.monitor.alarms.reword: the first log does not hold this metric" in ran.stderr
+    (end,) = read_run(tmp_path / "mismatch").ends
+    assert end.status == "completed" and "above 0.5" in end.message
+
+
+def test_a_stop_stops_the_next_training_and_the_resumed_one(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    alarms = {"completions/mean_length": {"above": 0.5, "patience": 2, "action": "stop"}}
+    block = {"lr": {"period": 1}, "monitor": {"alarms": alarms}}
+    result = run_scenario("stopped_again", module=MODULE, model=dense, out=tmp_path, block=block).expect()
+    assert result["steps"] == [2, 2, 4]
+    # Each new training has a metrics file of its own, a resumed one goes on with its file.
+    assert result["recorded"] == [[1, 2], [1, 2], [1, 2, 3, 4]]
+    # A checkpoint that is not there is TRL's error, and leaves the metrics of the run alone.
+    assert "No valid checkpoint" in result["refused"] and result["kept"]
+
+
+def test_a_callback_alone_controls_and_survives_kill_9(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    # Logged lengths are of the step before: grown at step 3, they surge at 4, and the period is round(1.8 * 4) = 7, unless a
+    # measurement is lost on the way.
+    block = {
+        "lr": {"surge": {"baseline_window": 3, "smoothing": 1}, "count_from": "start"},
+        "monitor": {"alarms": {"completions/mean_length": {"above": 0.5, "patience": 4}}, "default_alarms": False},
+    }
+    given = {"module": MODULE, "model": dense, "block": block, **SAVING, "max_steps": 9}
+    whole = run_scenario("by_callback", out=tmp_path / "whole", **given).expect()
+    rates = [entry["learning_rate"] for entry in whole["history"]]
+    assert rates == [1e-3] * 7 + [5e-4] * 2
+    assert whole["history"][-1]["mismatch/lr_surge_step"] == 4
+    out = tmp_path / "killed"
+    # With a baseline of three logs, the second of which waits in the checkpoint for the next step.
+    died = run_scenario("by_callback", out=out, kill_after=3, **given)
+    assert died.code == -9
+    resumed = run_scenario("by_callback", out=out, resume=out / "checkpoint-2", **given).expect()
+    assert resumed["parameters"] == whole["parameters"]
+    assert resumed["history"] == whole["history"]
+    data = read_run(out / "mismatch")
+    assert [(event.step, event.data["first_step"]) for event in data.events if event.name == "alarm"] == [(4, 1)]
+    assert data.series("mismatch/lr_multiplier")[1] == [1.0] * 7 + [0.5] * 2
+
+
+def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(
+    run_scenario: Run, dense: Path, tmp_path: Path
+) -> None:
+    # Any gradient norm at or above 1.0001 of the first surges: the reactive rule takes each as it comes.
+    lr = {
+        "rule": "reactive",
+        "trigger": "grad_norm",
+        "cooldown": 0,
+        "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+    }
+    given = {"module": MODULE, "model": dense, "out": tmp_path}
+    found = run_scenario("by_callback", block={"lr": lr}, max_steps=6, **given).expect()
+    last = found["history"][-1]
+    assert last["mismatch/lr_surges"] >= 1
+    short = run_scenario("by_callback", block={"lr": {}}, max_steps=1, **given)
+    assert "a baseline of 50 batches, and this training has 1 steps" in short.stderr
+    blind = run_scenario("by_callback", block={"lr": {}}, max_steps=2, logging_steps=2, **given)
+    assert blind.code != 0 and "set logging_steps=1" in blind.stderr
+    needs = run_scenario("by_callback", block={"routing": {"mode": "R3"}}, max_steps=2, **given)
+    assert needs.code != 0 and "mismatch.routing with MismatchCallback" in needs.stderr

@@ -1,0 +1,122 @@
+"""The `kl` section in the real TRL: gradients, denominators, rewards, preset, adaptive coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers.conftest import Ran
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def run(run_scenario: Callable[..., Ran]) -> Callable[..., Ran]:
+    """Run a scenario of `scenarios_kl`."""
+    return partial(run_scenario, module="trl.scenarios_kl")
+
+
+def test_every_estimator_and_placement_trains(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    runs = run("every_configuration", model=dense, out=tmp_path, timeout=600).expect()
+    assert len(runs) == 15
+    for name, found in runs.items():
+        assert found["steps"] == 3 and found["changed"], name
+        assert all(math.isfinite(x) for key in ("loss", "grad_norm", "kl") for x in found[key]), name
+        # The policy was moved off the reference before the first step; k3 is a mean of what is never negative.
+        assert min(found["kl"]) > 1e-3, name
+
+
+def test_denominators_are_trls_for_every_loss_type(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    found = run("denominators", model=dense, out=tmp_path).expect()
+    assert set(found) == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
+    for loss_type, errors in found.items():
+        assert errors["error"] < 1e-5, loss_type
+        # Without the KL term the gradient is another one, so the comparison can fail.
+        assert errors["share_of_kl"] > 0.1, loss_type
+
+
+@pytest.mark.parametrize(
+    "kl",
+    [
+        {"estimator": "k1", "placement": "reward"},
+        {"estimator": "k3", "placement": "both"},
+        {"estimator": "k2", "placement": "loss", "target": "token"},
+        {"estimator": "k1", "placement": "reward", "target": "token"},
+        {"estimator": "abs", "placement": "both"},
+    ],
+    ids=lambda kl: "-".join(kl.values()),
+)
+def test_first_step_is_the_hand_computed_one(
+    run: Callable[..., Ran], dense: Path, tmp_path: Path, kl: dict[str, Any]
+) -> None:
+    assert run("first_step", model=dense, out=tmp_path, kl=kl).expect()["error"] < 1e-5
+
+
+def test_kl_in_rewards_enters_before_group_normalisation(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    found = run("rewards_path", model=dense, out=tmp_path).expect()
+    assert found["names"] == ["graded", "kl"]
+    assert found["spread"] > 0.1  # the penalties differ between completions, so that advantages depend on them
+    assert found["kl_error"] < 1e-5 and found["advantage_error"] < 1e-5
+
+
+def test_lora_iterations_accumulation_half_precision_and_evaluation(
+    run: Callable[..., Ran], dense: Path, tmp_path: Path
+) -> None:
+    for estimator, found in run("other_settings", model=dense, out=tmp_path).expect().items():
+        assert len(found["kl"]) == 4 and len(found["eval_kl"]) == len(found["eval_loss"]) == 2, estimator
+        # The adapters start at random, so that policy and reference differ from the first step on.
+        assert min(found["kl"] + found["eval_kl"]) > 1e-4, estimator
+        assert all(math.isfinite(x) for values in found.values() for x in values), estimator
+
+
+def test_preset_trl_is_bit_for_bit_trls_own_k3(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    stock, ours = (run("preset", model=dense, out=tmp_path / cls, cls=cls).expect() for cls in ("stock", "ours"))
+    assert stock == ours and max(stock["kl"]) > 0
+
+
+def test_adaptive_coefficient_resumes_where_it_was(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+    whole = run("adaptive", model=dense, out=tmp_path / "whole").expect()
+    assert len(set(whole["coef"])) == 4
+    checkpoint = tmp_path / "whole/checkpoint-2"
+    resumed = run("adaptive", model=dense, out=tmp_path / "resumed", resume=checkpoint).expect()
+    assert resumed["state"] == whole["state"]
+    assert resumed["coef"][-2:] == whole["coef"][-2:] and resumed["parameters"] == whole["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("kl", "overrides", "words"),
+    [
+        ({}, {}, ["mismatch.kl without a coefficient", "beta > 0"]),
+        ({"coef": 0.1}, {"beta": 0.2}, ["beta=0.2", "mismatch.kl.coef=0.1"]),
+        ({"coef": 0.1, "reward_path": "rewards", "estimator": "full"}, {}, ["'rewards'", "'full'", "surrogate"]),
+        ({"coef": 0.1, "reward_path": "rewards", "ratio": "token"}, {}, ["'rewards'", "ratio='token'", "surrogate"]),
+        (
+            {"coef": 0.1, "reward_path": "rewards"},
+            {"mask_truncated_completions": True},
+            ["'rewards'", "mask_truncated_completions", "surrogate"],
+        ),
+        (
+            {"coef": 0.1, "reward_path": "rewards", "estimator": "k2"},
+            {},
+            ["'rewards'", "placement='loss'", "estimator='k2'"],
+        ),
+        (
+            {"coef": 0.1, "reward_path": "rewards"},
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            ["'rewards'", "'normalize_then_sum'", "surrogate"],
+        ),
+    ],
+)
+def test_contradictions_are_refused(kl: dict[str, Any], overrides: dict[str, Any], words: list[str]) -> None:
+    from mismatch_ext.adapters.trl import MismatchGRPOConfig
+
+    from mismatch_ext.errors import ConfigError
+
+    with pytest.raises(ConfigError) as error:
+        MismatchGRPOConfig(output_dir="x", use_cpu=True, bf16=False, mismatch={"kl": kl}, **overrides)
+    assert all(word in str(error.value) for word in words), error.value

@@ -1,0 +1,170 @@
+"""The `lr` section in the real TRL: what is applied is the schedule times the rule, and nothing else changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch_ext.rundata import read_run
+from tests.peers.conftest import Ran
+
+Run = Callable[..., Ran]
+MODULE = "trl.scenarios_lr"
+# Halved every 2 steps after 2 of warm-up, at least 0.1 from the eighth on.
+HALVING = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1]
+WARM_COSINE = {"max_steps": 12, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
+# Responses grow from 4 tokens to 16 at step 3: with a baseline of 3 and no smoothing that is the surge, and the period
+# round(1.8 * 3) = 5 steps.
+SURGE = {"surge": {"baseline_window": 3, "smoothing": 1}}
+AFTER_SURGE = [1, 1, 1, 1, 1, 0.5, 0.5, 0.5]
+
+
+def cosine(step: int, warmup: int = 2, total: int = 12, rate: float = 1e-3) -> float:
+    """Return transformers' warm-up and cosine by its definition."""
+    if step < warmup:
+        return rate * step / warmup
+    return rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+def multipliers(result: dict[str, Any]) -> list[float]:
+    """Return the multiplier that was logged at each step."""
+    return [entry["mismatch/lr_multiplier"] for entry in result["metrics"]]
+
+
+def test_warmup_cosine_and_accumulation_times_the_rule(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    result = run_scenario(
+        "train",
+        module=MODULE,
+        model=dense,
+        out=tmp_path,
+        lr={"period": 2},
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+        **WARM_COSINE,
+    ).expect()
+    expected = [cosine(step) * factor for step, factor in enumerate(HALVING)]
+    assert multipliers(result) == HALVING
+    assert result["logged"] == pytest.approx(expected, rel=1e-12)
+    # What the optimizer steps with, in both of its parameter groups, is what is logged.
+    assert result["applied"] == [[rate, rate] for rate in result["logged"]]
+    assert len({name for entry in result["metrics"] for name in entry}) >= 3
+
+
+def test_a_multiplier_of_one_is_stock_bit_for_bit(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    stock = run_scenario("train", module=MODULE, model=dense, out=tmp_path / "s", lr=None, max_steps=3).expect()
+    ours = run_scenario(
+        "train", module=MODULE, model=dense, out=tmp_path / "o", lr={"period": 100}, max_steps=3
+    ).expect()
+    halved = run_scenario(
+        "train", module=MODULE, model=dense, out=tmp_path / "h", lr={"period": 1}, max_steps=3
+    ).expect()
+    assert ours["parameters"] == stock["parameters"] != halved["parameters"]
+    assert ours["applied"] == stock["applied"] and ours["logged"] == stock["logged"]
+
+
+def test_a_surge_of_lengths_finds_the_period_and_survives_kill_9(
+    run_scenario: Run, dense: Path, tmp_path: Path
+) -> None:
+    given = {"module": MODULE, "model": dense, "lr": SURGE, "grow_at": 3, "max_steps": 8}
+    given |= {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    whole = run_scenario("train", out=tmp_path / "whole", **given).expect()
+    assert max(whole["lengths"][:3]) <= 4 < 8 < min(whole["lengths"][3:])
+    assert multipliers(whole) == AFTER_SURGE
+    assert [rates[0] for rates in whole["applied"]] == [1e-3 * factor for factor in AFTER_SURGE]
+    assert whole["metrics"][-1]["mismatch/lr_surge_step"] == 3 and whole["metrics"][-1]["mismatch/lr_period"] == 5
+    for killed_after, left in ((2, 1), (5, 4)):  # while the baseline is measured, and in the middle of the period
+        out = tmp_path / f"killed{killed_after}"
+        died = run_scenario("train", out=out, kill_after=killed_after, **given)
+        assert died.code == -9
+        resumed = run_scenario("train", out=out, resume=out / f"checkpoint-{left}", **given).expect()
+        assert multipliers(resumed) == AFTER_SURGE
+        assert resumed["applied"] == whole["applied"][left:]
+        assert resumed["parameters"] == whole["parameters"]
+        assert read_run(out / "mismatch").series("mismatch/lr_multiplier") == (list(range(1, 9)), AFTER_SURGE)
+
+
+def test_a_run_without_saved_state_is_joined_with_a_warning(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    given = {"module": MODULE, "model": dense, "save_strategy": "steps", "save_steps": 1}
+    given |= {"lr_scheduler_type": "constant"}
+    run_scenario("train", out=tmp_path, lr=None, max_steps=2, **given).expect()
+    ran = run_scenario("train", out=tmp_path, lr={"period": 2}, max_steps=5, resume=tmp_path / "checkpoint-2", **given)
+    assert multipliers({"metrics": [m for m in ran.expect()["metrics"] if m]}) == [0.5, 0.5, 0.25]
+    assert "checkpoint of step 2 holds no state of mismatch.lr" in ran.stderr
+
+
+def test_a_skipped_float16_step_does_not_advance_the_rule(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    # A scale of 2^40 overflows float16 until backing off by 2^-10 has brought it down.
+    scale = {"init_scale": 2.0**40, "backoff_factor": 2.0**-10, "growth_interval": 1000}
+    result = run_scenario(
+        "train",
+        module=MODULE,
+        model=dense,
+        out=tmp_path,
+        lr={"period": 1},
+        rest={"precision": {"dtype": "float16", "loss_scale": scale}},
+        use_vllm=True,
+        bf16=None,
+        max_steps=7,
+        max_completion_length=16,
+    ).expect()
+    skipped = result["scale"].index(result["scale"][-1]) + 1  # logged after the step that was skipped
+    assert 1 <= skipped <= 4
+    assert len(result["applied"]) == 7 - skipped
+    base = [1e-3 * (1 - step / 7) for step in range(7)]
+    rule = [1, 0.5, 0.25, 0.125, 0.1, 0.1, 0.1]
+    # Neither the linear schedule nor the rule moves while steps are skipped.
+    assert [rates[0] for rates in result["applied"]] == pytest.approx(
+        [base[step] * rule[step] for step in range(7 - skipped)], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("trigger", ["grad_norm", "mismatch_kl", "f_tau"])
+def test_other_triggers_take_their_statistic(run_scenario: Run, dense: Path, tmp_path: Path, trigger: str) -> None:
+    engine = trigger != "grad_norm"
+    result = run_scenario(
+        "train",
+        module=MODULE,
+        model=dense,
+        out=tmp_path,
+        # With nothing to smooth and next to no threshold whatever grows surges: 0.5 after each.
+        lr={
+            "rule": "reactive",
+            "trigger": trigger,
+            "cooldown": 0,
+            "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+        },
+        use_vllm=engine,
+        max_steps=8,
+        **({"max_completion_length": 16} if engine else {}),
+    ).expect()
+    surges = [entry["mismatch/lr_surges"] for entry in result["metrics"]]
+    thresholds = [entry.get("mismatch/lr_surge_threshold") for entry in result["metrics"]]
+    if trigger == "f_tau":  # in float32 no token is off by a tenth, and nothing never surges
+        assert surges == [0.0] * 8 and thresholds[-1] == 0.0
+    else:
+        assert surges[-1] >= 1 and multipliers(result)[-1] == max(0.5 ** surges[-1], 0.1)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "callback"])
+def test_a_training_that_begins_anew_begins_with_the_whole_rate(
+    run_scenario: Run, dense: Path, tmp_path: Path, kind: str
+) -> None:
+    # Interrupted at step 5, where the multiplier is 0.25, with two updates per generation.
+    rates = run_scenario("again", module=MODULE, model=dense, out=tmp_path, kind=kind).expect()
+    assert rates == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
+
+
+def test_the_whole_batch_of_a_step_leads_it(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    result = run_scenario("whole_batch", module=MODULE, model=dense, out=tmp_path).expect()
+    assert result["taken"] == pytest.approx(result["logged"], rel=1e-12)
+    assert len(result["taken"]) == 3
+
+
+def test_what_cannot_lead_the_rate_is_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run_scenario("train", module=MODULE, model=dense, out=tmp_path, lr={"trigger": "mismatch_kl"})
+    assert ran.code != 0
+    assert "use_vllm=False with mismatch.lr.trigger='mismatch_kl'" in ran.stderr

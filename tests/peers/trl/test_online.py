@@ -1,0 +1,59 @@
+"""TRL's other online trainers with the block: RLOO, and GMPO, which derives from GRPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.peers.conftest import Ran
+
+Run = Callable[..., Ran]
+MODULE = "trl.scenarios_online"
+BLOCK = {
+    "precision": {"dtype": "float32"},
+    "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
+    "lr": {"period": 1},
+}
+
+
+def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run_scenario: Run, moe: Path, tmp_path: Path) -> None:
+    ran = run_scenario("rloo", module=MODULE, model=moe, out=tmp_path, block=BLOCK)
+    history = ran.expect()["history"]
+    assert [entry["mismatch/lr_multiplier"] for entry in history] == [1.0, 0.5, 0.25]
+    for entry in history:
+        assert 0 < entry["mismatch/logp_abs_diff_max"] < 1e-5
+        assert entry["mismatch/routing/set_mismatch_frac"] == 0.0
+        # All 8 responses are 16 tokens long at most, and each token is compared.
+        assert entry["mismatch/tokens"] == 8 * entry["completions/mean_length"]
+
+
+def test_rloo_in_bfloat16_measures_its_gap_with_and_without_replay(
+    run_scenario: Run, moe: Path, tmp_path: Path
+) -> None:
+    block = {"routing": BLOCK["routing"]}
+    ran = run_scenario("rloo", module=MODULE, model=moe, out=tmp_path, block=block, bf16=True)
+    history = ran.expect()["history"]
+    replayed = sum(entry["mismatch/k3_kl"] for entry in history)
+    native = sum(entry["mismatch/native/k3_kl"] for entry in history)
+    assert 0 < replayed != native
+
+
+def test_rloo_with_a_block_that_changes_nothing_is_stock(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+    given = {"module": MODULE, "model": dense, "use_vllm": False}
+    stock = run_scenario("rloo", out=tmp_path / "stock", **given).expect()
+    ours = run_scenario("rloo", out=tmp_path / "ours", block={"lr": {"period": 100}}, **given).expect()
+    assert ours["parameters"] == stock["parameters"]
+    assert [entry["loss"] for entry in ours["history"]] == [entry["loss"] for entry in stock["history"]]
+    refused = run_scenario("rloo", out=tmp_path / "kl", block={"kl": {"coef": 0.1}}, **given)
+    assert refused.code != 0 and "mismatch.kl with MismatchRLOOConfig" in refused.stderr
+
+
+def test_gmpo_takes_what_its_loss_has_a_seam_for(run_scenario: Run, moe: Path, tmp_path: Path) -> None:
+    ran = run_scenario("gmpo", module=MODULE, model=moe, out=tmp_path, block=BLOCK)
+    last = ran.expect()["history"][-1]
+    assert last["mismatch/lr_multiplier"] == 0.25 and last["mismatch/logp_abs_diff_max"] < 1e-5
+    assert last["mismatch/routing/set_mismatch_frac"] == 0.0
+    refused = run_scenario(
+        "gmpo", module=MODULE, model=moe, out=tmp_path, block={"correction": {"preset": "token_truncate"}}
+    )
+    assert refused.code != 0 and "mismatch.correction with Trainer: GMPOTrainer's loss" in refused.stderr

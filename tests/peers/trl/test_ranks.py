@@ -1,0 +1,258 @@
+"""Two processes over gloo under `accelerate launch`, DDP and FSDP2: with TRL's generation, and with a vLLM engine each."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers.conftest import ROOT, Ran
+
+pytestmark = pytest.mark.engine
+Launch = Callable[..., Ran]
+# accelerate runs a single process for `--cpu`; `--multi_gpu` is its name for torchrun, and the script says what it runs on.
+KINDS = {
+    "ddp": ["--multi_gpu"],
+    "fsdp2": [
+        *("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+        # TRL shards its reference model as rank 1 has loaded it, which with accelerate's default is not at all.
+        *("--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_cpu_ram_efficient_loading", "false"),
+    ],
+}
+TYPES = {"ddp": "DistributedType.MULTI_CPU", "fsdp2": "DistributedType.FSDP"}
+ACCELERATE = [
+    *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+]
+
+
+def launch(kind: str, name: str, out: Path, limit: int = 300, **payload: Any) -> Ran:
+    """Run a scenario of `trl_ranks` on two ranks; its result is a list, an entry per rank."""
+    result = out / "result.json"
+    given = {"out": str(out), "result": str(result), "limit": limit, **payload}
+    command = [
+        *ACCELERATE,
+        *KINDS[kind],
+        "--module",
+        "tests.peers.trl.scenarios_ranks",
+        name,
+        json.dumps(given, default=str),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        # Ranks give up by themselves at `limit`, and say where they stood.
+        stdout, stderr = process.communicate(timeout=limit + 60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # the launcher passes it on to its ranks
+        stdout, stderr = process.communicate(timeout=60)
+    found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else None
+    return Ran(process.returncode, found, stdout, stderr)
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return how the model is spread over the ranks."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def ranks(kind: str, moe: Path, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each rank found with transformers' generation."""
+    found = launch(kind, "transformers", tmp_path_factory.mktemp(kind), model=moe, dense=dense).expect()
+    assert len(found) == 2
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(kind: str, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each rank found with a vLLM engine of its own."""
+    found = launch(kind, "engines", tmp_path_factory.mktemp(kind), model=moe).expect()
+    assert len(found) == 2
+    return found
+
+
+def check_ranks(kind: str, found: list[dict[str, Any]]) -> None:
+    """Check that two ranks shared a run, and that both logged the same numbers and ended with the same weights."""
+    first, second = found
+    for rank in found:
+        assert (rank["kind"], rank["processes"]) == (TYPES[kind], 2)
+        assert rank["sharded"] == (1.0 if kind == "fsdp2" else 0.0)
+    assert first["parameters"] == second["parameters"]
+    assert first["logged"] == second["logged"] and first["logged"]
+
+
+def of(ranks: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Return an entry of each rank's result."""
+    for name in names:
+        ranks = [rank[name] for rank in ranks]
+    return ranks
+
+
+def series(rank: dict[str, Any], name: str) -> list[float]:
+    """Return a metric of each step."""
+    return [entry[name] for entry in rank["logged"]]
+
+
+def test_replay_of_own_routes_changes_no_bit(kind: str, ranks: list[dict[str, Any]]) -> None:
+    for setting, forwards in (("plain", 3), ("accumulation", 6)):
+        stock = of(ranks, "replay", f"{setting} stock")
+        check_ranks(kind, stock)
+        for mode in ("R3", "R2"):
+            replayed = of(ranks, "replay", f"{setting} {mode}")
+            check_ranks(kind, replayed)
+            assert replayed[0]["parameters"] == stock[0]["parameters"]
+            for name in ("loss", "grad_norm"):
+                assert series(replayed[0], name) == series(stock[0], name), name
+            assert series(replayed[0], "mismatch/routing/set_mismatch_frac") == [0.0] * 3
+            # Each rank replays every micro-batch of its own.
+            assert [rank["forwards"] for rank in replayed] == [forwards] * 2
+
+
+def test_routes_of_the_other_rank_change_what_is_learnt(kind: str, ranks: list[dict[str, Any]]) -> None:
+    others = of(ranks, "replay", "others")
+    check_ranks(kind, others)
+    assert min(sum(rank["exchanged"]) for rank in others) > 0
+    assert others[0]["parameters"] != ranks[0]["replay"]["plain R3"]["parameters"]
+    assert max(series(others[0], "mismatch/routing/set_mismatch_frac")) > 0.2
+
+
+def test_agreement_is_that_of_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    others = of(ranks, "replay", "others")
+    differing = 0
+    for step, entry in enumerate(others[0]["logged"]):
+        mine = [rank["heard"]["agreement"][step] for rank in others]
+        tokens = [one["tokens"] for one in mine]
+        # Two layers.
+        shares = [sum(one["set_mismatches"]) / (2 * one["tokens"]) for one in mine]
+        differing += shares[0] != shares[1]
+        assert entry["mismatch/routing/compared_tokens"] == sum(tokens)
+        union = (shares[0] * tokens[0] + shares[1] * tokens[1]) / sum(tokens)
+        assert entry["mismatch/routing/set_mismatch_frac"] == pytest.approx(union, rel=1e-12)
+    # Or the figure of rank 0 alone would pass.
+    assert differing >= 2
+
+
+def test_kl_and_its_coefficient_are_those_of_both_ranks(kind: str, ranks: list[dict[str, Any]]) -> None:
+    found = of(ranks, "metrics")
+    check_ranks(kind, found)
+    # A measurement for the controller, which has the old log-probabilities, and one for the log.
+    calls = [rank["heard"]["kl"] for rank in found]
+    assert [len(call) for call in calls] == [6, 6]
+    for step, entry in enumerate(found[0]["logged"]):
+        (tokens, total), (others, other_total) = calls[0][2 * step + 1], calls[1][2 * step + 1]
+        union = (total + other_total) / (tokens + others)
+        assert entry["mismatch/kl_ref_k1"] == pytest.approx(union, rel=1e-5, abs=1e-9)
+        if step:
+            assert abs(total / tokens - other_total / others) > 1e-4
+    # By hand: errors are clipped to 0.2 either way, the gains are 0.1 on the error and 0.05 on its sum. The first KL is 0, the
+    # second far above the target.
+    wanted = [0.05, 0.05 * math.exp(0.1 * -0.2 + 0.05 * -0.2), 0.05 * math.exp(0.1 * 0.2)]
+    assert series(found[0], "mismatch/kl_coef") == pytest.approx(wanted, rel=1e-12)
+
+
+def test_lengths_are_those_of_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    found = of(ranks, "metrics")
+    for step, entry in enumerate(found[0]["logged"]):
+        lengths = [rank["heard"]["lengths"][step] for rank in found]
+        assert lengths[0] != lengths[1]
+        assert entry["completions/mean_length"] == statistics.mean(lengths[0] + lengths[1])
+
+
+def test_evaluation_is_that_of_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    first, second = of(ranks, "metrics")
+    assert first["evaluated"] == second["evaluated"]
+    (mine,), (others,) = first["own"], second["own"]
+    assert mine != others
+    tokens = mine["tokens"] + others["tokens"]
+    assert first["evaluated"]["eval_mismatch/routing/compared_tokens"] == tokens > max(mine["tokens"], others["tokens"])
+
+
+def test_a_rank_whose_responses_are_shorter(kind: str, ranks: list[dict[str, Any]]) -> None:
+    """Sharded, it goes on running the model until the other rank has finished: those passes are no tokens of its own."""
+    stock, replayed = of(ranks, "uneven", "stock"), of(ranks, "uneven", "R3")
+    check_ranks(kind, replayed)
+    assert replayed[0]["parameters"] == stock[0]["parameters"]
+    assert series(replayed[0], "mismatch/routing/set_mismatch_frac") == [0.0] * 3
+
+
+def test_resumes_at_the_same_step(kind: str, ranks: list[dict[str, Any]]) -> None:
+    for name in ("routing", "kl"):
+        first, resumed = of(ranks, "resumed", f"{name} first"), of(ranks, "resumed", f"{name} resumed")
+        check_ranks(kind, resumed)
+        assert resumed[0]["logged"][-1] == first[0]["logged"][-1], name
+        assert resumed[0]["parameters"] == first[0]["parameters"], name
+    # The controller's state was not the one that a run starts from.
+    assert series(first[0], "mismatch/kl_coef")[2] != 0.05
+
+
+def test_the_rate_follows_the_mean_over_both_ranks(kind: str, ranks: list[dict[str, Any]]) -> None:
+    found = of(ranks, "rate")
+    check_ranks(kind, found)
+    assert [rank["heard"]["lengths"] for rank in found] == [
+        [[4] * 4] * 6,
+        [[4] * 4, [4] * 4, [4] * 4, [8] * 4, [16] * 4, [16] * 4],
+    ]
+    # A surge is twice the first two lengths. Rank 1 alone would have it at the fourth step, rank 0 never.
+    assert series(found[0], "mismatch/lr_multiplier") == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+    # Two steps of warm-up, then half a cosine over four: cos(pi/4) and cos(3 pi/4) at the fourth and sixth.
+    schedule = [0.0, 5e-4, 1e-3, 8.535533905932737e-4, 5e-4, 1.4644660940672628e-4]
+    applied = [1.0 * rate for rate in schedule[:4]] + [0.5 * rate for rate in schedule[4:]]
+    for rank in found:
+        assert rank["rates"] == pytest.approx(applied, rel=1e-12)
+        assert series(rank, "learning_rate") == rank["rates"]
+
+
+def test_an_alarm_stops_both_ranks(kind: str, ranks: list[dict[str, Any]]) -> None:
+    found = of(ranks, "stopped")
+    check_ranks(kind, found)
+    for rank in found:
+        assert rank["step"] == 2 and "checkpoint-2" in rank["saved"]
+
+
+def test_an_engine_for_each_rank(kind: str, engines: list[dict[str, Any]]) -> None:
+    check_ranks(kind, engines)
+    heard = [rank["heard"] for rank in engines]
+    assert heard[0]["lengths"] != heard[1]["lengths"]
+    for step, entry in enumerate(engines[0]["logged"]):
+        (tokens, total, largest), (others, other_total, other_largest) = (one["gap"][step] for one in heard)
+        assert entry["mismatch/tokens"] == tokens + others
+        union = (total + other_total) / (tokens + others)
+        assert entry["mismatch/logp_abs_diff_mean"] == pytest.approx(union, rel=1e-6)
+        assert entry["mismatch/logp_abs_diff_max"] == pytest.approx(max(largest, other_largest), rel=1e-6)
+        # Both engines hold the present weights: stale ones are a thousand times further off (0.05 in float16).
+        assert entry["mismatch/logp_abs_diff_mean"] < (1e-5 if kind == "ddp" else 1e-2)
+    for rank in engines:
+        assert rank["weight_version"] == 3
+        # Weights of sharded models are not verified.
+        assert rank["verdict"] == ("in_sync" if kind == "ddp" else None)
+        assert rank["forwards"] == 6
+
+
+def test_an_overflow_in_one_shard_stops_the_step_of_both(engines: list[dict[str, Any]], kind: str) -> None:
+    if kind == "ddp":
+        assert of(engines, "scales") == [[], []]  # float32
+        return
+    for rank in engines:
+        (scale, before), (after_first, moved), (after_second, kept) = rank["scales"]
+        assert [scale, after_first, after_second] == [256.0, 256.0, 128.0]
+        assert moved != before and kept == moved != rank["parameters"]
+        assert series(rank, "mismatch/overflow_steps") == [0.0, 1.0, 1.0]
+
+
+def test_an_error_on_one_rank_ends_both(moe: Path, tmp_path: Path) -> None:
+    ran = launch("ddp", "one_fails", tmp_path, model=moe)
+    assert ran.code != 0 and ran.result is None
+    assert "its routing trace has" in ran.stderr
+    assert "Timeout" not in ran.stderr

@@ -1,0 +1,203 @@
+"""The `routing` section in the real TRL: R3 and R2 by transformers' generation and by vLLM, and what must be refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers.conftest import Ran
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def run(run_scenario: Callable[..., Ran]) -> Callable[..., Ran]:
+    """Run a scenario of `scenarios_routing`."""
+    return partial(run_scenario, module="trl.scenarios_routing")
+
+
+# In these settings every update uses the weights that sampled, and in float32 the recorded experts are the model's own: replay
+# must then change no bit. In the others the weights move between recording and replay.
+UNMOVED = ("plain", "aligned", "accumulation", "reentrant", "saved", "truncated", "auxiliary", "reference")
+MOVED = ("iterations", "steps")
+
+
+def test_replay_of_the_models_own_routes_changes_no_bit(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("transformers", model=moe, out=tmp_path, timeout=600).expect()
+    assert set(found) == {*UNMOVED, *MOVED}
+    for name in UNMOVED:
+        stock, r3, r2 = (found[name][kind] for kind in ("stock", "R3", "R2"))
+        assert stock["parameters"] == r3["parameters"] == r2["parameters"], name
+        assert stock["losses"] == r3["losses"] == r2["losses"], name
+        assert r3["mismatch"] == r2["mismatch"] == [0.0] * 3, name
+        assert r3["forwards"] >= 3 and r2["forwards"] >= 3 and stock["forwards"] == 0, name
+        # Generation has no route for the last sampled token; a pass over all tokens has.
+        assert 0 < max(r3["native_rows"]) < 0.1 and r2["native_rows"] == [0.0] * 3, name
+    for name in MOVED:
+        stock, r3, r2 = (found[name][kind] for kind in ("stock", "R3", "R2"))
+        for replayed in (r3, r2):
+            # The second update of a batch keeps the routes that it was sampled with, where the model would choose others.
+            assert replayed["parameters"] != stock["parameters"], name
+            assert replayed["mismatch"][0] == replayed["mismatch"][2] == 0.0, name
+            assert min(replayed["mismatch"][1], replayed["mismatch"][3]) > 0.05, name
+        assert r3["losses"] == pytest.approx(r2["losses"], abs=1e-6), name
+    reference = found["reference"]
+    assert reference["R3 reference"]["parameters"] == reference["R2 reference"]["parameters"]
+    # Once the policy has moved, its routes are not the reference's own.
+    assert reference["R3 reference"]["parameters"] != reference["R3"]["parameters"]
+    assert reference["R3 reference"]["mismatch"] == [0.0] * 3
+
+
+def test_adapters_and_their_reference(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("lora", model=moe, out=tmp_path).expect()
+    for name, result in found.items():
+        assert result["mismatch"] == [0.0] * 3 and result["forwards"] == (6 if "True" in name else 3), name
+    r3, r2 = found["R3, reference False"], found["R2, reference False"]
+    assert r3["parameters"] == r2["parameters"] != found["R3, reference True"]["parameters"]
+
+
+def test_evaluation_is_replayed_and_counted_apart(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("evaluation", model=moe, out=tmp_path).expect()
+    # One evaluation before training and one after each of three steps.
+    assert len(found["tokens"]) >= 3 and min(found["tokens"]) > 50 and set(found["mismatch"]) == {0.0}
+    # A training step holds 8 completions of at most 16 tokens and their prompts, which no evaluation's tokens are added to.
+    by_layer = [f"mismatch/routing/layer_{layer}_set_mismatch" for layer in (0, 1)]
+    assert found["layers"] == {"train": by_layer, "eval/default": by_layer} and not found["logged"]
+    assert len(found["train tokens"]) == 3 and max(found["train tokens"]) < 8 * (16 + 12)
+
+
+def test_a_batch_that_fails_does_not_spoil_the_next(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("failed_batch", model=moe, out=tmp_path).expect()
+    assert found["first"] == "KeyError" and found["steps"] == 2
+    assert found["outside"] == 0.0  # a pass over tokens of one's own, between batches, is routed by the model
+
+
+def test_completions_of_a_prompt_share_its_routes(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    # Eight completions of two prompts: the prompts' routes are stored twice, whoever recorded them.
+    assert run("shared", model=moe, out=tmp_path).expect() == {"R3": 2, "R2": 2}
+
+
+def test_agreement_sees_routes_that_do_not_follow_their_samples(
+    run: Callable[..., Ran], moe: Path, tmp_path: Path
+) -> None:
+    # What test_replay_of_the_models_own_routes_changes_no_bit would miss if agreement did not look.
+    assert run("misplaced", model=moe, out=tmp_path).expect()["mismatch"][0] > 0.1
+
+
+def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("full_kl", model=moe, out=tmp_path).expect()
+    # Two steps of scoring and exact pass, policy and reference each.
+    assert found["forwards"] == 8 and found["kl"][0] == 0.0 and found["kl"][1] > 0
+
+
+# vLLM records.
+
+
+def test_float32_engine_and_trainer_route_identically(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("engine", model=moe, out=tmp_path, dtype="float32").expect()
+    assert found["mismatch"] == [0.0] * 3 and found["weight_version"] == 3
+    assert max(found["logp_abs_diff_max"]) < 1e-5 and max(found["k3_kl"]) < 1e-10
+    assert found["tokens"] == found["native/tokens"] and min(found["tokens"]) > 50
+    # Eight completions of two prompts: the prompts' routes are stored twice, not eight times.
+    assert found["shared"] == [2] and found["versions"] == [[0, 3]]
+
+
+def test_replay_closes_the_bf16_gap_on_the_same_tokens(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("engine", model=moe, out=tmp_path, dtype="bfloat16").expect()
+    assert min(found["mismatch"]) > 0
+    for replayed, native in zip(found["k3_kl"], found["native/k3_kl"], strict=True):
+        assert replayed < 0.7 * native
+    assert max(found["logp_abs_diff_max"]) < 0.7 * max(found["native/logp_abs_diff_max"])
+
+
+def test_iterations_accumulation_and_checkpointing_with_vllm(
+    run: Callable[..., Ran], moe: Path, tmp_path: Path
+) -> None:
+    found = run(
+        "engine", model=moe, out=tmp_path, dtype="float32", num_iterations=2, gradient_accumulation_steps=2,
+        per_device_train_batch_size=4, gradient_checkpointing=True, max_steps=4,
+    ).expect()  # fmt: skip
+    assert found["mismatch"][0] == found["mismatch"][2] == 0.0 < min(found["mismatch"][1], found["mismatch"][3])
+    assert max(found["logp_abs_diff_max"]) < 1e-5
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_measuring_changes_nothing(run: Callable[..., Ran], moe: Path, tmp_path: Path, rate: float) -> None:
+    one, other = (
+        run("native_gap_changes_nothing", model=moe, out=tmp_path / str(r), rate=r, agreement=a).expect()
+        for r, a in ((0.0, 0.0), (1.0, rate))
+    )
+    assert one["parameters"] == other["parameters"] and one["losses"] == other["losses"]
+
+
+def test_every_section_together(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("together", model=moe, out=tmp_path).expect()
+    assert len(found["losses"]) == 3 and all(map(math.isfinite, found["losses"] + found["kl"] + found["k3_kl"]))
+    assert max(found["k3_kl"]) < 1e-4 and found["forwards"] == 9
+
+
+# What must be refused, before the optimizer moves.
+
+FAULTS = {
+    "missing row": r"routing has \d+ rows for \d+ tokens, 1 missing",
+    "extra row": r"routing has \d+ rows for \d+ tokens, 1 surplus",
+    "swapped layers": r"layer \d of the routing trace .* layers are swapped",
+    "shifted rows": "routes of other tokens",
+    "all zeros": "layer 0: all expert ids are zero",
+    "duplicate ids": r"row 2, layer 1: duplicate expert ids",
+    "id out of range": r"row 3, layer 0: expert id 16 is out of range; allowed: 0 to 15",
+    "expert count": "routing has 3 experts per token, the model 4",
+    "missing layer": r"routing has 1 layers, but the model has MoE layers \(0, 1\)",
+    "no routing": r"vLLM returned no routing",
+    "policy version": "policy version 7, expected 8",
+}
+
+
+def test_faulty_routes_are_refused_in_under_a_second(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+    found = run("faults", model=moe, out=tmp_path).expect()
+    assert set(found) == {*FAULTS, "none"}
+    for name, message in FAULTS.items():
+        assert found[name]["error"] == "RoutingError" and re.search(message, found[name]["message"]), found[name]
+        # No gradient reached a parameter, so that there was nothing for the optimizer to move by.
+        assert not found[name]["moved"] and not found[name]["gradients"] and 0 < found[name]["seconds"] < 1, name
+    assert len({found[name]["message"].split(";")[0] for name in FAULTS}) == len(FAULTS)
+    assert found["none"]["error"] == "" and found["none"]["gradients"]  # the same batch, as the engine gave it
+
+
+R3 = {"mode": "R3"}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"how": "tools"}, "mismatch.routing with tools"),
+        ({"how": "bypassed"}, "the loss was computed without a replayed forward pass"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
+        ({"routing": {**R3, "native_gap_rate": 0.5}}, "native_gap_rate=0.5 with use_vllm=False"),
+        ({"routing": {**R3, "reference": True}}, "reference=True with beta=0"),
+        (
+            {"use_vllm": True, "generation_kwargs": {"routed_experts_prompt_start": 3}},
+            r"generation_kwargs\['routed_experts_prompt_start'\]=3",
+        ),
+    ],
+    ids=["tools", "bypassed", "tensor parallel", "continuous batching", "no gap", "no reference", "no prompt rows"],
+)
+def test_what_routing_cannot_follow_is_refused(
+    run: Callable[..., Ran], moe: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    ran = run("refused", model=moe, out=tmp_path, **{"routing": R3, **settings})
+    assert ran.code != 0 and re.search(message, ran.stderr), ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+def test_a_dense_model_is_refused(run: Callable[..., Ran], dense: Path, tmp_path: Path, use_vllm: bool) -> None:
+    ran = run("refused", model=dense, out=tmp_path, routing=R3, use_vllm=use_vllm)
+    message = "vLLM refuses to record this model's routing" if use_vllm else "qwen3: no module of the model has experts"
+    assert ran.code != 0 and message in ran.stderr, ran.stderr[-2000:]

@@ -1,0 +1,152 @@
+"""Faults in verl's processes, injected where VERL_CPU_FAULT names one. Loaded when Python starts, before verl and vLLM."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from tests.peers.verl.cpu.after_import import AfterImport
+
+FAULT = "VERL_CPU_FAULT"
+MESSAGE = "injected by VERL_CPU_FAULT"
+
+
+class Missing(MetaPathFinder):
+    """Lets the import of a package fail in some processes."""
+
+    def __init__(self, package: str, here: Callable[[], bool]) -> None:
+        self.package, self.here = package, here
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """Fail for the package and all that is in it."""
+        if (name == self.package or name.startswith(f"{self.package}.")) and self.here():
+            raise ImportError(f"{MESSAGE}: {name}")
+        return None
+
+
+def no_plugin_in_the_worker() -> None:
+    """Let our package fail in the Ray worker of the actor, which verl gives a rank, and load everywhere else."""
+    Missing("mismatch_ext.adapters.verl", lambda: "RANK" in os.environ and multiprocessing.parent_process() is None)
+
+
+def no_plugin_in_the_rollout() -> None:
+    """Let our package fail in vLLM's engine, a child of the rollout server, and load everywhere else."""
+    Missing("mismatch_ext.adapters.verl", lambda: multiprocessing.parent_process() is not None)
+
+
+def no_routed_experts() -> None:
+    """Let the engine start without recording its routing, whatever it is asked for."""
+
+    def change(module: Any) -> None:
+        arguments = module.AsyncEngineArgs
+        original = arguments.create_engine_config
+
+        @functools.wraps(original)
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.enable_return_routed_experts = False
+            return original(self, *args, **kwargs)
+
+        arguments.create_engine_config = create_engine_config
+
+    AfterImport("vllm.engine.arg_utils", change)
+
+
+def _spoil_one_answer(spoil: Callable[[Any], None]) -> None:
+    def change(module: Any) -> None:
+        loop = module.SeededSingleTurn
+        original = loop.run
+        spoiled = []
+
+        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            output = await original(self, sampling_params, **kwargs)
+            if kwargs["session_id"] == 1 and not spoiled:
+                spoiled.append(True)
+                spoil(output)
+            return output
+
+        loop.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
+def nonfinite_logprob() -> None:
+    """Let one answer's second token have a log-probability that is not a number."""
+
+    def spoil(output: Any) -> None:
+        output.response_logprobs[1] = float("nan")
+
+    _spoil_one_answer(spoil)
+
+
+def lost_routes() -> None:
+    """Let one answer come without its routing."""
+
+    def spoil(output: Any) -> None:
+        output.routed_experts = None
+
+    _spoil_one_answer(spoil)
+
+
+def failing_weight_update() -> None:
+    """Let the second weight update, that after step 1, fail inside the rollout worker: verl waits for it for ever."""
+
+    def change(module: Any) -> None:
+        extension = module.vLLMColocateWorkerExtension
+        original = extension.update_weights_from_ipc
+        calls = []
+
+        @functools.wraps(original)
+        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(True)
+            if len(calls) == 2:
+                raise RuntimeError(f"{MESSAGE}: the weight update failed")
+            return original(self, *args, **kwargs)
+
+        extension.update_weights_from_ipc = update
+
+    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
+
+
+def null_logprob() -> None:
+    """Let the second token of one of SGLang's answers come without its log-probability, as one that is not a number does."""
+
+    def change(module: Any) -> None:
+        original = module.TokenizerManager.generate_request
+        spoiled = []
+
+        @functools.wraps(original)
+        async def generate_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            async for output in original(self, request, *args, **kwargs):
+                logprobs = output["meta_info"].get("output_token_logprobs") or []
+                if len(logprobs) > 1 and not spoiled:
+                    spoiled.append(True)
+                    logprobs[1] = (None, *logprobs[1][1:])
+                yield output
+
+        module.TokenizerManager.generate_request = generate_request
+
+    AfterImport("sglang.srt.managers.tokenizer_manager", change)
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        no_plugin_in_the_worker,
+        no_plugin_in_the_rollout,
+        no_routed_experts,
+        nonfinite_logprob,
+        lost_routes,
+        failing_weight_update,
+        null_logprob,
+    )
+}
+
+if name := os.environ.get(FAULT):
+    FAULTS[name]()

@@ -1,0 +1,268 @@
+"""The actor's loss and the driver's part of KL and correction without an engine, and what a section sets in verl."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pickle
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from mismatch_ext.adapters.verl import correction as verl_correction
+from mismatch_ext.adapters.verl import kl as verl_kl
+from mismatch_ext.adapters.verl.loss import make_loss
+from omegaconf import DictConfig, OmegaConf
+from verl.protocol import DataProto
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.workers.utils.losses import ppo_loss
+
+from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.errors import MismatchError
+from mismatch_ext.kl import kl_surrogate
+from mismatch_ext.kl.enumeration import Problem
+from mismatch_ext.kl.facts import FACTS
+from tests.peers.verl.in_process.losses import (
+    END,
+    actor_config,
+    batch_of,
+    block_of,
+    driven,
+    host_config,
+    loss_on,
+    relative,
+)
+
+
+def exact() -> dict[str, Any]:
+    """Hold every documented configuration through verl's ppo_loss against exact values, in float64."""
+    result = {}
+    for fact in FACTS:
+        problem = Problem.random(3, 3, 1, lag=0.0 if fact.sampling == "on-policy" else 0.3)
+        tree = problem.tree
+        logps = tree.logprobs(problem.policy).requires_grad_()
+        rows = len(logps)
+        behavior, reference = tree.logprobs(problem.behavior), tree.logprobs(problem.reference)
+        fields = {
+            "ref_log_prob": list(reference),
+            "rollout_log_probs": list(behavior),
+            "old_log_probs": list(logps.detach()),
+        }
+        data = batch_of(list(tree.sequences), fields)
+        config = actor_config(use_kl_loss=True, loss_agg_mode="seq-mean-token-sum")
+        loss, metrics = loss_on(make_loss(config, MismatchConfig(kl=fact.config)), logps, data)
+        per_row = torch.autograd.grad(loss, logps)[0] * rows if loss.requires_grad else torch.zeros_like(logps)
+        # The mean over rows is that of verl's aggregation; the chain to the policy's table weighs each row as it is sampled.
+        table = problem.policy.clone().requires_grad_()
+        weights = problem.probabilities
+        found = torch.autograd.grad(tree.logprobs(table), table, weights[:, None] * per_row)[0]
+        documented, size = fact.documented_gradient(problem), fact.truth(problem)[1].norm()
+        name = f"{fact.estimator}/{fact.placement}/{fact.target}/{fact.sampling}"
+        result[name] = {
+            "documented": float((found - documented).norm() / size), "unbiased": fact.unbiased,
+            "true": float((found - fact.truth(problem)[1]).norm() / size), "mode": metrics["kl_loss"].aggregation.value,
+        }  # fmt: skip
+    return result
+
+
+def proto(rows: int = 12, length: int = 7, seed: int = 0) -> Any:
+    """Return a padded batch of the driver: three prompts, with lengths of their own and gaps from small to large."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    mask = torch.arange(length) < torch.randint(2, length + 1, (rows, 1), generator=generator)
+    old = -2 * torch.rand(rows, length, generator=generator)
+    gap = 10.0 ** (-4 + 4 * torch.rand(rows, 1, generator=generator)) * draw(rows, length)
+    batch = {
+        "old_log_probs": old, "rollout_log_probs": old - gap, "ref_log_prob": old + 0.3 * draw(rows, length),
+        "response_mask": mask.long(), "token_level_scores": draw(rows, length) * mask,
+    }  # fmt: skip
+    batch = {k: torch.where(mask, v, 0) for k, v in batch.items()}
+    uid = np.array([f"prompt {i % 3}" for i in range(rows)], dtype=object)
+    return DataProto.from_dict(tensors=batch, non_tensors={"uid": uid})
+
+
+def presets() -> dict[str, Any]:
+    """Compare each preset by name with verl's own factory method, through verl's code and, in our words, through ours."""
+    result = {}
+    for name in sorted(verl_correction.VERL_PRESETS):
+        theirs = getattr(RolloutCorrectionConfig, name)()
+        config, block = host_config(), block_of(correction={"preset": name})
+        verl_correction.set_correction(config, block.correction)
+        settings = verl_correction.settings_of(block.correction)  # type: ignore[arg-type]
+        found = {"native": 0.0, "own": 0.0, "masks": True, "bypass": theirs.bypass_mode, "rejected": 0, "weighted": 0}
+        if theirs.bypass_mode:
+            found |= bypass_preset(theirs, config, block)
+        for seed in range(8):
+            stock, native, own = proto(seed=seed), proto(seed=seed), proto(seed=seed)
+            plain = stock.batch["response_mask"]
+            stock, _ = compute_rollout_correction_and_add_to_batch(stock, theirs)
+            native, _ = compute_rollout_correction_and_add_to_batch(native, config.algorithm.rollout_correction)
+            verl_correction.apply_correction(own, settings)
+            for kind, other in (("native", native), ("own", own)):
+                found["masks"] &= torch.equal(stock.batch["response_mask"].long(), other.batch["response_mask"].long())
+                pair = [b.batch.get("rollout_is_weights", None) for b in (stock, other)]
+                found["masks"] &= (pair[0] is None) == (pair[1] is None)
+                if pair[0] is not None:
+                    found[kind] = max(found[kind], float((pair[0] - pair[1]).abs().max()))
+                    found["weighted"] += int((pair[0][plain.bool()] != 1).sum())
+            found["rejected"] += int((plain - stock.batch["response_mask"].long()).sum())
+        result[name] = found
+    return result
+
+
+def bypass_preset(theirs: Any, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
+    """Compare loss and gradient of verl's bypass loss with verl's own configuration, and with what the name was driven to."""
+    stock = actor_config(loss={"loss_mode": "bypass_mode", "rollout_correction": theirs})
+    losses, gradients = [], []
+    sequences = [torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(i)) for i in range(12)]
+    generator = torch.Generator().manual_seed(7)
+    logps = -2 * torch.rand(12, 5, generator=generator)
+    gap = 10.0 ** (-4 + 4 * torch.rand(12, 1, generator=generator)) * torch.randn(12, 5, generator=generator)
+    fields = {"old_log_probs": list(logps - gap), "advantages": list(torch.randn(12, 5, generator=generator))}
+    for loss in (partial(ppo_loss, config=stock), make_loss(driven(config), block)):
+        given = logps.clone().requires_grad_()
+        value, _ = loss_on(loss, given, batch_of(sequences, fields))
+        losses.append(float(value.detach()))
+        gradients.append(torch.autograd.grad(value, given)[0])
+    return {"loss_error": abs(losses[0] - losses[1]), "gradient_error": float((gradients[0] - gradients[1]).abs().max()),
+            "gradient": float(gradients[0].abs().max())}  # fmt: skip
+
+
+def baselines() -> dict[str, Any]:
+    """Compare the driver's baseline with the one that the core computes where it sees the whole batch."""
+    result = {}
+    for estimator, ratio, target in itertools.product(
+        ("k1", "k3"), ("none", "token", "sequence"), ("token", "sequence")
+    ):
+        kl = KlConfig(estimator=estimator, placement="both", ratio=ratio, target=target, coef=1.0)  # type: ignore[arg-type]
+        data = proto()
+        mask, logps = data.batch["response_mask"].bool(), data.batch["old_log_probs"].clone().requires_grad_()
+        groups = torch.arange(len(mask)) % 3
+        behavior = data.batch["rollout_log_probs"]
+        whole = kl_surrogate(logps, data.batch["ref_log_prob"], mask, kl, behavior_logprobs=behavior, groups=groups)
+        expected = torch.autograd.grad(whole.sum(), logps)[0]
+        fields = {**data.batch, "loss_mask": mask, verl_kl.BASELINE: verl_kl.baseline(data, kl)}
+        # Row by row, as a micro-batch of one row is.
+        terms = [
+            verl_kl.loss_term(logps[i : i + 1], {k: v[i : i + 1] for k, v in fields.items()}, kl).sum()
+            for i in range(len(mask))
+        ]
+        found = torch.autograd.grad(torch.stack(terms).sum(), logps)[0]
+        plain = dataclasses.replace(kl, baseline="none")
+        without = torch.autograd.grad(verl_kl.loss_term(logps, fields, plain).sum(), logps)[0]
+        result[f"{estimator}/{ratio}/{target}"] = {
+            "error": relative(found, expected),
+            "share": relative(without, expected),
+        }
+    return result
+
+
+def sessions() -> Any:
+    """Return the baselines of four responses to a prompt, without keys and with keys by which the last two are one session's."""
+    d = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 7.0], [9.0, 9.0]])
+    tensors = {
+        "old_log_probs": d - 10,
+        "ref_log_prob": torch.full((4, 2), -10.0),
+        "response_mask": torch.ones(4, 2).long(),
+    }
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a"] * 4, dtype=object)})
+    section = KlConfig(coef=1.0)
+    return [verl_kl.baseline(data, section, keys).tolist() for keys in (None, ["a_0_0", "a_1_0", "a_2_0", "a_2_1"])]
+
+
+def rewards() -> dict[str, Any]:
+    """Hold the KL in verl's rewards, and a coefficient that follows a target, against plain formulas."""
+    data = proto()
+    section = KlConfig(estimator="k1", placement="reward", reward_path="rewards", coef=0.5)
+    metrics = verl_kl.apply_kl_to_rewards(data, section, 0.5)
+    mask = data.batch["response_mask"]
+    d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask
+    expected = data.batch["token_level_scores"] - 0.5 * d
+    section = block_of(kl={"coef": 0.1, "controller": {"target_kl": 1e-3, "proportional": 0.5, "integral": 0.1}}).kl  # type: ignore[assignment]
+    control = verl_kl.KlControl(section, 0.1)
+    coefs = [control.begin(data)["mismatch/kl_coef"] for _ in range(3)]
+    resumed = verl_kl.KlControl(section, 0.1)
+    resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
+    return {
+        "error": float((data.batch["token_level_rewards"] - expected).abs().max()), "spread": float(d.sum(1).std()),
+        "metrics": metrics, "mean": float((d.sum(1) / mask.sum(1)).mean()), "coefs": coefs,
+        "next": [control.begin(data)["mismatch/kl_coef"], resumed.begin(data)["mismatch/kl_coef"]],
+        "k1": [control.begin(data)["mismatch/kl_ref_k1"], float(d.sum() / mask.sum())],
+    }  # fmt: skip
+
+
+def edges() -> dict[str, Any]:
+    """Pickle a loss, and compute micro-batches that verl fills up or that lack a field."""
+    result: dict[str, Any] = {}
+    config = actor_config(
+        loss={"loss_mode": "bypass_mode", "rollout_correction": RolloutCorrectionConfig.bypass_pg_is()}
+    )
+    data = batch_of([torch.tensor([END])] * 2, {"response_mask": [torch.zeros(1).long()] * 2})
+    logps = torch.full((2, 1), -1.0)
+    full = batch_of([torch.tensor([END])] * 2, {"advantages": [torch.ones(1)] * 2})
+    try:
+        loss_on(partial(ppo_loss, config=config), logps, data)
+        result["stock"] = "computed"
+    except ValueError as error:
+        result["stock"] = str(error)
+    for name, correction in {
+        "native": {"preset": "bypass_pg_is"},
+        "own": {"mode": "bypass", "loss": "reinforce", "level": "geometric", "upper": 2.0},
+    }.items():
+        loss = pickle.loads(pickle.dumps(make_loss(config, block_of(correction=correction))))
+        given = logps.clone().requires_grad_()
+        value, metrics = loss_on(loss, given, data)
+        value.backward()
+        result[name] = {
+            "loss": float(value.detach()), "gradient": float(given.grad.abs().max()),
+            "same_metrics": sorted(metrics) == sorted(loss_on(loss, logps, full)[1]),
+        }  # fmt: skip
+    loss = make_loss(actor_config(), block_of(kl={"coef": 0.1}))
+    for name, fields in {"reference": {}, "baseline": {"ref_log_prob": [torch.zeros(1)] * 2}}.items():
+        try:
+            loss_on(loss, logps, batch_of([torch.tensor([END])] * 2, fields))
+            result[name] = ""
+        except MismatchError as error:
+            result[name] = f"{type(error).__name__}: {error}"
+    plain = actor_config()
+    untouched = make_loss(plain, block_of(precision={"dtype": "float16"}))
+    result["untouched"] = untouched.func is ppo_loss and untouched.keywords == {"config": plain}  # type: ignore[attr-defined]
+    return result
+
+
+def set_up(overrides: list[str], section: str, given: dict[str, Any]) -> Any:
+    """Return what a section sets in verl's configuration, or the error."""
+    config = host_config(*overrides)
+    before = OmegaConf.to_container(config, resolve=False)
+    part = getattr(block_of(**{section: given}), section) if given else None
+    try:
+        done = verl_correction.set_correction(config, part) if section == "correction" else verl_kl.set_kl(config, part)
+    except MismatchError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    driven(config)
+    return {"done": done, "changed": differences(before, OmegaConf.to_container(config, resolve=False))}
+
+
+def driver(cases: list[Any]) -> dict[str, Any]:
+    """Run everything but the exact values."""
+    return {
+        "presets": presets(),
+        "baselines": baselines(),
+        "sessions": sessions(),
+        "rewards": rewards(),
+        "edges": edges(),
+        "settings": [set_up(*case) for case in cases],
+    }
+
+
+def differences(before: Any, after: Any, path: str = "") -> dict[str, Any]:
+    """Return what differs in two configurations, by dotted name."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return {} if before == after else {path: after}
+    found = {}
+    for key in after:
+        found |= differences(before.get(key), after[key], f"{path}.{key}" if path else str(key))
+    return found

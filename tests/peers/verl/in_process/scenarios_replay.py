@@ -1,0 +1,315 @@
+"""Routes through verl's FSDP2 engine: recorded, replayed, laid out in micro-batches, wrong, and shared by ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers.routing import moe_layout
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_from_nested
+
+from tests.peers.forks import on_ranks
+from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
+from tests.peers.verl.in_process.scenarios_training import overflowing
+from tests.peers.verl.in_process.workers import (
+    PROMPTS,
+    R2,
+    R3,
+    RESPONSES,
+    batch,
+    logprobs,
+    parameters,
+    scored,
+    update,
+    whole,
+    worker,
+)
+
+
+@contextlib.contextmanager
+def experts_seen(built: Any) -> Iterator[list[Tensor]]:
+    """Collect the ids that the experts of the first MoE layer are handed, forward pass after forward pass."""
+    layout = moe_layout(built.engine.module)
+    seen: list[Tensor] = []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        found = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_floating_point()]
+        seen.extend(a.detach().clone() for a in found if a.shape[-1] == layout.top_k)
+
+    handle = layout.routers[0].experts.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def own_routes(model: str, samples: Sequence[int] = (0, 1, 2, 3)) -> Tensor:
+    """Return what the model itself chooses, as a rollout engine would report it."""
+    return as_rollout(scored(worker(model, {"routing": R2}), batch(samples))["routed_experts"])
+
+
+def own_routes_whole(model: str) -> Tensor:
+    """Return the model's own routes of eight samples, recorded in one forward pass."""
+    return as_rollout(scored(worker(model, {"routing": R2}, micro_batch=8), batch(range(8)))["routed_experts"])
+
+
+def stock(model: str) -> dict[str, Any]:
+    """Run verl's engine, and ours without a block, and ours with a block that measures only."""
+    found = {}
+    for name, vendor, block in (("verl", None, None), ("ours", "mismatch", None), ("monitor", "mismatch", {})):
+        built = worker(model, block, vendor=vendor)
+        data = scored(built, batch())
+        metrics = [update(built, data) for _ in range(3)]
+        found[name] = {
+            "class": type(built.engine).__name__,
+            "logprobs": [row.tolist() for row in data["old_log_probs"].unbind()],
+            "grad_norm": [float(m["grad_norm"][0]) for m in metrics],
+            "lr": [m["lr"] for m in metrics],
+            "parameters": parameters(built),
+            "keys": sorted(metrics[0]),
+        }
+    return found
+
+
+def replay(model: str) -> dict[str, Any]:
+    """Compare native, recorded and replayed passes and updates, whole and checkpointed."""
+    native = worker(model, vendor=None)
+    data = scored(native, batch())
+    found: dict[str, Any] = {"native": [row.tolist() for row in data["old_log_probs"].unbind()]}
+    update(native, data)
+    found["native_parameters"] = parameters(native)
+
+    recorded = worker(model, {"routing": R2})
+    data = scored(recorded, batch())
+    found["r2"] = [row.tolist() for row in data["old_log_probs"].unbind()]
+    found["r2_dtype"] = str(data["routed_experts"].dtype)
+    update(recorded, data)
+    found["r2_parameters"], found["r2_metrics"] = parameters(recorded), recorded.engine.mismatch_metrics()
+    found["r2_lost"] = refused(update, recorded, data.exclude("routed_experts"))
+
+    routes = as_rollout(data["routed_experts"])
+    for name, given in (("own", routes), ("other", other(routes))):
+        for checkpointing in (False, True):
+            built = worker(model, {"routing": R3}, enable_gradient_checkpointing=checkpointing)
+            data = batch(routed_experts=given)
+            with experts_seen(built) as seen:
+                data = scored(built, data)
+            key = f"{name}_checkpointed" if checkpointing else name
+            update(built, data)
+            found[key] = [row.tolist() for row in data["old_log_probs"].unbind()]
+            found[f"{key}_parameters"] = parameters(built)
+            found[f"{key}_metrics"] = built.engine.mismatch_metrics()
+            # Padded to 14 tokens: what each sample's tokens were sent to, and what was asked for.
+            width = max(a + b for a, b in zip(PROMPTS, RESPONSES, strict=True))
+            handed = seen[0].view(4, width, -1)
+            lengths = [a + b for a, b in zip(PROMPTS, RESPONSES, strict=True)]
+            found[f"{key}_seen"] = [handed[i, : n - 1].tolist() for i, n in enumerate(lengths)]
+            found[f"{key}_asked"] = [row[:-1, 0].tolist() for row in given.unbind()]
+            found[f"{key}_last"] = [handed[i, n - 1].tolist() for i, n in enumerate(lengths)]
+    asked = tu.assign_non_tensor(batch(routed_experts=other(routes)), mismatch_native=True)
+    found["asked_native"] = logprobs(built, asked) == logprobs(
+        built, tu.assign_non_tensor(batch(), mismatch_native=True)
+    )
+    found["report"] = worker(model, {"routing": R3}).engine.mismatch_report()
+    return found
+
+
+def layouts(model: str) -> dict[str, Any]:
+    """Replay other routes in micro-batches of several shapes: whole, one by one, dynamic, packed, packed and filled up."""
+    routes = other(own_routes(model, range(8)))
+    found: dict[str, Any] = {}
+    for name, options in {
+        "whole": {"micro_batch": 4},
+        "one_by_one": {"micro_batch": 1},
+        "dynamic": {"tokens": 24},
+        "packed": {"micro_batch": 4, "use_remove_padding": True},
+        "packed_dynamic": {"tokens": 24, "use_remove_padding": True},
+        "packed_filled": {
+            "micro_batch": 4,
+            "use_remove_padding": True,
+            "engine": {"pad_to_length": True, "pad_to_length_bucket": 64},
+        },
+    }.items():
+        built = worker(model, {"routing": R3}, **options)
+        data = scored(built, batch(range(8), routed_experts=routes))
+        metrics = update(built, data, mini_batch=4, epochs=2, shuffle=True)
+        found[name] = {
+            "logprobs": [row.tolist() for row in data["old_log_probs"].unbind()],
+            "grad_norm": [float(value) for value in metrics["grad_norm"]],
+            **built.engine.mismatch_metrics(),
+        }
+    native = worker(model, vendor=None)
+    found["native"] = logprobs(native, batch(range(8)))
+    recorded = worker(model, {"routing": R2}, tokens=24, optimizer={"lr": 0.0})
+    data = scored(recorded, batch(range(8)))
+    found["r2_dynamic"] = [row.tolist() for row in as_rollout(data["routed_experts"]).unbind()]
+    found["r2_whole"] = [row.tolist() for row in own_routes_whole(model).unbind()]
+    metrics = update(recorded, data, mini_batch=4, epochs=2, shuffle=True)
+    found["r2_update"] = {"grad_norm": [float(v) for v in metrics["grad_norm"]], **recorded.engine.mismatch_metrics()}
+    return found
+
+
+def faults(model: str) -> dict[str, Any]:
+    """Hand the engine routes that are wrong for one sample, and return what it says; no weight may have changed."""
+    routes = [row.clone() for row in own_routes(model).unbind()]
+    built = worker(model, {"routing": R3})
+    before = parameters(built)
+    uids = ["a", "b", "c", "d"]
+
+    def tried(number: int, change: Any, **fields: Any) -> str:
+        given = list(copy.deepcopy(routes))
+        given[number] = change(given[number])
+        data = batch(routed_experts=nested(given), **fields)
+        data["old_log_probs"] = nested([torch.zeros(n) for n in RESPONSES])
+        tu.assign_non_tensor(data, uid=uids)
+        return refused(update, built, data)
+
+    def put(row: Tensor, index: Any, value: Any) -> Tensor:
+        row[index] = torch.as_tensor(value, dtype=row.dtype)
+        return row
+
+    found = {
+        "zero": tried(2, torch.zeros_like),
+        "empty": tried(1, lambda row: row[:0]),
+        "short": tried(0, lambda row: row[:-3]),
+        "zeros_from": tried(0, lambda row: put(row, slice(9, None), 0)),
+        "surplus": tried(3, lambda row: torch.cat([row, row[:1]])),
+        "hole": tried(1, lambda row: put(row, 3, 0)),
+        "range": tried(1, lambda row: put(row, (2, 1, 0), 16)),
+        "layer": tried(3, lambda row: put(row, (slice(None), 1), 0)),
+        "gone": refused(update, built, scored_natively(batch())),
+    }
+    # Layers swapped in all samples: only the model can tell.
+    swapped = nested([row.flip(1) for row in routes])
+    found["swapped"] = refused(built.infer_batch, batch(routed_experts=swapped))
+    found["untouched"] = before == parameters(built)
+    # What has no loss needs no routes: samples that fill up a batch, and what an agent loop adds at the end.
+    masks = [torch.ones(n, dtype=torch.long) for n in RESPONSES]
+    masks[2][:] = 0
+    filled = {"loss_mask": nested(masks), "response_mask": nested(masks)}
+    found["filler"] = tried(2, torch.zeros_like, **filled)
+    masks = [torch.ones(n, dtype=torch.long) for n in RESPONSES]
+    masks[0][4:] = 0
+    ends = {"loss_mask": nested(masks), "response_mask": nested(masks)}
+    found["tool_answer"] = tried(0, lambda row: put(row, slice(9, None), 0), **ends)
+    found["tool_answer_short"] = tried(0, lambda row: put(row, slice(8, None), 0), **ends)
+    return found
+
+
+def scored_natively(data: TensorDict) -> TensorDict:
+    """Return a batch with old log-probabilities of 0 and no routes."""
+    data["old_log_probs"] = nested([torch.zeros(n) for n in RESPONSES])
+    return data
+
+
+def reference(model: str) -> dict[str, Any]:
+    """Score with a reference engine, which replays only where it was asked to."""
+    routes = other(own_routes(model))
+    found: dict[str, Any] = {"native": logprobs(worker(model, vendor=None), batch())}
+    for name, block in (("off", R3), ("on", {**R3, "reference": True})):
+        built = worker(model, {"routing": block}, engine={"forward_only": True})
+        found[name] = logprobs(built, batch(routed_experts=routes))
+        found[f"{name}_metrics"] = built.engine.mismatch_metrics()
+    found["actor"] = logprobs(worker(model, {"routing": R3}), batch(routed_experts=routes))
+    return found
+
+
+def adapter(model: str) -> dict[str, Any]:
+    """Score with an adapter, whose base is the reference: verl switches the adapter off for that pass."""
+    complete = other(scored(worker(model, {"routing": R2}), batch())["routed_experts"])
+    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    found: dict[str, Any] = {}
+    for mode in ("R2", "R3"):
+        for wanted in (False, True):
+            built = worker(model, {"routing": {"mode": mode, "reference": wanted}}, **lora)
+            data = batch(routed_experts=complete if mode == "R2" else as_rollout(complete))
+            base = built.infer_batch(tu.assign_non_tensor(data.clone(), no_lora_adapter=True))
+            found[f"{mode}_base_{wanted}"] = [
+                row.tolist() for row in response_from_nested(base["log_probs"], data["response_mask"]).unbind()
+            ]
+            found[f"{mode}_recorded_base_{wanted}"] = "routed_experts" in base.keys()
+            found[f"{mode}_{wanted}"] = logprobs(built, data)
+    return found
+
+
+def write_routes(model: str, path: str) -> str:
+    """Write routes of eight samples, which are not the model's own, for ranks to share."""
+    torch.save(list(other(own_routes(model, range(8))).unbind()), path)
+    return path
+
+
+def share(routes: list[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """Return this rank's samples of eight, and their routes."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = list(range(8))[rank * 8 // world : (rank + 1) * 8 // world]
+    return mine, [routes[number] for number in mine]
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def sharded(model: str, routes: str, path: str) -> dict[str, Any]:
+    """Score and update eight samples that the ranks share, with R3 and with R2; gradients go to a file."""
+    found: dict[str, Any] = {}
+    given = torch.load(routes)
+    gradients: dict[str, Tensor] = {}
+    for mode in ("R3", "R2"):
+        built = worker(model, {"routing": {"mode": mode, "agreement_rate": 1.0}})
+        mine, rows = share(given)
+        data = batch(mine, routed_experts=nested(rows)) if mode == "R3" else batch(mine)
+        data = scored(built, data)
+        found[mode] = sum(everywhere([row.tolist() for row in data["old_log_probs"].unbind()]), [])
+        found[f"{mode}_routes"] = sum(everywhere([row.tolist() for row in data["routed_experts"].unbind()]), [])
+
+        def keep(optimizer: Any, *_: Any, built: Any = built, mode: str = mode) -> None:
+            for name, parameter in built.engine.module.named_parameters():
+                gradients[f"{mode}.{name}"] = whole(parameter.grad).clone()
+
+        built.engine.optimizer.register_step_pre_hook(keep)
+        found[f"{mode}_grad_norm"] = float(update(built, data)["grad_norm"][0])
+        found[f"{mode}_metrics"] = built.engine.mismatch_metrics()
+    if torch.distributed.get_rank() == 0:
+        torch.save(gradients, path)
+    return found
+
+
+def rank_faults(moe: str, dense: str, routes: str) -> dict[str, Any]:
+    """Lose a sample's routes on the last rank, then let a gradient overflow there alone."""
+    built = worker(moe, {"routing": R3})
+    mine, rows = share(torch.load(routes))
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    if last:
+        rows[1] = torch.zeros_like(rows[1])
+    found: dict[str, Any] = {"lost": everywhere(refused(built.infer_batch, batch(mine, routed_experts=nested(rows))))}
+    built = worker(dense, {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0}}}, dtype="float16")
+    data = scored(built, batch(mine))
+    update(built, data)
+    before, scale = parameters(built), built.engine.scaler.get_scale()
+    with overflowing(built.engine, last):
+        update(built, data)
+    metrics = built.engine.mismatch_metrics()
+    found["kept"] = before == parameters(built)
+    found["scales"] = everywhere([scale, built.engine.scaler.get_scale()])
+    found["epochs"] = everywhere(built.engine.lr_scheduler.last_epoch)
+    found["metrics"] = everywhere(metrics)
+    return found
+
+
+def sharded_on(world: int, **payload: Any) -> dict[str, Any]:
+    """Run `sharded` on so many ranks, and return what rank 0 found."""
+    return on_ranks(sharded, world, **payload)[0]
+
+
+def rank_faults_on_two(**payload: Any) -> dict[str, Any]:
+    """Run `rank_faults` on two ranks, and return what rank 0 found."""
+    return on_ranks(rank_faults, 2, **payload)[0]

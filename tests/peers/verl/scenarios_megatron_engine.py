@@ -1,0 +1,474 @@
+"""verl's whole Megatron engine in our worker: `python -m tests.peers.verl.scenarios_megatron_engine NAME '{json}'`.
+
+One process on a CPU. verl's configuration, worker, engine, optimizer and checkpoint manager are the real ones, and so is
+Megatron-Bridge; the layers are megatron-core's own (`cpu/megatron_engine.py`), and samples are packed. Only Ray and the
+rollout are absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", VERL_LOGGING_LEVEL="ERROR")
+os.environ.update(VERL_USE_EXTERNAL_MODULES="tests.peers.verl.cpu.platform", CUDA_DEVICE_MAX_CONNECTIONS="1")
+os.environ.setdefault("WORLD_SIZE", "1")
+os.environ.setdefault("RANK", "0")
+os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+os.environ.setdefault("LOCAL_RANK", "0")
+
+import torch
+from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
+from mismatch_ext.adapters.verl.settings import prepare
+from omegaconf import DictConfig, OmegaConf, open_dict
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from tests.peers.megatron.cpu import chosen
+from tests.peers.verl.cpu.megatron_engine import CALLED, OVERRIDES, megatron_on_cpu
+from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
+
+PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
+TOKENS = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+LAYERS, EXPERTS, TOP_K = 2, 16, 4
+OFF = {"monitor": {"weight_sync": "off"}}
+R3 = {"routing": {"mode": "R3", "agreement_rate": 1.0}, **OFF}
+R2 = {"routing": {"mode": "R2", "agreement_rate": 1.0}, **OFF}
+LED = {"lr": {"period": 2}, **OFF}
+OPTIM = "actor_rollout_ref.actor.optim"
+CONSTANT = (
+    f"{OPTIM}.lr=1e-4",
+    f"{OPTIM}.lr_decay_style=constant",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+)
+LINEAR = (f"{OPTIM}.lr=1e-4", f"{OPTIM}.lr_warmup_steps=2")
+COSINE = (*LINEAR, f"{OPTIM}.lr_decay_style=cosine")
+
+
+def configured(model: str, block: dict[str, Any] | None, *overrides: str) -> DictConfig:
+    """Return verl's own configuration of a Megatron run, after the driver's part of ours, if there is a block."""
+    from hydra import compose, initialize_config_module
+
+    group = "actor_rollout_ref"
+    given = {
+        f"{group}.model.path": model,
+        f"{group}.rollout.name": "vllm",
+        f"{group}.rollout.calculate_log_probs": True,
+        f"{group}.rollout.log_prob_micro_batch_size_per_gpu": 4,
+        f"{group}.actor.ppo_micro_batch_size_per_gpu": 4,
+        f"{group}.actor.ppo_mini_batch_size": 4,
+        f"{group}.actor.optim.lr": 1e-3,
+        f"{group}.actor.optim.lr_decay_style": "linear",
+        f"{group}.actor.optim.total_training_steps": 12,
+        f"{group}.model.enable_gradient_checkpointing": False,
+        **{f"+{group}.actor.megatron.override_transformer_config.{name}": value for name, value in OVERRIDES.items()},
+    }
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_megatron_trainer", [*(f"{name}={value}" for name, value in given.items()), *overrides])
+    if block is not None:
+        with open_dict(config):
+            config.mismatch = block
+        prepare(config)
+    return config
+
+
+def worker(model: str, block: dict[str, Any] | None = None, *overrides: str) -> Any:
+    """Return the worker of an actor: verl's own without a block, and ours with one, which Ray's environment brings."""
+    from mismatch_ext.adapters.verl.worker import MismatchWorker
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    config = configured(model, block, *overrides)
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    for name in (BLOCK_VARIABLE, "VERL_ENGINE_VENDOR"):
+        os.environ.pop(name, None)
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    built = (ActorRolloutRefWorker if block is None else MismatchWorker)(config.actor_rollout_ref, "actor")
+    built.init_model()
+    return built
+
+
+def batch(**fields: Tensor) -> TensorDict:
+    """Return a batch of four samples as verl's trainer hands it to a worker.
+
+    Args:
+        fields: Further fields.
+    """
+    prompts, responses = [], []
+    for number, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        generator = torch.Generator().manual_seed(number)
+        prompts.append(torch.randint(3, 16, (prompt,), generator=generator))
+        responses.append(torch.randint(3, 16, (response,), generator=generator))
+    whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    ones = [torch.ones_like(ids) for ids in responses]
+    data = TensorDict(
+        {
+            "prompts": nested(prompts),
+            "responses": nested(responses),
+            "input_ids": nested(whole),
+            "position_ids": nested([torch.arange(len(ids)) for ids in whole]),
+            "response_mask": nested(ones),
+            "loss_mask": nested(ones),
+            "advantages": nested([torch.full((len(ids),), (-1.0) ** row) for row, ids in enumerate(responses)]),
+            **fields,
+        },
+        batch_size=len(whole),
+    )
+    options = {"calculate_entropy": True, "global_token_num": TOKENS, "compute_loss": False}
+    tu.assign_non_tensor(data, temperature=1.0, uid=["first", "second", "third", "fourth"], **options)
+    return data
+
+
+def scored(built: Any, data: TensorDict) -> TensorDict:
+    """Run the pass that computes old log-probabilities, and add them to the batch, and routes if it returned any."""
+    from verl.workers.utils.padding import response_from_nested
+
+    output = built.compute_log_prob(data.clone())
+    data = data.clone()
+    data["old_log_probs"] = response_from_nested(output["log_probs"], data["response_mask"]).float()
+    if "routed_experts" in output.keys():  # a TensorDict iterates over its rows
+        data["routed_experts"] = output["routed_experts"]
+    return data
+
+
+def update(built: Any, data: TensorDict, size: int = 4) -> Any:
+    """Run verl's update over a batch, in mini-batches of a size, and return its metrics."""
+    data = data.clone()
+    tu.assign_non_tensor(
+        data, mini_batch_size=size, global_batch_size=size, epochs=1, seed=0, dataloader_kwargs={"shuffle": False}
+    )
+    return tu.get(built.update_actor(data), "metrics")
+
+
+def rows(values: Tensor) -> list[list[float]]:
+    """Return a ragged tensor's rows."""
+    return [row.tolist() for row in values.unbind()]
+
+
+def parameters(built: Any) -> str:
+    """Return a digest of all weights, to the last bit."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(built.actor.engine.module[0].named_parameters()):
+        digest.update(name.encode() + weight.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def both(built: Any, data: TensorDict) -> dict[str, Any]:
+    """Score a batch, learn from it, and return what came of both, and which experts the routers handed on."""
+    with chosen(built.actor.engine.module[0]) as seen:
+        data = scored(built, data)
+        metrics = update(built, data)
+    return {
+        "logprobs": rows(data["old_log_probs"]),
+        "grad_norm": float(metrics["grad_norm"][0]),
+        "lr": metrics["lr"],
+        "loss": metrics["loss"],
+        "keys": sorted(metrics),
+        "parameters": parameters(built),
+        "seen": seen,
+        "routes": data.get("routed_experts", None),
+    }
+
+
+def plain(ran: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a run can be compared and printed."""
+    return {key: value for key, value in ran.items() if key not in ("seen", "routes")}
+
+
+def obeyed(seen: dict[int, list[Tensor]], routes: Tensor, passes: int = 2) -> bool:
+    """Tell whether every pass over the packed samples took the given routes, but for each sample's last token."""
+    found = []
+    for layer, calls in seen.items():
+        assert len(calls) == passes, len(calls)
+        for call in calls:
+            for rows, given in zip(call.split(TOKENS), routes.unbind(), strict=True):
+                ids = [row.nonzero().flatten().tolist() for row in rows[:-1]]
+                found.append(ids == given[:-1, layer].sort(-1).values.tolist())
+    return all(found) and len(found) == LAYERS * passes * len(TOKENS)
+
+
+# Scenarios
+
+
+def stock(model: str) -> dict[str, Any]:
+    """Run verl's worker, and ours with a block that only measures; compare with the checkpoint's own model."""
+    found: dict[str, Any] = {}
+    for name, block in (("verl", None), ("monitor", OFF)):
+        built = worker(model, block)
+        found[name] = {"class": type(built.actor.engine).__name__, **plain(both(built, batch()))}
+        found[name]["dispatch"] = type(built.actor.engine.module[0]).__name__
+    found["report"] = built.mismatch_report()
+    found["transformers"] = rows(transformers_logprobs(model))
+    return found
+
+
+def transformers_logprobs(model: str) -> Tensor:
+    """Return what transformers makes of the same checkpoint and samples, in the engine's dtype."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    found = []
+    for ids, count in zip(batch()["input_ids"].unbind(), RESPONSES, strict=True):
+        with torch.no_grad():
+            logps = reference(ids[None]).logits[0, :-1].float().log_softmax(-1)
+        found.append(logps.gather(-1, ids[1:, None])[-count:, 0])
+    return nested(found)
+
+
+def replay(model: str) -> dict[str, Any]:
+    """Record with R2, replay it, then replay the same and other routes with R3, and lose some of a sample."""
+    found: dict[str, Any] = {"native": plain(both(worker(model), batch()))}
+    built = worker(model, R2)
+    ran = both(built, batch())
+    found["R2"] = plain(ran)
+    found["R2_report"] = built.mismatch_report()
+    found["R2_lost"] = refused(update, built, scored(built, batch()).exclude("routed_experts"))
+    routes = as_rollout(ran["routes"])
+    for name, given in (("own", routes), ("other", other(routes))):
+        built = worker(model, R3)
+        ran = both(built, batch(routed_experts=given))
+        found[name] = {**plain(ran), "obeyed": obeyed(ran["seen"], given), "own": obeyed(ran["seen"], routes)}
+    found["report"] = built.mismatch_report()
+    found["lost"] = {name: lost(built, routes, name) for name in ("sample", "tail", "all", "update")}
+    return found
+
+
+def lost(built: Any, routes: Tensor, name: str) -> str:
+    """Lose routes of the second sample, its last ones, or everybody's, before a scored batch or an update."""
+    given = [row.clone() for row in routes.unbind()]
+    if name == "tail":
+        given[1][-4:] = 0
+    else:
+        given[1].zero_()
+    data = batch() if name == "all" else batch(routed_experts=nested(given))
+    if name != "update":
+        return refused(built.compute_log_prob, data)
+    data["old_log_probs"] = nested([torch.full((count,), -3.0) for count in RESPONSES])
+    return refused(update, built, data)
+
+
+def layouts(model: str, seed: int = 5) -> dict[str, Any]:
+    """Replay random routes in micro-batches of several shapes, and with activations recomputed."""
+    generator = torch.Generator().manual_seed(seed)
+    given = as_rollout(
+        nested([torch.rand(count, LAYERS, EXPERTS, generator=generator).topk(TOP_K).indices for count in TOKENS])
+    )
+    group, recompute = "actor_rollout_ref", "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_"
+    sizes = (f"{group}.rollout.log_prob_micro_batch_size_per_gpu", f"{group}.actor.ppo_micro_batch_size_per_gpu")
+    dynamic = (f"{group}.rollout.log_prob_max_token_len_per_gpu", f"{group}.actor.ppo_max_token_len_per_gpu")
+    found: dict[str, Any] = {}
+    for name, overrides in {
+        "whole": (),
+        "one_by_one": tuple(f"{size}=1" for size in sizes),
+        "dynamic": (
+            f"{group}.rollout.log_prob_use_dynamic_bsz=True",
+            f"{group}.actor.use_dynamic_bsz=True",
+            *(f"{limit}=26" for limit in dynamic),
+        ),
+        "recomputed": (f"{recompute}granularity=full", f"{recompute}method=uniform", f"{recompute}num_layers=1"),
+    }.items():
+        ran = both(worker(model, R3, *overrides), batch(routed_experts=given))
+        passes = sum(len(call) for call in ran["seen"][0]) / sum(TOKENS)
+        found[name] = {**plain(ran), "calls": len(ran["seen"][0]), "passes": passes}
+        if name in ("whole", "recomputed"):
+            found[name]["obeyed"] = obeyed(ran["seen"], given, len(ran["seen"][0]))
+    return found
+
+
+def reference(model: str) -> dict[str, Any]:
+    """Hold reference and actor in one worker, as in a run with a KL term, and replay the actor alone."""
+    from mismatch_ext.adapters.verl.worker import MismatchWorker
+
+    native = worker(model, OFF)
+    routes = other(as_rollout(scored(worker(model, R2), batch())["routed_experts"]))
+    expected = rows(scored(native, batch())["old_log_probs"])
+    config = configured(model, R3, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4")
+    os.environ[BLOCK_VARIABLE] = config.ray_kwargs.ray_init.runtime_env.env_vars[BLOCK_VARIABLE]
+    built = MismatchWorker(config.actor_rollout_ref, "actor")
+    built.role = "actor_ref"  # verl has no role of both that builds no rollout
+    built.init_model()
+    data = batch(routed_experts=routes)
+    found: dict[str, Any] = {"expected": expected}
+    for name in ("before", "after"):
+        found[name] = rows(reference_logprobs(built, data))
+        ran = both(built, data)
+        found[f"{name}_obeyed"] = obeyed(ran["seen"], routes)
+    return found
+
+
+def reference_logprobs(built: Any, data: TensorDict) -> Tensor:
+    """Return the reference's log-probabilities of the responses."""
+    from verl.workers.utils.padding import response_from_nested
+
+    output = built.compute_ref_log_prob(data.clone())
+    return response_from_nested(output["log_probs"], data["response_mask"]).float()
+
+
+def checkpoint(model: str, out: str) -> dict[str, Any]:
+    """Save after two updates, and go on in a new worker, with and without the schedule, which verl leaves out by default."""
+    schedule = "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler"
+    built = worker(model, OFF)
+    data = scored(built, batch())
+    for _ in range(2):
+        update(built, data)
+    built.save_checkpoint(out)
+    found: dict[str, Any] = {"saved": parameters(built), "files": sorted(entry.name for entry in os.scandir(out))}
+    found["straight"] = update(built, data)["lr"]
+    for name in (True, False):
+        built = worker(model, OFF, f"{schedule}={name}")
+        built.load_checkpoint(out)
+        found[f"loaded_{name}"] = parameters(built)
+        found[f"resumed_{name}"] = update(built, data)["lr"]
+    return found
+
+
+def rates(model: str, out: str) -> dict[str, Any]:
+    """Lead the rate of three schedules over six updates, and go on with the last three in a new worker."""
+    found: dict[str, Any] = {"stock": rates_of(worker(model, OFF, *COSINE))}
+    for name, schedule, size, resumed in (
+        ("constant", CONSTANT, 2, None),
+        ("linear", LINEAR, 4, (*LINEAR, f"{OPTIM}.lr_warmup_steps=0")),  # a checkpoint's warm-up counts, not the run's
+        ("cosine", COSINE, 4, COSINE),
+    ):
+        built, folder = worker(model, LED, *schedule), f"{out}/{name}"
+        before = built.mismatch_report()["lr"]
+        found[name] = {"before": before, **rates_of(built, size, save=folder if resumed else None)}
+        found[name] |= {"report": built.mismatch_report(), "metrics": built.mismatch_metrics()}
+        if resumed:
+            built = worker(model, LED, *resumed)
+            built.load_checkpoint(folder)
+            found[name]["resumed"] = rates_of(built, size, first=3)
+    other = worker(model, {"lr": {"rule": "reactive"}, **OFF}, *COSINE)
+    found["other_rule"] = refused(other.load_checkpoint, folder)
+    return found
+
+
+def rates_of(built: Any, size: int = 4, *, first: int = 0, save: str | None = None) -> dict[str, Any]:
+    """Return the rates that the updates up to the sixth step with, and those that verl logs."""
+    [inner] = [part.optimizer for part in built.actor.engine.optimizer.chained_optimizers]
+    seen: list[float] = []
+    inner.register_step_pre_hook(lambda optimizer, *_: seen.extend(group["lr"] for group in optimizer.param_groups))
+    old, logged = nested([torch.full((count,), -3.0) for count in RESPONSES]), []
+    data = batch(old_log_probs=old)  # the same before and after a checkpoint
+    for number in range(first, 6):
+        logged.append(update(built, data, size)["lr"])
+        if save is not None and number == 2:
+            built.save_checkpoint(save)
+    return {"seen": seen, "groups": len(inner.param_groups), "logged": logged, "parameters": parameters(built)}
+
+
+def surge(model: str) -> dict[str, Any]:
+    """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
+    from mismatch_ext.adapters.verl.lr import ChainedLr
+
+    section = {"rule": "reactive", "surge": {"baseline_window": 2, "smoothing": 1}}
+    built = worker(model, {"lr": section, **OFF}, *CONSTANT)
+    data, found = scored(built, batch()), {}
+    found["without"] = refused(update, built, data)
+    found["answers"], found["logged"] = [], []
+    for length in (10.0, 10.0, 30.0, 30.0):
+        found["answers"].append(built.mismatch_update_lr(response_length=length))
+        found["logged"] += update(built, data)["lr"]
+    found["metrics"] = built.mismatch_metrics()
+    found["again"] = refused(update, built, data)
+    found["chained"] = chained(model, ChainedLr, section)
+    found["refused"] = unsteered(worker(model, OFF).actor.engine.optimizer)
+    return found
+
+
+def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]:
+    """Steer two of Megatron's optimizers in one, as dense and expert weights have under expert parallelism."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from mismatch_ext.adapters.verl.megatron_engine import torch_optimizers
+
+    from mismatch_ext.config import MismatchConfig
+
+    engines = [worker(model, OFF, *CONSTANT).actor.engine for _ in range(2)]
+    whole = ChainedOptimizer([part for engine in engines for part in engine.optimizer.chained_optimizers])
+    inner, block = torch_optimizers(whole), MismatchConfig.parse({"lr": section})
+    assert block is not None
+    schedule = engines[0].lr_scheduler
+    led, seen = kind(block.lr, inner, schedule), [[] for _ in inner]
+    for one, rates in zip(inner, seen, strict=True):
+        one.register_step_pre_hook(lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"]))
+    for length in (10.0, 10.0, 30.0, 30.0):
+        led.update(response_length=length)
+        for one in inner:
+            one.step()
+        schedule.step(1)
+        led.moved()
+    return seen
+
+
+def unsteered(optimizer: Any) -> dict[str, str]:
+    """Return what is said of optimizers whose rate cannot be led."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from mismatch_ext.adapters.verl.megatron_engine import torch_optimizers
+
+    [part] = optimizer.chained_optimizers
+    inner, found = part.optimizer, {}
+    part.config.use_precision_aware_optimizer = True
+    found["precision_aware"] = refused(torch_optimizers, optimizer)
+    part.config.use_precision_aware_optimizer = False
+    part.optimizer = HybridDeviceOptimizer(
+        [torch.nn.Parameter(torch.ones(2))],
+        offload_fraction=1.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        pin_cpu_grads=False,
+        pin_cpu_params=False,
+        overlap_cpu_optimizer_d2h_h2d=False,
+        lr=1e-3,
+    )
+    found["offloaded"] = refused(torch_optimizers, optimizer)
+    part.optimizer = part
+    found["not_torchs"] = refused(torch_optimizers, optimizer)
+    part.optimizer = inner
+    found["accepted"] = refused(torch_optimizers, optimizer)
+    part.is_stub_optimizer = True
+    found["empty"] = refused(torch_optimizers, optimizer)
+    return found
+
+
+def weights(model: str) -> dict[str, Any]:
+    """Export the weights as verl sends them to the rollout engine, and compare them with the checkpoint's."""
+    from safetensors.torch import load_file
+
+    built = worker(model, OFF)
+    sent = dict(built.actor.engine.get_per_tensor_param()[0])
+    saved = load_file(f"{model}/model.safetensors")
+    return {
+        "names": sorted(sent) == sorted(saved),
+        "equal": all(torch.equal(saved[name].bfloat16(), value.bfloat16()) for name, value in sent.items()),
+        "count": len(sent),
+    }
+
+
+def several(scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Run scenarios one after the other in this process: most of the time of each would go into imports."""
+    found = {name: globals()[name](**payload) for name, payload in scenarios.items()}
+    stubs = [name for name in ("transformer_engine", "triton") if name in sys.modules]
+    return {**found, "stubs_called": CALLED, "stubs_left": stubs}
+
+
+def main() -> None:
+    """Run the scenario named on the command line."""
+    name, payload = sys.argv[1], json.loads(sys.argv[2])
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    with megatron_on_cpu():
+        result = globals()[name](**payload)
+    print("\nRESULT " + json.dumps(result, default=str), flush=True)
+    sys.stdout.flush()
+    for child in multiprocessing.active_children():
+        child.kill()  # Megatron's writer of checkpoints keeps one, which would hold this process's output open
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""verl's Megatron engine with the checks of its replay, around a real megatron-core model, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.peers.conftest import Ran
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def ran(run_scenario: Callable[..., Ran]) -> dict[str, Any]:
+    return run_scenario("all", module="verl.scenarios_megatron", timeout=240).expect()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "no_target_is_native",
+        "empty_queue_is_native",
+        "left_out_is_native",
+        "zeros_are_expert_0",
+        "replay_obeys",
+        "replay_matters",
+    ],
+)
+def test_verl_alone_replays_and_goes_native_without_an_error(ran: dict[str, Any], case: str) -> None:
+    assert ran["stock"][case] is True
+
+
+def test_verl_alone_drops_tokens_that_have_no_row(ran: dict[str, Any]) -> None:
+    # The sample has 7 tokens, of which 2 lost their rows: no expert sees them.
+    assert ran["stock"]["short_rows_are_dropped"] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "r3",
+        "without_last_row",
+        "moe_layers_alone",
+        "reference_is_native",
+        "others_are_replayed",
+        "filler_is_native",
+        "update_none",
+        "update_moe",
+        "update_uniform",
+        "update_obeys",
+        "r2",
+        "after_failure",
+        "idempotent",
+        "nothing_without_routing",
+    ],
+)
+def test_good_batches_are_verls_own_bit_for_bit(ran: dict[str, Any], case: str) -> None:
+    assert ran["checked"][case] is True
+
+
+@pytest.mark.parametrize(
+    "case, error, words",
+    [
+        ("zeros", "RoutingError", "routing has 0 rows, and zeros from there on, but verl replays 6"),
+        ("zero_tail", "RoutingError", "routing has 4 rows, and zeros from there on, but verl replays 6"),
+        ("zero_row", "RoutingError", "row 2, layer 1: duplicate expert ids [0, 0]"),
+        ("duplicate", "RoutingError", "row 2, layer 1: duplicate expert ids [3, 3]"),
+        ("range", "RoutingError", "row 2, layer 2: expert id 8 is out of range"),
+        ("short", "RoutingError", "routing has 5 rows; allowed: 7 or 6 for 7 tokens"),
+        ("long", "RoutingError", "routing has 8 rows; allowed: 7 or 6 for 7 tokens"),
+        ("dense_layer", "RoutingError", "layer 0: the engine recorded routes here"),
+        ("r2_short", "RoutingError", "routing has 5 rows; allowed: 7 for 7 tokens"),
+        ("r2_zero_row", "RoutingError", "routing has 6 rows, and zeros from there on, but verl replays 7"),
+    ],
+)
+def test_bad_routes_are_refused_by_their_sample(ran: dict[str, Any], case: str, error: str, words: str) -> None:
+    found = ran["checked"]["faults"][case]
+    assert found.startswith(f"{error}: request 1 of rank 0's mini-batch (uid second)") and words in found
+
+
+@pytest.mark.parametrize(
+    "case, error, words",
+    [
+        ("layers", "RoutingError", "uid first): routing has 4 layers; allowed: 2, the model's MoE layers, or 3"),
+        ("none", "RoutingError", "has no 'routed_experts'"),
+        ("no_flag", "ReplayError", "enable_routing_replay=None"),
+        ("flag_off", "ReplayError", "would route this update natively"),
+        ("not_built_for_it", "ReplayError", "router_replay.mode='disabled'"),
+        ("left_out", "ReplayError", "router of decoder layer 1, action None"),
+        ("replay_forward", "ReplayError", "router of decoder layer 1, action 'replay_forward'"),
+        ("replay_backward", "ReplayError", "router of decoder layer 1, action 'replay_backward'"),
+        ("bypassed", "ReplayError", "routers of decoder layers [2] selected experts without verl's replay"),
+        ("mtp", "ReplayError", "mtp_num_layers=1"),
+        ("rows", "ReplayError", "the routes are (4, 2), the forward pass has 6 tokens of 2 experts"),
+    ],
+)
+def test_what_would_not_be_replayed_is_refused(ran: dict[str, Any], case: str, error: str, words: str) -> None:
+    found = ran["checked"]["faults"][case]
+    assert found.startswith(f"{error}: ") and words in found
+
+
+def test_a_batch_that_fails_leaves_no_routes_behind(ran: dict[str, Any]) -> None:
+    # verl leaves the first sample's, to be replayed in the next batch's backward pass.
+    assert ran["stock"]["left_behind"] == [[1, "replay_backward"], [1, "replay_backward"]]
+    assert ran["checked"]["left_behind"] == [[0, None], [0, None]]
+
+
+def test_the_report_says_what_runs(ran: dict[str, Any]) -> None:
+    names = ["verl/megatron_closed_topk", "verl/megatron_replayed_batch"]
+    report = ran["checked"]["report"]
+    assert ran["checked"]["names"] == [patch["name"] for patch in report["patches"]] == names
+    assert (report["engine"], report["strategy"], report["routing"]) == ("MegatronEngineWithLMHead", "megatron", "R3")
+    assert report["trainer"]["parameter_dtypes"] == {"float32": ran["checked"]["parameters"]}
+    assert report["trainer"]["scaler"] is report["trainer"]["autocast_dtype"] is None
+
+
+def test_our_loss_runs_in_verls_megatron_engine(ran: dict[str, Any]) -> None:
+    plain, kl = ran["losses"]["plain"], ran["losses"]["kl"]
+    assert "kl_loss" in kl["metrics"] and "kl_loss" not in plain["metrics"]
+    added = ran["losses"]["added"]  # half of what verl's own metric says of the term
+    assert added > 0.01
+    assert kl["loss"] - plain["loss"] == pytest.approx(added, rel=1e-4)
+
+
+def test_verls_own_settings_are_set(ran: dict[str, Any]) -> None:
+    found = ran["settings"]
+    assert found["R3"][:2] == ["R3", True] and found["R2"][:2] == ["R2", False]
+    assert found["off"] == [[], "disabled", False]
+    assert len(found["R3"][2]) == 1 and "not measured" in found["R3"][2][0]
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("precision", "mismatch.precision='set'"),
+        ("weight_sync", "mismatch.monitor.weight_sync='error'"),
+        ("reference", "mismatch.routing.reference=True"),
+        ("native_gap_rate", "mismatch.routing.native_gap_rate='> 0'"),
+        ("padding", "actor_rollout_ref.model.use_remove_padding=False"),
+        ("mtp", "actor_rollout_ref.model.mtp.enable=True"),
+        ("contradiction", "actor_rollout_ref.actor.megatron.router_replay.mode='R2'"),
+        ("rollouts_routes", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
+    ],
+)
+def test_what_this_release_cannot_do_there_is_refused(ran: dict[str, Any], case: str, words: str) -> None:
+    found = ran["settings"][case]
+    assert found.startswith(f"ConfigError: {words} with actor_rollout_ref.actor.strategy='megatron': ")

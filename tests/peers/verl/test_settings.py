@@ -1,0 +1,306 @@
+"""From the block to verl's own configuration, in the driver: what is set, what is refused, and a package that does not load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("verl")  # part of `make setup`
+
+import verl.utils.config
+from hydra import compose, initialize_config_module
+from mismatch_ext.adapters.verl import block, plugin, settings, steering
+from mismatch_ext.adapters.verl.watchdog import Watchdog
+from omegaconf import DictConfig, OmegaConf
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, MismatchError
+
+ROOT = Path(__file__).resolve().parents[3]
+# Importing the adapter has loaded it: every process that collects this file would keep its patches.
+plugin.unload()
+GRPO = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.ref.strategy=fsdp2",
+    "actor_rollout_ref.rollout.name=vllm",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra() -> Iterator[None]:
+    plugin.load()
+    with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
+        yield
+    plugin.unload()  # other tests of this process look at what is patched
+
+
+def configured(*overrides: str) -> DictConfig:
+    """Return verl's default configuration for GRPO with FSDP2 and vLLM, with overrides."""
+    return compose("ppo_trainer", overrides=[*GRPO, *overrides])
+
+
+def prepared(*overrides: str) -> DictConfig:
+    config = configured(*overrides)
+    settings.prepare(config)
+    return config
+
+
+def test_the_smallest_block_changes_trainer_environment_and_extension_alone() -> None:
+    stock, ours = configured("+mismatch={}"), prepared("+mismatch={}")
+    before, after = (OmegaConf.to_container(config, resolve=True) for config in (stock, ours))
+    changed = {
+        path for path in leaves(before) | leaves(after) if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)
+    }
+    assert changed == {
+        "trainer.v1.trainer_mode",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
+        "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
+        "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
+    }
+
+
+def leaves(node: object, path: str = "") -> set[str]:
+    if isinstance(node, dict):
+        return {leaf for key, value in node.items() for leaf in leaves(value, f"{path}.{key}" if path else str(key))}
+    return {path}
+
+
+def test_the_block_arrives_in_another_process_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = prepared("+mismatch.routing.mode=R3", "+mismatch.lr.period=7")
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    monkeypatch.setenv(block.BLOCK_VARIABLE, variables[block.BLOCK_VARIABLE])
+    found = block.active_block()
+    assert found == MismatchConfig.parse({"routing": {"mode": "R3"}, "lr": {"period": 7}})
+    assert block.digest(found) != block.digest(MismatchConfig()) != block.digest(None) == "none"
+
+
+def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
+    config = configured("+mismatch.kl.coef=0.1")
+    assert settings.prepare(config) == {"use_reference_policy": True}
+    assert config.actor_rollout_ref.actor.use_kl_loss
+
+
+def test_a_program_that_starts_ray_without_verls_check_is_refused() -> None:
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    get_ppo_ray_runtime_env(configured())
+    with pytest.raises(ConfigError, match="would train without it"):
+        get_ppo_ray_runtime_env(configured("+mismatch={}"))
+    get_ppo_ray_runtime_env(prepared("+mismatch={}"))
+
+
+MEGATRON = (
+    "model_engine=megatron",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "+mismatch.monitor.weight_sync=off",
+)
+
+
+def test_a_megatron_actor_keeps_verls_own_replay() -> None:
+    config = prepared_megatron("+mismatch.routing.mode=R3")
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_a_megatron_actors_rate_is_led_and_its_schedule_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler"
+    assert OmegaConf.select(prepared_megatron(), name) is False
+    assert name not in capsys.readouterr().out
+    config = prepared_megatron("+mismatch.lr.period=5", "+mismatch.routing.mode=R3")
+    assert OmegaConf.select(config, name) is True
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
+    assert f"{name}=True: with mismatch.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("refused", ["+mismatch.precision.dtype=bfloat16", "mismatch.monitor.weight_sync=warn"])
+def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
+    with pytest.raises(ConfigError, match="strategy='megatron'"):
+        prepared_megatron(refused)
+
+
+def prepared_megatron(*overrides: str) -> DictConfig:
+    plain = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm")
+    config = compose("ppo_trainer", overrides=[*plain, *MEGATRON, *overrides])
+    settings.prepare(config)
+    return config
+
+
+def test_preparing_twice_is_preparing_once() -> None:
+    config = prepared("+mismatch.precision.dtype=float16")
+    again = config.copy()
+    settings.prepare(again)
+    assert again == config
+
+
+def test_one_flag_makes_both_sides_float16(capsys: pytest.CaptureFixture[str]) -> None:
+    config = prepared("+mismatch.precision.dtype=float16")
+    for role in ("actor", "ref"):
+        assert config.actor_rollout_ref[role].fsdp_config.mixed_precision.param_dtype == "fp16"
+        assert config.actor_rollout_ref[role].fsdp_config.mixed_precision.reduce_dtype == "fp32"
+    assert config.actor_rollout_ref.rollout.dtype == "float16"
+    assert "fsdp_config.dtype='bfloat16' is ignored by verl's FSDP engine" in capsys.readouterr().out
+
+
+def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
+    name = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    assert OmegaConf.select(prepared("+mismatch.routing.mode=R3"), name) is True
+    assert OmegaConf.select(prepared("+mismatch.routing.mode=R2"), name) is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("trainer.use_v1=False",), "trainer.use_v1=False"),
+        (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
+        (("trainer.v1.trainer_mode=separate_async",), "trainer.v1.trainer_mode='separate_async'"),
+        (("actor_rollout_ref.actor.strategy=fsdp",), "actor_rollout_ref.actor.strategy='fsdp'"),
+        (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
+        (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),
+        (("+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=x.Y",), "worker_extension_cls='x.Y'"),
+        (("+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}",), "param_dtype='bf16'"),
+        (("actor_rollout_ref.rollout.dtype=float32",), "actor_rollout_ref.rollout.dtype='float32'"),
+        (("actor_rollout_ref.actor.fsdp_config.qat.enable=True",), "fsdp_config.qat.enable=True"),
+        (("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",), "backend='delta_sharded'"),
+        (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
+        (("+mismatch.kl.preset=trl",), "mismatch.kl.preset='trl'"),
+        (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
+        (("+mismatch.rooting.mode=R3",), "rooting"),
+        (("actor_rollout_ref.model.use_fused_kernels=True",), "use_fused_kernels=True"),
+        (("actor_rollout_ref.rollout.data_parallel_size=2",), "data_parallel_size=2"),
+        (("actor_rollout_ref.ref.strategy=fsdp",), "actor_rollout_ref.ref.strategy='fsdp'"),
+        (("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "+mismatch.routing.mode=R3"), "parallel_size=2"),
+        (("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.routing={mode:R2}"), "mismatch.routing.mode='R2'"),
+        (
+            ("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.lr={trigger:f_tau}"),
+            "mismatch.lr.trigger='f_tau'",
+        ),
+        (("+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}",), "VERL_ENGINE_VENDOR='acme'"),
+    ],
+)
+def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ConfigError, match="mismatch") as caught:
+        prepared("+mismatch.precision.dtype=float16", *overrides)
+    assert named in str(caught.value)
+
+
+def test_the_hydra_group_is_found_in_the_package() -> None:
+    search = "hydra.searchpath=[pkg://mismatch_ext.adapters.verl.conf]"
+    overrides = [search, "+mismatch=default", "+mismatch.monitor.profile_every=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "--cfg", "job"],
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VERL_USE_EXTERNAL_PLUGINS": "auto"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert OmegaConf.create(done.stdout).mismatch == {"monitor": {"profile_every": 2}}
+
+
+SGLANG = ("actor_rollout_ref.rollout.name=sglang", "+mismatch.routing.mode=R3")
+
+
+@pytest.fixture
+def sglang_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that lets the metadata say which SGLang is installed: this environment has none."""
+    real = metadata.version
+
+    def install(version: str) -> None:
+        monkeypatch.setattr(metadata, "version", lambda name: version if name == "sglang" else real(name))
+
+    return install
+
+
+def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:
+    sglang_is("0.5.18")
+    config = prepared(*SGLANG)
+    assert "vllm" not in (config.actor_rollout_ref.rollout.engine_kwargs or {}) or not (
+        config.actor_rollout_ref.rollout.engine_kwargs.vllm or {}
+    ).get("worker_extension_cls")
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+@pytest.mark.parametrize(
+    ("version", "override", "named"),
+    [
+        ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23 under verl"),
+        ("0.5.12.post1", "trainer.nnodes=1", "sglang 0.5.12.post1 is outside the supported range"),
+        ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
+        ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
+        ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
+    ],
+)
+def test_what_sglang_cannot_do_under_verl_is_refused(
+    sglang_is: Callable[[str], None], version: str, override: str, named: str
+) -> None:
+    sglang_is(version)
+    with pytest.raises(MismatchError) as error:
+        prepared(*SGLANG, override)
+    assert named in str(error.value)
+
+
+def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ImportError("no such thing")
+
+    stock = verl.utils.config.validate_config
+    monkeypatch.setattr(plugin, "_load", fail)
+    monkeypatch.setattr(verl.utils.config, "validate_config", stock)  # restored afterwards
+    monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
+    with pytest.raises(ImportError):
+        plugin.load()
+    # The block may be in a file that no argument names: the configuration itself is refused.
+    with pytest.raises(SystemExit, match="no such thing"):
+        verl.utils.config.validate_config(configured("+mismatch={}"), use_reference_policy=False, use_critic=False)
+    monkeypatch.setattr(sys, "argv", ["main_ppo", "+mismatch.routing.mode=R3"])
+    with pytest.raises(SystemExit, match="nothing was started"):
+        plugin.load()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["+mismatch.routing.mode=R3"], True),
+        (["++mismatch=default"], True),
+        (["trainer.project_name=mismatch"], False),
+        (["~mismatch"], False),
+        (["--config-name", "mismatch.yaml"], False),
+    ],
+)
+def test_a_command_line_that_asks_for_a_block(arguments: list[str], asked: bool) -> None:
+    assert plugin.asked_for(arguments if not arguments[0].startswith("--") else arguments[:1]) is asked
+
+
+def test_a_stalled_phase_is_released_then_ended() -> None:
+    released, ended = threading.Event(), threading.Event()
+    watchdog = Watchdog(0.2, released.set, end=lambda code: ended.set(), grace=0.2)
+    with watchdog.watching():
+        watchdog.phase("waiting for nobody")
+        assert released.wait(10) and ended.wait(10)
+    assert watchdog.message is not None and "while it was waiting for nobody" in watchdog.message
+
+
+def test_phases_that_follow_one_another_are_no_stall() -> None:
+    released = threading.Event()
+    watchdog = Watchdog(0.5, released.set, end=lambda code: None)
+    with watchdog.watching():
+        for number in range(8):
+            watchdog.phase(f"step {number}")
+            assert not released.wait(0.1)
+    assert watchdog.message is None
+
+
+def test_statistics_that_lead_the_rate() -> None:
+    lengths = torch.tensor([4, 8, 8])
+    found = steering.leading_statistics("response_length", lengths, 8, None)
+    assert found == {"responses": 3, "response_length": 20 / 3, "truncated_fraction": 2 / 3}
+    gap = (torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
+    found = steering.leading_statistics("f_tau", lengths, 8, gap)
+    assert found["f_tau"] == 0.5 and found["mismatch_kl"] == pytest.approx((2.718281828 - 2) / 2)
