@@ -2,76 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models import tiny_model
-from tests.peers.forks import ROOT, run_forked, serve
+from tests.peers.scenarios import Forks, Ran, Run, Scenario, check_names, run_fresh
 
 
-@dataclass(frozen=True)
-class Ran:
-    """How a scenario ended."""
-
-    code: int
-    result: Any
-    stdout: str
-    stderr: str
-
-    def expect(self) -> Any:
-        """Return the result of a scenario that must have succeeded."""
-        assert self.code == 0, self.stderr[-4000:]
-        return self.result
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a scenario that no module defines before any test has run."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        try:
+            check_names(module)
+        except AttributeError as error:
+            raise pytest.UsageError(f"{module.__file__}: {error}") from error
 
 
 @pytest.fixture(scope="session")
-def run_scenario() -> Callable[..., Ran]:
-    """Return a function that runs a scenario in a process of its own, one heavy engine at a time."""
+def run() -> Iterator[Run]:
+    """Return a function that runs a scenario in a process of its own, which has imported the peers already.
 
-    def run(
-        name: str,
+    Its arguments: the scenario; `timeout` in seconds; `env`, variables of the process; `fresh=True` for an interpreter that has
+    imported nothing, for what the peers read when they are imported. All others are the scenario's.
+    """
+    forks = Forks()
+
+    def run_one(
+        scenario: Scenario,
+        /,
+        *,
         timeout: float = 240,
         env: dict[str, str] | None = None,
-        module: str = "trl.scenarios_training",
+        fresh: bool = False,
         **payload: Any,
     ) -> Ran:
-        done = subprocess.run(
-            [sys.executable, "-m", f"tests.peers.{module}", name, json.dumps(payload, default=str)],
-            cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **_rendezvous(), **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else None
-        return Ran(done.returncode, result, done.stdout, done.stderr)
+        variables = {"HF_HUB_OFFLINE": "1", **_rendezvous(), **(env or {})}
+        if fresh:
+            return run_fresh(scenario, payload, {**os.environ, **variables}, timeout)
+        return forks.run(scenario, payload, variables, timeout)
 
-    return run
-
-
-@pytest.fixture(scope="session")
-def run_in_verl() -> Callable[..., Ran]:
-    """Return a function that runs a scenario of `verl.in_process` in a process of its own, which has imported verl."""
-    package = "tests.peers.verl.in_process"
-    serve(
-        f"{package}.{module}"
-        for module in ("scenarios_driver", "scenarios_losses", "scenarios_replay", "scenarios_training")
-    )
-
-    def run(module: str, name: str, timeout: float = 240, **payload: Any) -> Ran:
-        return Ran(*run_forked(f"{package}.scenarios_{module}", name, payload, _rendezvous(), timeout))
-
-    return run
+    yield run_one
+    forks.close()
 
 
 @pytest.fixture(scope="session")

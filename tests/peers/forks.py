@@ -1,58 +1,57 @@
-"""Runs scenarios in forks of one process that has imported them: importing verl takes longer than most scenarios do.
+"""Runs scenarios in forks of a process that has imported the peers: importing them takes longer than most scenarios do.
 
-`python -m tests.peers.forks MODULE NAME '{json}'` runs one by itself.
+`python -m tests.peers.forks MODULE NAME '{json}'` runs one by itself and prints what it returns. Nothing here computes with
+torch before a fork: its OpenMP would have threads, which a fork does not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
 import os
+import select
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from multiprocessing import connection, forkserver
+from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 
+def serve(descriptor: int) -> None:
+    """Fork for each request that comes over a socket, until it is closed; answer with the fork's id, and its code at its end.
 
-def serve(modules: Iterable[str]) -> None:
-    """Start the process that is forked, once per process of pytest; it has imported these modules."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-    # It finds the modules from its working directory.
-    with contextlib.chdir(ROOT):
-        forkserver.ensure_running()
-
-
-def run_forked(
-    module: str, name: str, payload: dict[str, Any], variables: dict[str, str], timeout: float
-) -> tuple[int, Any, str, str]:
-    """Run a function of a module in a fork, and return exit code, result, and what it wrote to both streams.
-
-    A fork that is killed has the negative number of the signal as its code, and None as its result.
+    Args:
+        descriptor: The socket's.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        given = json.dumps(payload, default=str)
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(module, name, given, variables, folder)
-        )
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            assert process.pid is not None
-            os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has forked
-            process.join()
-            raise TimeoutError(f"{module}.{name} still runs after {timeout:g} s:\n{_text(folder, 'stderr')[-3000:]}")
-        result = _text(folder, "result")
-        return (
-            process.exitcode, json.loads(result) if result else None, _text(folder, "stdout"), _text(folder, "stderr")
-        )  # fmt: skip
+    channel = socket.socket(fileno=descriptor)
+    for line in channel.makefile("r"):
+        request = json.loads(line)
+        # One that cannot be imported says why in the fork, which imports it again.
+        with contextlib.suppress(Exception):
+            importlib.import_module(request["module"])
+        gc.freeze()  # what is collected in a fork is not written to in each
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not (fork := os.fork()):
+            channel.detach()
+            os.close(descriptor)
+            _run(**request)
+        channel.sendall(b"%d\n" % fork)
+        ended = os.pidfd_open(fork)
+        readable, _, _ = select.select([channel, ended], [], [])
+        os.close(ended)
+        if channel in readable:  # closed: whoever asked has gone, or has waited long enough
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(fork, signal.SIGKILL)
+            return
+        channel.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))
 
 
 def on_ranks(function: Callable[..., Any], world: int, limit: float = 150, **payload: Any) -> list[Any]:
@@ -96,13 +95,24 @@ def on_ranks(function: Callable[..., Any], world: int, limit: float = 150, **pay
 
 
 def _run(module: str, name: str, payload: str, variables: dict[str, str], folder: str) -> None:
+    """Be the fork."""
     os.setsid()
     os.environ.update(variables)
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder, stream), os.O_WRONLY | os.O_CREAT), descriptor)
-    result = getattr(importlib.import_module(module), name)(**json.loads(payload))
-    Path(folder, "result").write_text(json.dumps(result, default=str))
-    _end()
+    _call(module, name, payload, Path(folder, "result"))
+
+
+def _call(module: str, name: str, payload: str, file: Path | None = None) -> None:
+    """Call a function, write what it returns to a file, or print it, and end this process."""
+    code = 0
+    try:
+        result = json.dumps(getattr(importlib.import_module(module), name)(**json.loads(payload)), default=str)
+        print(result) if file is None else file.write_text(result)
+    except BaseException:  # noqa: BLE001  (of whatever kind it is, it is what the scenario ended with)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    _end(code)
 
 
 def _run_rank(function: Callable[..., Any], payload: dict[str, Any], rank: int, world: int, file: Path) -> None:
@@ -112,19 +122,15 @@ def _run_rank(function: Callable[..., Any], payload: dict[str, Any], rank: int, 
     _end()
 
 
-def _end() -> None:
-    """Leave without what libraries do at exit: a process group waits for ranks that have left already."""
+def _end(code: int = 0) -> None:
+    """Leave without what libraries do at exit: engines' threads may go on, a process group waits for ranks that have left."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
-
-
-def _text(folder: str, name: str) -> str:
-    file = Path(folder, name)
-    return file.read_text() if file.exists() else ""
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps(getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(**json.loads(sys.argv[3])), default=str)
-    )
+    if len(sys.argv) == 2:
+        serve(int(sys.argv[1]))
+    else:
+        _call(*sys.argv[1:4], *map(Path, sys.argv[4:]))

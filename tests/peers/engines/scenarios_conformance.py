@@ -6,9 +6,7 @@ SGLang's side is in `scenarios_sglang`, in an environment of its own.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import sys
 from typing import Any
 
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
@@ -70,7 +68,3 @@ def vllm(
     )
     engine.shutdown(llm)
     return [described(record) for record in records]
-
-
-if __name__ == "__main__":
-    print("RESULT", json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)

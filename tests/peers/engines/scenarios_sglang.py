@@ -6,7 +6,6 @@ Models are random and tiny. In float32, engine and transformers must agree on ev
 from __future__ import annotations
 
 import copy
-import json
 import os
 import signal
 import socket
@@ -468,7 +467,3 @@ def conformance(model: str, sampling: dict[str, Any], rows: list[list[int]], **o
         rollouts = Rollouts(engine, trainer)
         records, _ = rollouts.records(rows, options.pop("count"), sampling=SamplingSettings(**sampling), **options)
     return {"records": [described(record) for record in records]}
-
-
-if __name__ == "__main__":
-    print("RESULT", json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)

@@ -1,4 +1,4 @@
-"""Routes that real vLLM engines record: `python -m tests.peers.engines.scenarios_vllm_routing NAME '{json}'`.
+"""Routes that real vLLM engines record.
 
 All models are random, in float32, where the engine and transformers must agree on every token.
 """
@@ -11,8 +11,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -511,7 +509,3 @@ def faults(out: str) -> dict[str, Any]:
         unrecorded = generate(llm, prompts(1, 20, seed=1), sampling(1))
         results["outputs without the flag"] = {"message": refusal(of(unrecorded)), "seconds": 0.0}
     return results
-
-
-if __name__ == "__main__":
-    print("RESULT", json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)

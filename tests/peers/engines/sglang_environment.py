@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.peers.conftest import ROOT
+from tests.peers.scenarios import ROOT, Scenario, run_fresh
 
 PYTHON = ROOT / ".venv-sglang/bin/python"
 SHIMS = ROOT / "tests/peers/engines/sglang_cpu"
@@ -29,26 +27,14 @@ def environment(version: str, log: Path) -> dict[str, str]:
     }
 
 
-def run_sglang(
-    version: str, name: str, folder: Path, *, module: str = "engines.scenarios_sglang", **payload: Any
-) -> Any:
+def run_sglang(scenario: Scenario, version: str, folder: Path, **payload: Any) -> Any:
     """Run a scenario with a version of SGLang in a process of its own, and return its result.
 
     The result of a scenario gets "stub": how often names of the kernel stub were fetched and called.
     """
     assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup-sglang`"
-    log = folder / f"stub-{version}-{name}.log"
-    done = subprocess.run(
-        [str(PYTHON), "-m", f"tests.peers.{module}", name, json.dumps(payload, default=str)],
-        cwd=ROOT,
-        env=environment(version, log),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert done.returncode == 0 and lines, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    result = json.loads(lines[-1].removeprefix("RESULT "))
+    log = folder / f"stub-{version}-{scenario.name}.log"
+    result = run_fresh(scenario, payload, environment(version, log), timeout=600, python=PYTHON).expect()
     return {**result, "stub": stub_uses(log)}
 
 

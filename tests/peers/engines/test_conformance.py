@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,8 +12,14 @@ from mismatch_ext.adapters.transformers.routing import moe_layout, record_routin
 from transformers import AutoModelForCausalLM
 
 from mismatch_ext.records import Provenance, RolloutRecord
-from tests.peers.conftest import Ran
 from tests.peers.engines.sglang_environment import MAIN, NEWEST, OLDEST, run_sglang
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.engines import scenarios_conformance, scenarios_sglang
+else:
+    scenarios_conformance = named("tests.peers.engines.scenarios_conformance")
+    scenarios_sglang = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = pytest.mark.engine
 COUNT, STOP = 24, [5, 6]
@@ -31,9 +36,7 @@ def rows() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def records(
-    run_scenario: Callable[..., Ran], moe: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Records]:
+def records(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Records]:
     """Return every engine's records of the same requests."""
     payload: dict[str, Any] = {
         "model": moe,
@@ -42,12 +45,10 @@ def records(
         "count": COUNT,
         "stop_token_ids": STOP,
     }
-    found: dict[str, Records] = {
-        "vllm": run_scenario("vllm", module="engines.scenarios_conformance", **payload).expect()
-    }
+    found: dict[str, Records] = {"vllm": run(scenarios_conformance.vllm, **payload).expect()}
     for version in (OLDEST, MAIN, NEWEST):
         folder = tmp_path_factory.mktemp("sglang")
-        ran = run_sglang(version, "conformance", folder, **payload)
+        ran = run_sglang(scenarios_sglang.conformance, version, folder, **payload)
         # The kernel stub must not have been what computed.
         assert ran["stub"]["fetched"] > 0 and ran["stub"]["called"] == 0
         found[f"sglang {version}"] = ran["records"]

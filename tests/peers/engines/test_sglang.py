@@ -9,15 +9,20 @@ import re
 import statistics
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.models import tiny_model
-from tests.peers.conftest import ROOT
 from tests.peers.engines.sglang_environment import MAIN, NEWEST, OLDEST, PYTHON, environment, run_sglang, stub_uses
+from tests.peers.scenarios import ROOT, named
+
+if TYPE_CHECKING:
+    from tests.peers.engines import scenarios_sglang as scenarios
+else:
+    scenarios = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = pytest.mark.engine
 EXACT = [(version, way) for version in (MAIN, NEWEST, OLDEST) for way in ("engine", "http")]
@@ -31,7 +36,7 @@ def exact(request: pytest.FixtureRequest, moe: Path, tmp_path_factory: pytest.Te
     version, way = request.param
     return {
         "way": way,
-        **run_sglang(version, "exact", tmp_path_factory.mktemp("exact"), model=moe, way=way),
+        **run_sglang(scenarios.exact, version, tmp_path_factory.mktemp("exact"), model=moe, way=way),
         "want": version,
     }
 
@@ -144,7 +149,7 @@ def test_what_sglang_refuses_is_an_error(exact: dict[str, Any]) -> None:
 
 
 def test_a_dense_model_behind_a_server_with_its_tokenizer(tmp_path: Path) -> None:
-    found = run_sglang(NEWEST, "served", tmp_path, model=tiny_model("dense", tmp_path / "dense"))
+    found = run_sglang(scenarios.served, NEWEST, tmp_path, model=tiny_model("dense", tmp_path / "dense"))
     assert found["stub"]["called"] == 0
     assert found["verdict"] == f"sglang {NEWEST}: runs as the trainer needs it."
     # Before and after an update of the weights.
@@ -175,7 +180,9 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("half")
     model = flip_model(folder / "model")
     payload = {"model": model, "sequences": [FLIPPED]}
-    return {dtype: run_sglang(NEWEST, "half", folder, dtype=dtype, **payload) for dtype in ("bfloat16", "float16")}
+    return {
+        dtype: run_sglang(scenarios.half, NEWEST, folder, dtype=dtype, **payload) for dtype in ("bfloat16", "float16")
+    }
 
 
 def test_the_engines_run_in_the_dtype_asked_for(half: dict[str, dict[str, Any]]) -> None:

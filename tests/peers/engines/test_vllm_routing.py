@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.engines import scenarios_vllm_routing as scenarios
+else:
+    scenarios = named("tests.peers.engines.scenarios_vllm_routing")
+
 pytestmark = pytest.mark.engine
-Run = Callable[..., Any]
-MODULE = "engines.scenarios_vllm_routing"
 
 
 @pytest.fixture(scope="module")
-def ways(run_scenario: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ways(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Sample in every way from one engine."""
-    return run_scenario("ways", module=MODULE, out=tmp_path_factory.mktemp("ways")).expect()
+    return run(scenarios.ways, out=tmp_path_factory.mktemp("ways")).expect()
 
 
 WAYS = {
@@ -65,9 +69,9 @@ def test_capture_survives_whatever_happens_around_it(ways: dict[str, Any]) -> No
 
 
 @pytest.fixture(scope="module")
-def update(run_scenario: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def update(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Update the weights of one engine, with and without a reset of its prefix cache."""
-    return run_scenario("update", module=MODULE, out=tmp_path_factory.mktemp("update")).expect()
+    return run(scenarios.update, out=tmp_path_factory.mktemp("update")).expect()
 
 
 def test_without_a_reset_cached_rows_are_those_of_the_old_weights(update: dict[str, Any]) -> None:
@@ -98,9 +102,9 @@ def test_a_reset_that_vllm_declines_is_an_error(update: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def scarce(run_scenario: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def scarce(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Sample from an engine with few tokens per step and few cache blocks."""
-    return run_scenario("scarce", module=MODULE, out=tmp_path_factory.mktemp("scarce")).expect()
+    return run(scenarios.scarce, out=tmp_path_factory.mktemp("scarce")).expect()
 
 
 def test_chunked_prompts(scarce: dict[str, Any]) -> None:
@@ -118,10 +122,10 @@ def test_preempted_requests(scarce: dict[str, Any], name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def families(run_scenario: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def families(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Sample from engines of other families."""
     names = ["deepseek_v3", "glm4_moe", "olmoe", "wide"]
-    return run_scenario("families", module=MODULE, out=tmp_path_factory.mktemp("families"), names=names).expect()
+    return run(scenarios.families, out=tmp_path_factory.mktemp("families"), names=names).expect()
 
 
 @pytest.mark.parametrize(
@@ -142,10 +146,9 @@ def test_other_families(families: dict[str, Any], family: str, layers: list[int]
 
 
 def test_two_tensor_parallel_ranks_in_processes_of_their_own(
-    run_scenario: Run, tmp_path_factory: pytest.TempPathFactory
+    run: Run, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found = run_scenario(
-        "processes", module=MODULE, out=tmp_path_factory.mktemp("processes"), tensor_parallel_size=2,
+    found = run(scenarios.processes, out=tmp_path_factory.mktemp("processes"), tensor_parallel_size=2,
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ).expect()  # fmt: skip
     assert all(one["differing"] == 0 and one["tokens"] > 300 for one in found.values())
@@ -153,9 +156,9 @@ def test_two_tensor_parallel_ranks_in_processes_of_their_own(
 
 
 @pytest.fixture(scope="module")
-def faults(run_scenario: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def faults(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Spoil what an engine returned, each time in another way."""
-    return run_scenario("faults", module=MODULE, out=tmp_path_factory.mktemp("faults")).expect()
+    return run(scenarios.faults, out=tmp_path_factory.mktemp("faults")).expect()
 
 
 FAULTS = {

@@ -6,9 +6,9 @@ Nothing here touches routing: the routers, dispatchers, experts and checkpoint f
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -97,6 +97,17 @@ def start(rank: int = 0, world: int = 1) -> None:
     _shim()
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     arrange()
+
+
+def alone(scenario: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a scenario run on one rank that shares nothing."""
+
+    @functools.wraps(scenario)
+    def started(**given: Any) -> Any:
+        start()
+        return scenario(**given)
+
+    return started
 
 
 def arrange(*, tensor: int = 1, pipeline: int = 1, virtual: int | None = None, expert: int = 1) -> None:
@@ -264,8 +275,3 @@ def chosen(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def report(result: Any) -> None:
-    """Print a scenario's result for the test that runs it."""
-    print("RESULT " + json.dumps(result, default=str), flush=True)

@@ -1,21 +1,17 @@
-"""Runs of a real megatron-core model on two ranks: `python -m tests.peers.megatron.scenarios_ranks NAME '{json}'`.
-
-Rank 0 prints what both found. Ranks that have lost each other give up after a minute, and die with their parent.
-"""
+"""Runs of a real megatron-core model on two ranks, which give up after a minute without each other."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from mismatch_ext.adapters.megatron import moe_layout, record_routing, replay_routing
 from torch import Tensor
 
 from mismatch_ext.routing import RoutingTrace, load_traces
+from tests.peers.forks import on_ranks
 from tests.peers.megatron.cpu import (
     BATCH,
     RECOMPUTE,
@@ -26,7 +22,6 @@ from tests.peers.megatron.cpu import (
     chosen,
     gradients,
     loss_of,
-    report,
     run,
     same,
     start,
@@ -44,8 +39,8 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def parallel(rank: int, kinds: list[str], trace: str) -> dict[str, Any]:
-    """Replay own routes and those of another run, with ranks that share tensors, experts or both."""
+def parallel_on(rank: int, kinds: list[str], trace: str) -> dict[str, Any]:
+    """Do what `parallel` does on one rank."""
     return {
         f"tensor={tensor} expert={expert}": parallel_of(rank, tensor, expert, kinds, trace)
         for tensor, expert in ((2, 1), (1, 2), (2, 2))
@@ -185,8 +180,8 @@ def pass_back(rank: int, passed: list[tuple[Tensor | None, Tensor]], divisor: fl
             dist.send(received.grad, dst=(rank - 1) % WORLD)
 
 
-def pipeline(rank: int, kinds: list[str]) -> dict[str, Any]:
-    """Replay over two pipeline stages, each rank with one chunk or two; let megatron schedule; number odd stages' layers."""
+def pipeline_on(rank: int, kinds: list[str]) -> dict[str, Any]:
+    """Do what `pipeline` does on one rank."""
     found = {f"chunks={chunks}": pipeline_of(rank, chunks, kinds) for chunks in (1, 2)}
     return {**found, "schedule": scheduled(rank, "uniform"), "offsets": offsets(rank)}
 
@@ -324,24 +319,20 @@ class RoutingAccepted(Exception):
     """A context was entered."""
 
 
-def worker(rank: int, name: str, payload: dict[str, Any]) -> None:
-    """Run a scenario on one rank."""
+def worker(name: str, given: dict[str, Any]) -> Any:
+    """Run a scenario's part on one rank."""
+    rank = int(os.environ["RANK"])
     start(rank, WORLD)
-    result = globals()[name](rank, **payload)
-    if rank == 0:
-        report(result)
+    found = globals()[name](rank, **given)
     dist.destroy_process_group()
+    return found
 
 
-def second(index: int, name: str, payload: dict[str, Any]) -> None:
-    """Run a scenario on rank 1."""
-    worker(1, name, payload)
+def parallel(**given: Any) -> dict[str, Any]:
+    """Replay own routes and those of another run, with ranks that share tensors, experts or both."""
+    return on_ranks(worker, WORLD, name="parallel_on", given=given)[0]
 
 
-if __name__ == "__main__":
-    arguments = (sys.argv[1], json.loads(sys.argv[2]))
-    # Rank 1 is a daemon: it dies with rank 0, which a test ends when it takes too long.
-    other_rank = torch.multiprocessing.spawn(second, args=arguments, nprocs=1, join=False, daemon=True)
-    worker(0, *arguments)
-    while not other_rank.join(timeout=60):
-        pass
+def pipeline(**given: Any) -> dict[str, Any]:
+    """Replay over two pipeline stages, each rank with one chunk or two; let megatron schedule; number odd stages' layers."""
+    return on_ranks(worker, WORLD, name="pipeline_on", given=given)[0]

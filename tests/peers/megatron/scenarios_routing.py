@@ -1,10 +1,8 @@
-"""Runs of a real megatron-core model on one rank: `python -m tests.peers.megatron.scenarios_routing NAME '{json}'`."""
+"""Runs of a real megatron-core model on one rank."""
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -26,14 +24,13 @@ from tests.peers.megatron.cpu import (
     RECOMPUTE,
     SEQUENCE,
     TOP_K,
+    alone,
     build,
     chosen,
     gradients,
     loss_of,
-    report,
     run,
     same,
-    start,
     tokens,
 )
 
@@ -94,6 +91,7 @@ def replayed(model: Any, forward: Callable[[Tensor], Tensor], ids: Tensor, trace
     return output.detach(), gradients(model)
 
 
+@alone
 def numerics(dispatchers: list[str], formulas: list[str], kinds: list[str]) -> dict[str, Any]:
     """Record, replay a model's own routes and replay others, for all combinations."""
     return {
@@ -141,6 +139,7 @@ def numerics_of(dispatcher: str, formula: str, kinds: list[str]) -> dict[str, An
     return found
 
 
+@alone
 def differences() -> dict[str, dict[str, float]]:
     """Compare router gradients with differences, for every gate formula."""
     return {formula: differences_of(formula) for formula in FORMULA}
@@ -175,6 +174,7 @@ def differences_of(formula: str) -> dict[str, float]:
     return errors
 
 
+@alone
 def interleaved(kinds: list[str]) -> dict[str, Any]:
     """Run two micro-batches before either's backward pass, in any order, and after forward-only replays."""
     return {kind: interleaved_of(kind) for kind in kinds}
@@ -231,6 +231,7 @@ def interleaved_of(kind: str) -> dict[str, Any]:
     return found
 
 
+@alone
 def leaks(kinds: list[str]) -> dict[str, Any]:
     """Look for what a replay leaves behind, after success and after failure."""
     return {kind: leaks_of(kind) for kind in kinds}
@@ -264,6 +265,7 @@ def leaks_of(kind: str) -> dict[str, Any]:
     }
 
 
+@alone
 def rows_and_ids() -> dict[str, Any]:
     """Give traces that do not fit."""
     model, ids = build(), tokens(1)
@@ -317,6 +319,7 @@ def rows_and_ids() -> dict[str, Any]:
     }
 
 
+@alone
 def order() -> dict[str, Any]:
     """Tell batch-first from sequence-first by routes of each sample alone, and use padding masks and packed rows."""
     model, ids = build(), tokens(1)
@@ -364,6 +367,7 @@ def order() -> dict[str, Any]:
     }
 
 
+@alone
 def refusals() -> dict[str, str]:
     """Try models, settings and calls that cannot be recorded or replayed."""
     from megatron.core import tensor_parallel
@@ -522,6 +526,7 @@ def entering_without_forward(model: Any, trace: RoutingTrace) -> str:
     return refused(go)
 
 
+@alone
 def layers() -> dict[str, Any]:
     """Number the MoE layers of models with dense layers and with multi-token prediction."""
     warnings.simplefilter("ignore")
@@ -554,6 +559,7 @@ def layers() -> dict[str, Any]:
     }
 
 
+@alone
 def statistics() -> dict[str, Any]:
     """Look at what megatron derives from routes: the load that moves expert biases, and the auxiliary loss."""
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -583,6 +589,7 @@ def decoder_maps(model: Any) -> Any:
     return chosen(model.decoder)
 
 
+@alone
 def record(path: str) -> dict[str, Any]:
     """Record on one rank, for a replay on two."""
     model = build()
@@ -590,8 +597,3 @@ def record(path: str) -> dict[str, Any]:
         output = run(model, tokens(1))
     save_traces(path, [recording.trace])
     return {"rows": recording.trace.rows, "loss": float(loss_of(output))}
-
-
-if __name__ == "__main__":
-    start()
-    report(globals()[sys.argv[1]](**json.loads(sys.argv[2])))

@@ -7,16 +7,22 @@ zeros or duplicates, rows in batch-first order, and the fused router.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.megatron import scenarios_ranks as on_two_ranks
+    from tests.peers.megatron import scenarios_routing as scenarios
+else:
+    scenarios = named("tests.peers.megatron.scenarios_routing")
+    on_two_ranks = named("tests.peers.megatron.scenarios_ranks")
+
 
 pytestmark = pytest.mark.engine
-Scenario = Callable[..., Ran]
 MEGATRON = ["none", "uniform", "uniform2", "block", "moe"]
 TORCH = [
     "torch-reentrant",
@@ -29,21 +35,15 @@ FORMULAS = ["softmax", "pre-softmax", "sigmoid-bias-groups", "softmax-groups"]
 
 
 @pytest.fixture(scope="module")
-def run(run_scenario: Scenario) -> Scenario:
-    """Run a scenario of `scenarios_routing`."""
-    return partial(run_scenario, module="megatron.scenarios_routing", timeout=120)
-
-
-@pytest.fixture(scope="module")
-def fits(run: Scenario) -> dict[str, str]:
+def fits(run: Run) -> dict[str, str]:
     """Return what became of traces that fit or don't."""
-    return run("rows_and_ids").expect()
+    return run(scenarios.rows_and_ids).expect()
 
 
 @pytest.fixture(scope="module")
-def refusals(run: Scenario) -> dict[str, str]:
+def refusals(run: Run) -> dict[str, str]:
     """Return what became of models and calls that cannot be replayed."""
-    return run("refusals").expect()
+    return run(scenarios.refusals).expect()
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def refusals(run: Scenario) -> dict[str, str]:
     ids=["alltoall", "allgather"],
 )
 def test_own_routes_are_bitwise_and_others_are_selected(
-    run: Scenario, dispatchers: list[str], formulas: list[str], kinds: list[str]
+    run: Run, dispatchers: list[str], formulas: list[str], kinds: list[str]
 ) -> None:
-    results = run("numerics", dispatchers=dispatchers, formulas=formulas, kinds=kinds).expect()
+    results = run(scenarios.numerics, dispatchers=dispatchers, formulas=formulas, kinds=kinds).expect()
     assert len(results) == len(dispatchers) * len(formulas) * len(kinds)
     for name, found in results.items():
         assert found["record_is_no_op"] and found["trace_is_what_ran"], name
@@ -69,17 +69,17 @@ def test_own_routes_are_bitwise_and_others_are_selected(
         assert found["runs_of_a_router"] == again, name
 
 
-def test_router_gradients_are_finite_differences(run: Scenario) -> None:
-    found = run("differences").expect()
+def test_router_gradients_are_finite_differences(run: Run) -> None:
+    found = run(scenarios.differences).expect()
     assert set(found) == set(FORMULAS)
     for formula, errors in found.items():
         # Float32 leaves a relative error near 1e-3; a gate without gradient would be 1.
         assert len(errors) == 4 and max(errors.values()) < 1e-2, formula
 
 
-def test_backward_passes_in_any_order(run: Scenario) -> None:
+def test_backward_passes_in_any_order(run: Run) -> None:
     kinds = ["none", "uniform", "block", "moe", "torch-reentrant", "torch-saved", "torch-whole-reentrant"]
-    results = run("interleaved", kinds=kinds).expect()
+    results = run(scenarios.interleaved, kinds=kinds).expect()
     assert list(results) == kinds
     for kind, found in results.items():
         # First in, first out; and the order in which megatron's own queue replays the other micro-batch's routes.
@@ -90,8 +90,8 @@ def test_backward_passes_in_any_order(run: Scenario) -> None:
         assert found["native_stays_native"], kind
 
 
-def test_nothing_is_left_behind(run: Scenario) -> None:
-    for kind, found in run("leaks", kinds=["none", "uniform", "moe", "torch-saved"]).expect().items():
+def test_nothing_is_left_behind(run: Run) -> None:
+    for kind, found in run(scenarios.leaks, kinds=["none", "uniform", "moe", "torch-saved"]).expect().items():
         assert found["freed_after_backward"], kind
         # Recomputation needs the trace until the backward pass; without it nothing holds it.
         assert found["held_by_the_graph"] == (kind != "none"), kind
@@ -128,8 +128,8 @@ def test_traces_that_fit(fits: dict[str, str], case: str) -> None:
     assert fits[case].startswith("no error")
 
 
-def test_rows_are_batch_first_and_masks_leave_rows_to_the_model(run: Scenario) -> None:
-    found = run("order").expect()
+def test_rows_are_batch_first_and_masks_leave_rows_to_the_model(run: Run) -> None:
+    found = run(scenarios.order).expect()
     # Each sample's routes, recorded alone, are the batch's rows one sample after the other: not megatron's own order.
     assert found["rows_are_batch_first"] and found["samples_differ"] and found["two_forwards_in_order"]
     assert found["masked"] and found["native_differs"] and found["finite"]
@@ -177,25 +177,25 @@ def test_megatrons_own_replay_is_not_asked(refusals: dict[str, str]) -> None:
     assert refusals["native_idle"] == "right: True"
 
 
-def test_dense_and_predicting_layers_are_left_out(run: Scenario) -> None:
-    found = run("layers").expect()
+def test_dense_and_predicting_layers_are_left_out(run: Run) -> None:
+    found = run(scenarios.layers).expect()
     assert found["dense_skipped"] == found["recorded_layers"] == [1, 3] and found["dense_replayed"]
     assert found["mtp_routers"] == 1 and found["mtp_layers"] == [0, 1, 2, 3] and found["mtp_replayed"]
 
 
-def test_load_counts_replayed_routes_and_the_auxiliary_loss_does_not(run: Scenario) -> None:
-    found = run("statistics").expect()
+def test_load_counts_replayed_routes_and_the_auxiliary_loss_does_not(run: Run) -> None:
+    found = run(scenarios.statistics).expect()
     assert found["loads"] == {"none": True, "uniform": True, "moe": True}
     # The first layer sees the same hidden states with and without replay, so its own top-k gives the same loss.
     native, replayed = found["auxiliary_loss"]
     assert native == replayed > 0
 
 
-def test_two_ranks_share_tensors_and_experts(run: Scenario, run_scenario: Scenario, tmp_path: Path) -> None:
+def test_two_ranks_share_tensors_and_experts(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "one.npz"
-    assert run("record", path=path).expect()["rows"] == 20
+    assert run(scenarios.record, path=path).expect()["rows"] == 20
     kinds = ["none", "uniform", "moe"]
-    results = run_scenario("parallel", module="megatron.scenarios_ranks", timeout=180, kinds=kinds, trace=path).expect()
+    results = run(on_two_ranks.parallel, timeout=180, kinds=kinds, trace=path).expect()
     assert set(results) == {"tensor=2 expert=1", "tensor=1 expert=2", "tensor=2 expert=2"}
     for arrangement, ranks in results.items():
         shared = "tensor=2" in arrangement
@@ -214,9 +214,9 @@ def test_two_ranks_share_tensors_and_experts(run: Scenario, run_scenario: Scenar
             assert (first["digest"] == second["digest"]) == shared
 
 
-def test_two_pipeline_stages(run_scenario: Scenario) -> None:
+def test_two_pipeline_stages(run: Run) -> None:
     kinds = ["none", "uniform", "moe"]
-    results = run_scenario("pipeline", module="megatron.scenarios_ranks", timeout=180, kinds=kinds).expect()
+    results = run(on_two_ranks.pipeline, timeout=180, kinds=kinds).expect()
     for chunks, layers in (("chunks=1", ([0, 1], [2, 3])), ("chunks=2", ([0, 2], [1, 3]))):
         for found, own in zip(results[chunks], layers, strict=True):
             assert list(found) == kinds

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
 from mismatch_ext.adapters.transformers.routing.passes import another
 from mismatch_ext.adapters.transformers.routing.tiny import Family, families
@@ -19,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mismatch_ext.routing import RoutingTrace
+from tests.peers.forks import on_ranks
 
 MODES = (None, True, False)
 
@@ -87,22 +84,17 @@ def rank_results(rank: int, world: int, name: str, how: str) -> dict[str, Any]:
     return results
 
 
-def work(rank: int, world: int, name: str, how: str) -> None:
-    """Run one rank; rank 0 prints what all found."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+def on_rank(family: str, how: str) -> list[Any]:
+    """Run one rank, and return what all found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    world = dist.get_world_size()
     gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, rank_results(rank, world, name, how))
-    if rank == 0:
-        print("RESULT", json.dumps(gathered), flush=True)
+    dist.all_gather_object(gathered, rank_results(dist.get_rank(), world, family, how))
     dist.destroy_process_group()
+    return gathered
 
 
-def sharded(world: int, family: str, how: str) -> None:
+def sharded(world: int, family: str, how: str) -> list[Any]:
     """Run all ranks."""
-    torch.multiprocessing.spawn(work, args=(world, family, how), nprocs=world)
-
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+    return on_ranks(on_rank, world, family=family, how=how)[0]

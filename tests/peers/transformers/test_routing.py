@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -37,7 +37,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace, align, align_packed
-from tests.peers.conftest import ROOT, Ran
+from tests.peers.scenarios import ROOT, Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.transformers import scenarios_sharded as scenarios
+else:
+    scenarios = named("tests.peers.transformers.scenarios_sharded")
 
 FAMILIES = {family.name: family for family in families()}
 # All others must be replayable: a family that a new transformers brings is looked at when it is not.
@@ -985,8 +990,8 @@ def test_peft(what: str) -> None:
 @pytest.mark.parametrize(
     "world, name, how", [(1, QWEN, "fsdp2"), (2, "deepseek_v3", "fsdp2"), (2, QWEN, "ddp")], ids=str
 )
-def test_sharded_and_replicated(run_scenario: Callable[..., Ran], world: int, name: str, how: str) -> None:
-    ranks = run_scenario("sharded", module="transformers.scenarios_sharded", world=world, family=name, how=how).expect()
+def test_sharded_and_replicated(run: Run, world: int, name: str, how: str) -> None:
+    ranks = run(scenarios.sharded, world=world, family=name, how=how).expect()
     assert len(ranks) == world
     for results in ranks:
         assert set(results) == {"None", "True", "False"}

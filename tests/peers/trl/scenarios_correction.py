@@ -1,4 +1,4 @@
-"""Runs of the real TRL and vLLM with a `correction` section: `python -m tests.peers.trl.scenarios_correction NAME '{json}'`."""
+"""Runs of the real TRL and vLLM with a `correction` section."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.correction import resolve
 from tests.peers.trl.scenarios_kl import gradients, relative
-from tests.peers.trl.scenarios_training import build, digest_of, history, main
+from tests.peers.trl.scenarios_training import build, digest_of, history
 
 
 def trained(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
@@ -93,7 +93,3 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
             "largest_ratio": float(ratio.max()),
         }
     return result
-
-
-if __name__ == "__main__":
-    main()

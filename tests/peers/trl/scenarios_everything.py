@@ -1,4 +1,4 @@
-"""Runs of the real TRL with all sections, alarms, a callback: `python -m tests.peers.trl.scenarios_everything NAME '{json}'`."""
+"""Runs of the real TRL with all sections, alarms, a callback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.rundata import read_run
-from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, main, rows
+from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, rows
 
 KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
 CALLED: list[dict[str, Any]] = []
@@ -97,7 +97,3 @@ def stopped_again(model: str, out: str, block: dict[str, Any]) -> dict[str, Any]
     except ValueError as error:
         refused = str(error)
     return {"steps": steps, "recorded": recorded, "refused": refused, "kept": metrics.read_text() == before}
-
-
-if __name__ == "__main__":
-    main()

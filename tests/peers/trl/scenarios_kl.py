@@ -1,4 +1,4 @@
-"""Runs of the real TRL with a `kl` section: `python -m tests.peers.trl.scenarios_kl NAME '{json}'`."""
+"""Runs of the real TRL with a `kl` section."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mismatch_ext.adapters.trl.aggregation import overridden
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.peers.trl.scenarios_training import arguments, digest_of, graded, history, main, rows
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, history, rows
 
 ESTIMATORS = ("k1", "k2", "k3", "abs", "full")
 PLACEMENTS = ("loss", "reward", "both")
@@ -207,7 +207,3 @@ def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
     return {"coef": logged, "state": trainer._kl.controller.state_dict(), "parameters": digest_of(trainer.model)}
-
-
-if __name__ == "__main__":
-    main()

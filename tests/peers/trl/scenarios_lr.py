@@ -1,4 +1,4 @@
-"""Runs of the real TRL with an `lr` section: `python -m tests.peers.trl.scenarios_lr NAME '{json}'`."""
+"""Runs of the real TRL with an `lr` section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mismatch_ext.adapters.trl import MismatchCallback, MismatchGRPOConfig, Mism
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.peers.trl.scenarios_training import arguments, digest_of, graded, main, rows
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 OWN = {"use_vllm": False, "bf16": False, "max_completion_length": 4}
 
@@ -128,7 +128,3 @@ def whole_batch(model: str, out: str) -> dict[str, Any]:
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {"logged": [entry["completions/mean_length"] for entry in logs], "taken": taken[0]}
-
-
-if __name__ == "__main__":
-    main()

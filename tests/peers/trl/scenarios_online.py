@@ -1,4 +1,4 @@
-"""Runs of TRL's other online trainers with the block: `python -m tests.peers.trl.scenarios_online NAME '{json}'`."""
+"""Runs of TRL's other online trainers with the block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl import (
 )
 from trl import RLOOConfig, RLOOTrainer
 
-from tests.peers.trl.scenarios_training import arguments, digest_of, graded, main, rows
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 LOGGED = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
 
@@ -60,7 +60,3 @@ def gmpo(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
 
     config = Config(**arguments(out, **{"bf16": False, **overrides}), mismatch=block)
     return outcome(Trainer(model=model, reward_funcs=graded, args=config, train_dataset=rows()))
-
-
-if __name__ == "__main__":
-    main()

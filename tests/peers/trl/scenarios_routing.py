@@ -1,4 +1,4 @@
-"""Runs of the real TRL with a `routing` section: `python -m tests.peers.trl.scenarios_routing NAME '{json}'`."""
+"""Runs of the real TRL with a `routing` section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.rundata import read_run
-from tests.peers.trl.scenarios_training import arguments, digest_of, graded, main, rows
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 R2, R3 = {"mode": "R2", "agreement_rate": 1.0}, {"mode": "R3", "agreement_rate": 1.0}
 ROUTING = "mismatch/routing/"
@@ -332,7 +332,3 @@ def refused(model: str, out: str, routing: Any, how: str = "", **overrides: Any)
     else:
         build(model, out, routing, **overrides)
     return {}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""Runs with the real TRL and vLLM, each in a process of its own: `python -m tests.peers.trl.scenarios_training NAME '{json}'`.
-
-A scenario prints one line `RESULT {json}`; what it raises ends the process with the message on standard error.
-"""
+"""Runs with the real TRL and vLLM, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import hashlib
-import json
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -266,17 +261,3 @@ def parsed(argv: list[str]) -> dict[str, Any]:
 
     (config,) = TrlParser(MismatchGRPOConfig).parse_args_and_config(argv)
     return {"mismatch": config.mismatch, "fp16": config.fp16, "bf16": config.bf16}
-
-
-def main() -> None:
-    """Run the scenario named on the command line."""
-    name, payload = sys.argv[1], json.loads(sys.argv[2])
-    result = sys.modules["__main__"].__dict__[name](**payload)
-    print("RESULT " + json.dumps(result, default=str), flush=True)
-    # vLLM's and torch's own threads may outlive main; nothing is left to save.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

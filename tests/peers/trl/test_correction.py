@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.correction import correct, resolve
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_correction as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_correction")
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def run(run_scenario: Callable[..., Ran]) -> Callable[..., Ran]:
-    """Run a scenario of `scenarios_correction`."""
-    return partial(run_scenario, module="trl.scenarios_correction")
-
-
-def test_a_preset_that_trl_has_is_trls_own(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+def test_a_preset_that_trl_has_is_trls_own(run: Run, dense: Path, tmp_path: Path) -> None:
     arguments = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.01}
-    theirs = run("trained", model=dense, out=tmp_path / "trl", block={}, **arguments).expect()
+    theirs = run(scenarios.trained, model=dense, out=tmp_path / "trl", block={}, **arguments).expect()
     block = {"correction": {"preset": "token_mask", "upper": 1.01}}
     # The scenario's own arguments name a mode; its default leaves it to the block.
     ours = run(
-        "trained", model=dense, out=tmp_path / "ours", block=block, vllm_importance_sampling_mode="sequence_mask"
+        scenarios.trained,
+        model=dense,
+        out=tmp_path / "ours",
+        block=block,
+        vllm_importance_sampling_mode="sequence_mask",
     ).expect()
     assert ours["history"] == theirs["history"] and ours["parameters"] == theirs["parameters"]
     assert ours["options"] == theirs["options"] and not ours["rollout_metrics"]
 
 
-def test_other_corrections_are_the_hand_computed_ones(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
-    found = run("by_hand", model=dense, out=tmp_path).expect()
+def test_other_corrections_are_the_hand_computed_ones(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.by_hand, model=dense, out=tmp_path).expect()
     assert set(found) == {"token", "geometric", "reject", "clip", "reinforce"}
     for name, errors in found.items():
         assert errors["weight_error"] < 1e-5 and errors["gradient_error"] < 1e-5, name
@@ -43,11 +45,11 @@ def test_other_corrections_are_the_hand_computed_ones(run: Callable[..., Ran], d
         assert errors["effect"] > 1e-3, name
 
 
-def test_metrics_of_our_own_weights_are_logged(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
+def test_metrics_of_our_own_weights_are_logged(run: Run, dense: Path, tmp_path: Path) -> None:
     # The off-policy mask is TRL's own, beside weights that are not.
     block = {"correction": {"preset": "decoupled_geo_rs_token_tis", "off_policy_threshold": 0.5}}
     found = run(
-        "trained", model=dense, out=tmp_path, block=block, vllm_importance_sampling_mode="sequence_mask"
+        scenarios.trained, model=dense, out=tmp_path, block=block, vllm_importance_sampling_mode="sequence_mask"
     ).expect()
     metrics = found["rollout_metrics"]
     assert 0.9 < metrics["mismatch/rollout_is_mean"] < 1.1

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.rundata import read_run
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Ran, Run, named
 
-Run = Callable[..., Ran]
-MODULE = "trl.scenarios_everything"
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_everything as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_everything")
+
 # Every section: a loss scale that grows within the run, a coefficient that adapts, a rate that is halved every second step.
 EVERYTHING: dict[str, Any] = {
     "precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0, "growth_interval": 2}},
@@ -23,7 +25,14 @@ EVERYTHING: dict[str, Any] = {
     "lr": {"period": 2},
     "monitor": {
         # A reward of this random model is always above: raised at the third step, whenever the run was killed.
-        "alarms": {"reward": {"above": 1.0e-9, "patience": 3, "action": "call", "call": "__main__:remember"}},
+        "alarms": {
+            "reward": {
+                "above": 1.0e-9,
+                "patience": 3,
+                "action": "call",
+                "call": "tests.peers.trl.scenarios_everything:remember",
+            }
+        },
         "default_alarms": False,
     },
 }
@@ -34,10 +43,10 @@ BALANCED = {"router_aux_loss_coef": 0.01}
 
 
 @pytest.fixture(scope="module")
-def whole(run_scenario: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path]:
+def whole(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path]:
     """Return a run with every section that nothing interrupted, and its folder."""
     out = tmp_path_factory.mktemp("everything")
-    return run_scenario("everything", module=MODULE, model=moe, out=out, block=EVERYTHING, **SAVING, **BALANCED), out
+    return run(scenarios.everything, model=moe, out=out, block=EVERYTHING, **SAVING, **BALANCED), out
 
 
 def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
@@ -67,14 +76,14 @@ def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
 
 @pytest.mark.parametrize("killed_after", [2, 3])
 def test_killed_between_two_steps_and_resumed_equals_never_stopped(
-    run_scenario: Run, moe: Path, tmp_path: Path, whole: tuple[Ran, Path], killed_after: int
+    run: Run, moe: Path, tmp_path: Path, whole: tuple[Ran, Path], killed_after: int
 ) -> None:
-    given = {"module": MODULE, "model": moe, "out": tmp_path, "block": EVERYTHING, **SAVING, **BALANCED}
-    died = run_scenario("everything", kill_after=killed_after, **given)
+    given = {"model": moe, "out": tmp_path, "block": EVERYTHING, **SAVING, **BALANCED}
+    died = run(scenarios.everything, kill_after=killed_after, **given)
     assert died.code == -9
     last = tmp_path / f"checkpoint-{killed_after - 1}"
     assert not (tmp_path / f"checkpoint-{killed_after}").exists()
-    resumed = run_scenario("everything", resume=last, **given).expect()
+    resumed = run(scenarios.everything, resume=last, **given).expect()
     uninterrupted = whole[0].expect()
     assert resumed["history"] == uninterrupted["history"]
     assert resumed["parameters"] == uninterrupted["parameters"]
@@ -84,11 +93,10 @@ def test_killed_between_two_steps_and_resumed_equals_never_stopped(
     assert steps == ([1, 2, 3, 4], [1.0, 1.0, 0.5, 0.5])
 
 
-def test_an_alarm_stops_training_with_a_checkpoint(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_an_alarm_stops_training_with_a_checkpoint(run: Run, dense: Path, tmp_path: Path) -> None:
     alarms = {"completions/mean_length": {"above": 0.5, "patience": 2, "action": "stop"}, "reword": {"below": 0.0}}
-    ran = run_scenario(
-        "everything",
-        module=MODULE,
+    ran = run(
+        scenarios.everything,
         model=dense,
         out=tmp_path,
         block={"lr": {"period": 1}, "monitor": {"alarms": alarms}},
@@ -107,10 +115,10 @@ def test_an_alarm_stops_training_with_a_checkpoint(run_scenario: Run, dense: Pat
     assert end.status == "completed" and "above 0.5" in end.message
 
 
-def test_a_stop_stops_the_next_training_and_the_resumed_one(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_a_stop_stops_the_next_training_and_the_resumed_one(run: Run, dense: Path, tmp_path: Path) -> None:
     alarms = {"completions/mean_length": {"above": 0.5, "patience": 2, "action": "stop"}}
     block = {"lr": {"period": 1}, "monitor": {"alarms": alarms}}
-    result = run_scenario("stopped_again", module=MODULE, model=dense, out=tmp_path, block=block).expect()
+    result = run(scenarios.stopped_again, model=dense, out=tmp_path, block=block).expect()
     assert result["steps"] == [2, 2, 4]
     # Each new training has a metrics file of its own, a resumed one goes on with its file.
     assert result["recorded"] == [[1, 2], [1, 2], [1, 2, 3, 4]]
@@ -118,23 +126,23 @@ def test_a_stop_stops_the_next_training_and_the_resumed_one(run_scenario: Run, d
     assert "No valid checkpoint" in result["refused"] and result["kept"]
 
 
-def test_a_callback_alone_controls_and_survives_kill_9(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_a_callback_alone_controls_and_survives_kill_9(run: Run, dense: Path, tmp_path: Path) -> None:
     # Logged lengths are of the step before: grown at step 3, they surge at 4, and the period is round(1.8 * 4) = 7, unless a
     # measurement is lost on the way.
     block = {
         "lr": {"surge": {"baseline_window": 3, "smoothing": 1}, "count_from": "start"},
         "monitor": {"alarms": {"completions/mean_length": {"above": 0.5, "patience": 4}}, "default_alarms": False},
     }
-    given = {"module": MODULE, "model": dense, "block": block, **SAVING, "max_steps": 9}
-    whole = run_scenario("by_callback", out=tmp_path / "whole", **given).expect()
+    given = {"model": dense, "block": block, **SAVING, "max_steps": 9}
+    whole = run(scenarios.by_callback, out=tmp_path / "whole", **given).expect()
     rates = [entry["learning_rate"] for entry in whole["history"]]
     assert rates == [1e-3] * 7 + [5e-4] * 2
     assert whole["history"][-1]["mismatch/lr_surge_step"] == 4
     out = tmp_path / "killed"
     # With a baseline of three logs, the second of which waits in the checkpoint for the next step.
-    died = run_scenario("by_callback", out=out, kill_after=3, **given)
+    died = run(scenarios.by_callback, out=out, kill_after=3, **given)
     assert died.code == -9
-    resumed = run_scenario("by_callback", out=out, resume=out / "checkpoint-2", **given).expect()
+    resumed = run(scenarios.by_callback, out=out, resume=out / "checkpoint-2", **given).expect()
     assert resumed["parameters"] == whole["parameters"]
     assert resumed["history"] == whole["history"]
     data = read_run(out / "mismatch")
@@ -142,9 +150,7 @@ def test_a_callback_alone_controls_and_survives_kill_9(run_scenario: Run, dense:
     assert data.series("mismatch/lr_multiplier")[1] == [1.0] * 7 + [0.5] * 2
 
 
-def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(
-    run_scenario: Run, dense: Path, tmp_path: Path
-) -> None:
+def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(run: Run, dense: Path, tmp_path: Path) -> None:
     # Any gradient norm at or above 1.0001 of the first surges: the reactive rule takes each as it comes.
     lr = {
         "rule": "reactive",
@@ -152,13 +158,13 @@ def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(
         "cooldown": 0,
         "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
     }
-    given = {"module": MODULE, "model": dense, "out": tmp_path}
-    found = run_scenario("by_callback", block={"lr": lr}, max_steps=6, **given).expect()
+    given = {"model": dense, "out": tmp_path}
+    found = run(scenarios.by_callback, block={"lr": lr}, max_steps=6, **given).expect()
     last = found["history"][-1]
     assert last["mismatch/lr_surges"] >= 1
-    short = run_scenario("by_callback", block={"lr": {}}, max_steps=1, **given)
+    short = run(scenarios.by_callback, block={"lr": {}}, max_steps=1, **given)
     assert "a baseline of 50 batches, and this training has 1 steps" in short.stderr
-    blind = run_scenario("by_callback", block={"lr": {}}, max_steps=2, logging_steps=2, **given)
+    blind = run(scenarios.by_callback, block={"lr": {}}, max_steps=2, logging_steps=2, **given)
     assert blind.code != 0 and "set logging_steps=1" in blind.stderr
-    needs = run_scenario("by_callback", block={"routing": {"mode": "R3"}}, max_steps=2, **given)
+    needs = run(scenarios.by_callback, block={"routing": {"mode": "R3"}}, max_steps=2, **given)
     assert needs.code != 0 and "mismatch.routing with MismatchCallback" in needs.stderr

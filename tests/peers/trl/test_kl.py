@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_kl as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_kl")
+
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def run(run_scenario: Callable[..., Ran]) -> Callable[..., Ran]:
-    """Run a scenario of `scenarios_kl`."""
-    return partial(run_scenario, module="trl.scenarios_kl")
-
-
-def test_every_estimator_and_placement_trains(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
-    runs = run("every_configuration", model=dense, out=tmp_path, timeout=600).expect()
+def test_every_estimator_and_placement_trains(run: Run, dense: Path, tmp_path: Path) -> None:
+    runs = run(scenarios.every_configuration, model=dense, out=tmp_path, timeout=600).expect()
     assert len(runs) == 15
     for name, found in runs.items():
         assert found["steps"] == 3 and found["changed"], name
@@ -31,8 +29,8 @@ def test_every_estimator_and_placement_trains(run: Callable[..., Ran], dense: Pa
         assert min(found["kl"]) > 1e-3, name
 
 
-def test_denominators_are_trls_for_every_loss_type(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
-    found = run("denominators", model=dense, out=tmp_path).expect()
+def test_denominators_are_trls_for_every_loss_type(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.denominators, model=dense, out=tmp_path).expect()
     assert set(found) == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
     for loss_type, errors in found.items():
         assert errors["error"] < 1e-5, loss_type
@@ -51,39 +49,37 @@ def test_denominators_are_trls_for_every_loss_type(run: Callable[..., Ran], dens
     ],
     ids=lambda kl: "-".join(kl.values()),
 )
-def test_first_step_is_the_hand_computed_one(
-    run: Callable[..., Ran], dense: Path, tmp_path: Path, kl: dict[str, Any]
-) -> None:
-    assert run("first_step", model=dense, out=tmp_path, kl=kl).expect()["error"] < 1e-5
+def test_first_step_is_the_hand_computed_one(run: Run, dense: Path, tmp_path: Path, kl: dict[str, Any]) -> None:
+    assert run(scenarios.first_step, model=dense, out=tmp_path, kl=kl).expect()["error"] < 1e-5
 
 
-def test_kl_in_rewards_enters_before_group_normalisation(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
-    found = run("rewards_path", model=dense, out=tmp_path).expect()
+def test_kl_in_rewards_enters_before_group_normalisation(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.rewards_path, model=dense, out=tmp_path).expect()
     assert found["names"] == ["graded", "kl"]
     assert found["spread"] > 0.1  # the penalties differ between completions, so that advantages depend on them
     assert found["kl_error"] < 1e-5 and found["advantage_error"] < 1e-5
 
 
-def test_lora_iterations_accumulation_half_precision_and_evaluation(
-    run: Callable[..., Ran], dense: Path, tmp_path: Path
-) -> None:
-    for estimator, found in run("other_settings", model=dense, out=tmp_path).expect().items():
+def test_lora_iterations_accumulation_half_precision_and_evaluation(run: Run, dense: Path, tmp_path: Path) -> None:
+    for estimator, found in run(scenarios.other_settings, model=dense, out=tmp_path).expect().items():
         assert len(found["kl"]) == 4 and len(found["eval_kl"]) == len(found["eval_loss"]) == 2, estimator
         # The adapters start at random, so that policy and reference differ from the first step on.
         assert min(found["kl"] + found["eval_kl"]) > 1e-4, estimator
         assert all(math.isfinite(x) for values in found.values() for x in values), estimator
 
 
-def test_preset_trl_is_bit_for_bit_trls_own_k3(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
-    stock, ours = (run("preset", model=dense, out=tmp_path / cls, cls=cls).expect() for cls in ("stock", "ours"))
+def test_preset_trl_is_bit_for_bit_trls_own_k3(run: Run, dense: Path, tmp_path: Path) -> None:
+    stock, ours = (
+        run(scenarios.preset, model=dense, out=tmp_path / cls, cls=cls).expect() for cls in ("stock", "ours")
+    )
     assert stock == ours and max(stock["kl"]) > 0
 
 
-def test_adaptive_coefficient_resumes_where_it_was(run: Callable[..., Ran], dense: Path, tmp_path: Path) -> None:
-    whole = run("adaptive", model=dense, out=tmp_path / "whole").expect()
+def test_adaptive_coefficient_resumes_where_it_was(run: Run, dense: Path, tmp_path: Path) -> None:
+    whole = run(scenarios.adaptive, model=dense, out=tmp_path / "whole").expect()
     assert len(set(whole["coef"])) == 4
     checkpoint = tmp_path / "whole/checkpoint-2"
-    resumed = run("adaptive", model=dense, out=tmp_path / "resumed", resume=checkpoint).expect()
+    resumed = run(scenarios.adaptive, model=dense, out=tmp_path / "resumed", resume=checkpoint).expect()
     assert resumed["state"] == whole["state"]
     assert resumed["coef"][-2:] == whole["coef"][-2:] and resumed["parameters"] == whole["parameters"]
 

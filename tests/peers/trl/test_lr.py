@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mismatch_ext.rundata import read_run
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
 
-Run = Callable[..., Ran]
-MODULE = "trl.scenarios_lr"
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_lr as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_lr")
+
 # Halved every 2 steps after 2 of warm-up, at least 0.1 from the eighth on.
 HALVING = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1]
 WARM_COSINE = {"max_steps": 12, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
@@ -35,10 +37,9 @@ def multipliers(result: dict[str, Any]) -> list[float]:
     return [entry["mismatch/lr_multiplier"] for entry in result["metrics"]]
 
 
-def test_warmup_cosine_and_accumulation_times_the_rule(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    result = run_scenario(
-        "train",
-        module=MODULE,
+def test_warmup_cosine_and_accumulation_times_the_rule(run: Run, dense: Path, tmp_path: Path) -> None:
+    result = run(
+        scenarios.train,
         model=dense,
         out=tmp_path,
         lr={"period": 2},
@@ -54,54 +55,47 @@ def test_warmup_cosine_and_accumulation_times_the_rule(run_scenario: Run, dense:
     assert len({name for entry in result["metrics"] for name in entry}) >= 3
 
 
-def test_a_multiplier_of_one_is_stock_bit_for_bit(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    stock = run_scenario("train", module=MODULE, model=dense, out=tmp_path / "s", lr=None, max_steps=3).expect()
-    ours = run_scenario(
-        "train", module=MODULE, model=dense, out=tmp_path / "o", lr={"period": 100}, max_steps=3
-    ).expect()
-    halved = run_scenario(
-        "train", module=MODULE, model=dense, out=tmp_path / "h", lr={"period": 1}, max_steps=3
-    ).expect()
+def test_a_multiplier_of_one_is_stock_bit_for_bit(run: Run, dense: Path, tmp_path: Path) -> None:
+    stock = run(scenarios.train, model=dense, out=tmp_path / "s", lr=None, max_steps=3).expect()
+    ours = run(scenarios.train, model=dense, out=tmp_path / "o", lr={"period": 100}, max_steps=3).expect()
+    halved = run(scenarios.train, model=dense, out=tmp_path / "h", lr={"period": 1}, max_steps=3).expect()
     assert ours["parameters"] == stock["parameters"] != halved["parameters"]
     assert ours["applied"] == stock["applied"] and ours["logged"] == stock["logged"]
 
 
-def test_a_surge_of_lengths_finds_the_period_and_survives_kill_9(
-    run_scenario: Run, dense: Path, tmp_path: Path
-) -> None:
-    given = {"module": MODULE, "model": dense, "lr": SURGE, "grow_at": 3, "max_steps": 8}
+def test_a_surge_of_lengths_finds_the_period_and_survives_kill_9(run: Run, dense: Path, tmp_path: Path) -> None:
+    given = {"model": dense, "lr": SURGE, "grow_at": 3, "max_steps": 8}
     given |= {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
-    whole = run_scenario("train", out=tmp_path / "whole", **given).expect()
+    whole = run(scenarios.train, out=tmp_path / "whole", **given).expect()
     assert max(whole["lengths"][:3]) <= 4 < 8 < min(whole["lengths"][3:])
     assert multipliers(whole) == AFTER_SURGE
     assert [rates[0] for rates in whole["applied"]] == [1e-3 * factor for factor in AFTER_SURGE]
     assert whole["metrics"][-1]["mismatch/lr_surge_step"] == 3 and whole["metrics"][-1]["mismatch/lr_period"] == 5
     for killed_after, left in ((2, 1), (5, 4)):  # while the baseline is measured, and in the middle of the period
         out = tmp_path / f"killed{killed_after}"
-        died = run_scenario("train", out=out, kill_after=killed_after, **given)
+        died = run(scenarios.train, out=out, kill_after=killed_after, **given)
         assert died.code == -9
-        resumed = run_scenario("train", out=out, resume=out / f"checkpoint-{left}", **given).expect()
+        resumed = run(scenarios.train, out=out, resume=out / f"checkpoint-{left}", **given).expect()
         assert multipliers(resumed) == AFTER_SURGE
         assert resumed["applied"] == whole["applied"][left:]
         assert resumed["parameters"] == whole["parameters"]
         assert read_run(out / "mismatch").series("mismatch/lr_multiplier") == (list(range(1, 9)), AFTER_SURGE)
 
 
-def test_a_run_without_saved_state_is_joined_with_a_warning(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    given = {"module": MODULE, "model": dense, "save_strategy": "steps", "save_steps": 1}
+def test_a_run_without_saved_state_is_joined_with_a_warning(run: Run, dense: Path, tmp_path: Path) -> None:
+    given = {"model": dense, "save_strategy": "steps", "save_steps": 1}
     given |= {"lr_scheduler_type": "constant"}
-    run_scenario("train", out=tmp_path, lr=None, max_steps=2, **given).expect()
-    ran = run_scenario("train", out=tmp_path, lr={"period": 2}, max_steps=5, resume=tmp_path / "checkpoint-2", **given)
+    run(scenarios.train, out=tmp_path, lr=None, max_steps=2, **given).expect()
+    ran = run(scenarios.train, out=tmp_path, lr={"period": 2}, max_steps=5, resume=tmp_path / "checkpoint-2", **given)
     assert multipliers({"metrics": [m for m in ran.expect()["metrics"] if m]}) == [0.5, 0.5, 0.25]
     assert "checkpoint of step 2 holds no state of mismatch.lr" in ran.stderr
 
 
-def test_a_skipped_float16_step_does_not_advance_the_rule(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_a_skipped_float16_step_does_not_advance_the_rule(run: Run, dense: Path, tmp_path: Path) -> None:
     # A scale of 2^40 overflows float16 until backing off by 2^-10 has brought it down.
     scale = {"init_scale": 2.0**40, "backoff_factor": 2.0**-10, "growth_interval": 1000}
-    result = run_scenario(
-        "train",
-        module=MODULE,
+    result = run(
+        scenarios.train,
         model=dense,
         out=tmp_path,
         lr={"period": 1},
@@ -123,11 +117,10 @@ def test_a_skipped_float16_step_does_not_advance_the_rule(run_scenario: Run, den
 
 
 @pytest.mark.parametrize("trigger", ["grad_norm", "mismatch_kl", "f_tau"])
-def test_other_triggers_take_their_statistic(run_scenario: Run, dense: Path, tmp_path: Path, trigger: str) -> None:
+def test_other_triggers_take_their_statistic(run: Run, dense: Path, tmp_path: Path, trigger: str) -> None:
     engine = trigger != "grad_norm"
-    result = run_scenario(
-        "train",
-        module=MODULE,
+    result = run(
+        scenarios.train,
         model=dense,
         out=tmp_path,
         # With nothing to smooth and next to no threshold whatever grows surges: 0.5 after each.
@@ -151,20 +144,20 @@ def test_other_triggers_take_their_statistic(run_scenario: Run, dense: Path, tmp
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
 def test_a_training_that_begins_anew_begins_with_the_whole_rate(
-    run_scenario: Run, dense: Path, tmp_path: Path, kind: str
+    run: Run, dense: Path, tmp_path: Path, kind: str
 ) -> None:
     # Interrupted at step 5, where the multiplier is 0.25, with two updates per generation.
-    rates = run_scenario("again", module=MODULE, model=dense, out=tmp_path, kind=kind).expect()
+    rates = run(scenarios.again, model=dense, out=tmp_path, kind=kind).expect()
     assert rates == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
 
 
-def test_the_whole_batch_of_a_step_leads_it(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    result = run_scenario("whole_batch", module=MODULE, model=dense, out=tmp_path).expect()
+def test_the_whole_batch_of_a_step_leads_it(run: Run, dense: Path, tmp_path: Path) -> None:
+    result = run(scenarios.whole_batch, model=dense, out=tmp_path).expect()
     assert result["taken"] == pytest.approx(result["logged"], rel=1e-12)
     assert len(result["taken"]) == 3
 
 
-def test_what_cannot_lead_the_rate_is_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run_scenario("train", module=MODULE, model=dense, out=tmp_path, lr={"trigger": "mismatch_kl"})
+def test_what_cannot_lead_the_rate_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.train, model=dense, out=tmp_path, lr={"trigger": "mismatch_kl"})
     assert ran.code != 0
     assert "use_vllm=False with mismatch.lr.trigger='mismatch_kl'" in ran.stderr

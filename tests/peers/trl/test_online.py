@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
 
-Run = Callable[..., Ran]
-MODULE = "trl.scenarios_online"
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_online as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_online")
+
+
 BLOCK = {
     "precision": {"dtype": "float32"},
     "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
@@ -16,8 +20,8 @@ BLOCK = {
 }
 
 
-def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run_scenario: Run, moe: Path, tmp_path: Path) -> None:
-    ran = run_scenario("rloo", module=MODULE, model=moe, out=tmp_path, block=BLOCK)
+def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run: Run, moe: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.rloo, model=moe, out=tmp_path, block=BLOCK)
     history = ran.expect()["history"]
     assert [entry["mismatch/lr_multiplier"] for entry in history] == [1.0, 0.5, 0.25]
     for entry in history:
@@ -27,33 +31,29 @@ def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run_scenario: R
         assert entry["mismatch/tokens"] == 8 * entry["completions/mean_length"]
 
 
-def test_rloo_in_bfloat16_measures_its_gap_with_and_without_replay(
-    run_scenario: Run, moe: Path, tmp_path: Path
-) -> None:
+def test_rloo_in_bfloat16_measures_its_gap_with_and_without_replay(run: Run, moe: Path, tmp_path: Path) -> None:
     block = {"routing": BLOCK["routing"]}
-    ran = run_scenario("rloo", module=MODULE, model=moe, out=tmp_path, block=block, bf16=True)
+    ran = run(scenarios.rloo, model=moe, out=tmp_path, block=block, bf16=True)
     history = ran.expect()["history"]
     replayed = sum(entry["mismatch/k3_kl"] for entry in history)
     native = sum(entry["mismatch/native/k3_kl"] for entry in history)
     assert 0 < replayed != native
 
 
-def test_rloo_with_a_block_that_changes_nothing_is_stock(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    given = {"module": MODULE, "model": dense, "use_vllm": False}
-    stock = run_scenario("rloo", out=tmp_path / "stock", **given).expect()
-    ours = run_scenario("rloo", out=tmp_path / "ours", block={"lr": {"period": 100}}, **given).expect()
+def test_rloo_with_a_block_that_changes_nothing_is_stock(run: Run, dense: Path, tmp_path: Path) -> None:
+    given = {"model": dense, "use_vllm": False}
+    stock = run(scenarios.rloo, out=tmp_path / "stock", **given).expect()
+    ours = run(scenarios.rloo, out=tmp_path / "ours", block={"lr": {"period": 100}}, **given).expect()
     assert ours["parameters"] == stock["parameters"]
     assert [entry["loss"] for entry in ours["history"]] == [entry["loss"] for entry in stock["history"]]
-    refused = run_scenario("rloo", out=tmp_path / "kl", block={"kl": {"coef": 0.1}}, **given)
+    refused = run(scenarios.rloo, out=tmp_path / "kl", block={"kl": {"coef": 0.1}}, **given)
     assert refused.code != 0 and "mismatch.kl with MismatchRLOOConfig" in refused.stderr
 
 
-def test_gmpo_takes_what_its_loss_has_a_seam_for(run_scenario: Run, moe: Path, tmp_path: Path) -> None:
-    ran = run_scenario("gmpo", module=MODULE, model=moe, out=tmp_path, block=BLOCK)
+def test_gmpo_takes_what_its_loss_has_a_seam_for(run: Run, moe: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.gmpo, model=moe, out=tmp_path, block=BLOCK)
     last = ran.expect()["history"][-1]
     assert last["mismatch/lr_multiplier"] == 0.25 and last["mismatch/logp_abs_diff_max"] < 1e-5
     assert last["mismatch/routing/set_mismatch_frac"] == 0.0
-    refused = run_scenario(
-        "gmpo", module=MODULE, model=moe, out=tmp_path, block={"correction": {"preset": "token_truncate"}}
-    )
+    refused = run(scenarios.gmpo, model=moe, out=tmp_path, block={"correction": {"preset": "token_truncate"}})
     assert refused.code != 0 and "mismatch.correction with Trainer: GMPOTrainer's loss" in refused.stderr

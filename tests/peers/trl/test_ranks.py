@@ -11,11 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.peers.conftest import ROOT, Ran
+from tests.peers.scenarios import ROOT, Ran, Scenario, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_ranks as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_ranks")
 
 pytestmark = pytest.mark.engine
 Launch = Callable[..., Ran]
@@ -35,16 +40,16 @@ ACCELERATE = [
 ]
 
 
-def launch(kind: str, name: str, out: Path, limit: int = 300, **payload: Any) -> Ran:
-    """Run a scenario of `trl_ranks` on two ranks; its result is a list, an entry per rank."""
+def launch(kind: str, scenario: Scenario, out: Path, limit: int = 300, **payload: Any) -> Ran:
+    """Run a scenario on two ranks; its result is a list, an entry per rank."""
     result = out / "result.json"
     given = {"out": str(out), "result": str(result), "limit": limit, **payload}
     command = [
         *ACCELERATE,
         *KINDS[kind],
         "--module",
-        "tests.peers.trl.scenarios_ranks",
-        name,
+        scenario.module,
+        scenario.name,
         json.dumps(given, default=str),
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -70,7 +75,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def ranks(kind: str, moe: Path, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each rank found with transformers' generation."""
-    found = launch(kind, "transformers", tmp_path_factory.mktemp(kind), model=moe, dense=dense).expect()
+    found = launch(kind, scenarios.transformers, tmp_path_factory.mktemp(kind), model=moe, dense=dense).expect()
     assert len(found) == 2
     return found
 
@@ -78,7 +83,7 @@ def ranks(kind: str, moe: Path, dense: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def engines(kind: str, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each rank found with a vLLM engine of its own."""
-    found = launch(kind, "engines", tmp_path_factory.mktemp(kind), model=moe).expect()
+    found = launch(kind, scenarios.engines, tmp_path_factory.mktemp(kind), model=moe).expect()
     assert len(found) == 2
     return found
 
@@ -252,7 +257,7 @@ def test_an_overflow_in_one_shard_stops_the_step_of_both(engines: list[dict[str,
 
 
 def test_an_error_on_one_rank_ends_both(moe: Path, tmp_path: Path) -> None:
-    ran = launch("ddp", "one_fails", tmp_path, model=moe)
+    ran = launch("ddp", scenarios.one_fails, tmp_path, model=moe)
     assert ran.code != 0 and ran.result is None
     assert "its routing trace has" in ran.stderr
     assert "Timeout" not in ran.stderr

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_routing as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_routing")
+
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def run(run_scenario: Callable[..., Ran]) -> Callable[..., Ran]:
-    """Run a scenario of `scenarios_routing`."""
-    return partial(run_scenario, module="trl.scenarios_routing")
 
 
 # In these settings every update uses the weights that sampled, and in float32 the recorded experts are the model's own: replay
@@ -28,8 +26,8 @@ UNMOVED = ("plain", "aligned", "accumulation", "reentrant", "saved", "truncated"
 MOVED = ("iterations", "steps")
 
 
-def test_replay_of_the_models_own_routes_changes_no_bit(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("transformers", model=moe, out=tmp_path, timeout=600).expect()
+def test_replay_of_the_models_own_routes_changes_no_bit(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.transformers, model=moe, out=tmp_path, timeout=600).expect()
     assert set(found) == {*UNMOVED, *MOVED}
     for name in UNMOVED:
         stock, r3, r2 = (found[name][kind] for kind in ("stock", "R3", "R2"))
@@ -54,16 +52,16 @@ def test_replay_of_the_models_own_routes_changes_no_bit(run: Callable[..., Ran],
     assert reference["R3 reference"]["mismatch"] == [0.0] * 3
 
 
-def test_adapters_and_their_reference(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("lora", model=moe, out=tmp_path).expect()
+def test_adapters_and_their_reference(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.lora, model=moe, out=tmp_path).expect()
     for name, result in found.items():
         assert result["mismatch"] == [0.0] * 3 and result["forwards"] == (6 if "True" in name else 3), name
     r3, r2 = found["R3, reference False"], found["R2, reference False"]
     assert r3["parameters"] == r2["parameters"] != found["R3, reference True"]["parameters"]
 
 
-def test_evaluation_is_replayed_and_counted_apart(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("evaluation", model=moe, out=tmp_path).expect()
+def test_evaluation_is_replayed_and_counted_apart(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.evaluation, model=moe, out=tmp_path).expect()
     # One evaluation before training and one after each of three steps.
     assert len(found["tokens"]) >= 3 and min(found["tokens"]) > 50 and set(found["mismatch"]) == {0.0}
     # A training step holds 8 completions of at most 16 tokens and their prompts, which no evaluation's tokens are added to.
@@ -72,26 +70,24 @@ def test_evaluation_is_replayed_and_counted_apart(run: Callable[..., Ran], moe: 
     assert len(found["train tokens"]) == 3 and max(found["train tokens"]) < 8 * (16 + 12)
 
 
-def test_a_batch_that_fails_does_not_spoil_the_next(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("failed_batch", model=moe, out=tmp_path).expect()
+def test_a_batch_that_fails_does_not_spoil_the_next(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.failed_batch, model=moe, out=tmp_path).expect()
     assert found["first"] == "KeyError" and found["steps"] == 2
     assert found["outside"] == 0.0  # a pass over tokens of one's own, between batches, is routed by the model
 
 
-def test_completions_of_a_prompt_share_its_routes(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
+def test_completions_of_a_prompt_share_its_routes(run: Run, moe: Path, tmp_path: Path) -> None:
     # Eight completions of two prompts: the prompts' routes are stored twice, whoever recorded them.
-    assert run("shared", model=moe, out=tmp_path).expect() == {"R3": 2, "R2": 2}
+    assert run(scenarios.shared, model=moe, out=tmp_path).expect() == {"R3": 2, "R2": 2}
 
 
-def test_agreement_sees_routes_that_do_not_follow_their_samples(
-    run: Callable[..., Ran], moe: Path, tmp_path: Path
-) -> None:
+def test_agreement_sees_routes_that_do_not_follow_their_samples(run: Run, moe: Path, tmp_path: Path) -> None:
     # What test_replay_of_the_models_own_routes_changes_no_bit would miss if agreement did not look.
-    assert run("misplaced", model=moe, out=tmp_path).expect()["mismatch"][0] > 0.1
+    assert run(scenarios.misplaced, model=moe, out=tmp_path).expect()["mismatch"][0] > 0.1
 
 
-def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("full_kl", model=moe, out=tmp_path).expect()
+def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.full_kl, model=moe, out=tmp_path).expect()
     # Two steps of scoring and exact pass, policy and reference each.
     assert found["forwards"] == 8 and found["kl"][0] == 0.0 and found["kl"][1] > 0
 
@@ -99,8 +95,8 @@ def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Callable[..., Ran], m
 # vLLM records.
 
 
-def test_float32_engine_and_trainer_route_identically(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("engine", model=moe, out=tmp_path, dtype="float32").expect()
+def test_float32_engine_and_trainer_route_identically(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.engine, model=moe, out=tmp_path, dtype="float32").expect()
     assert found["mismatch"] == [0.0] * 3 and found["weight_version"] == 3
     assert max(found["logp_abs_diff_max"]) < 1e-5 and max(found["k3_kl"]) < 1e-10
     assert found["tokens"] == found["native/tokens"] and min(found["tokens"]) > 50
@@ -108,19 +104,16 @@ def test_float32_engine_and_trainer_route_identically(run: Callable[..., Ran], m
     assert found["shared"] == [2] and found["versions"] == [[0, 3]]
 
 
-def test_replay_closes_the_bf16_gap_on_the_same_tokens(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("engine", model=moe, out=tmp_path, dtype="bfloat16").expect()
+def test_replay_closes_the_bf16_gap_on_the_same_tokens(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.engine, model=moe, out=tmp_path, dtype="bfloat16").expect()
     assert min(found["mismatch"]) > 0
     for replayed, native in zip(found["k3_kl"], found["native/k3_kl"], strict=True):
         assert replayed < 0.7 * native
     assert max(found["logp_abs_diff_max"]) < 0.7 * max(found["native/logp_abs_diff_max"])
 
 
-def test_iterations_accumulation_and_checkpointing_with_vllm(
-    run: Callable[..., Ran], moe: Path, tmp_path: Path
-) -> None:
-    found = run(
-        "engine", model=moe, out=tmp_path, dtype="float32", num_iterations=2, gradient_accumulation_steps=2,
+def test_iterations_accumulation_and_checkpointing_with_vllm(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.engine, model=moe, out=tmp_path, dtype="float32", num_iterations=2, gradient_accumulation_steps=2,
         per_device_train_batch_size=4, gradient_checkpointing=True, max_steps=4,
     ).expect()  # fmt: skip
     assert found["mismatch"][0] == found["mismatch"][2] == 0.0 < min(found["mismatch"][1], found["mismatch"][3])
@@ -128,16 +121,16 @@ def test_iterations_accumulation_and_checkpointing_with_vllm(
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_measuring_changes_nothing(run: Callable[..., Ran], moe: Path, tmp_path: Path, rate: float) -> None:
+def test_measuring_changes_nothing(run: Run, moe: Path, tmp_path: Path, rate: float) -> None:
     one, other = (
-        run("native_gap_changes_nothing", model=moe, out=tmp_path / str(r), rate=r, agreement=a).expect()
+        run(scenarios.native_gap_changes_nothing, model=moe, out=tmp_path / str(r), rate=r, agreement=a).expect()
         for r, a in ((0.0, 0.0), (1.0, rate))
     )
     assert one["parameters"] == other["parameters"] and one["losses"] == other["losses"]
 
 
-def test_every_section_together(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("together", model=moe, out=tmp_path).expect()
+def test_every_section_together(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.together, model=moe, out=tmp_path).expect()
     assert len(found["losses"]) == 3 and all(map(math.isfinite, found["losses"] + found["kl"] + found["k3_kl"]))
     assert max(found["k3_kl"]) < 1e-4 and found["forwards"] == 9
 
@@ -159,8 +152,8 @@ FAULTS = {
 }
 
 
-def test_faulty_routes_are_refused_in_under_a_second(run: Callable[..., Ran], moe: Path, tmp_path: Path) -> None:
-    found = run("faults", model=moe, out=tmp_path).expect()
+def test_faulty_routes_are_refused_in_under_a_second(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.faults, model=moe, out=tmp_path).expect()
     assert set(found) == {*FAULTS, "none"}
     for name, message in FAULTS.items():
         assert found[name]["error"] == "RoutingError" and re.search(message, found[name]["message"]), found[name]
@@ -190,14 +183,14 @@ R3 = {"mode": "R3"}
     ids=["tools", "bypassed", "tensor parallel", "continuous batching", "no gap", "no reference", "no prompt rows"],
 )
 def test_what_routing_cannot_follow_is_refused(
-    run: Callable[..., Ran], moe: Path, tmp_path: Path, settings: dict[str, Any], message: str
+    run: Run, moe: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    ran = run("refused", model=moe, out=tmp_path, **{"routing": R3, **settings})
+    ran = run(scenarios.refused, model=moe, out=tmp_path, **{"routing": R3, **settings})
     assert ran.code != 0 and re.search(message, ran.stderr), ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("use_vllm", [False, True])
-def test_a_dense_model_is_refused(run: Callable[..., Ran], dense: Path, tmp_path: Path, use_vllm: bool) -> None:
-    ran = run("refused", model=dense, out=tmp_path, routing=R3, use_vllm=use_vllm)
+def test_a_dense_model_is_refused(run: Run, dense: Path, tmp_path: Path, use_vllm: bool) -> None:
+    ran = run(scenarios.refused, model=dense, out=tmp_path, routing=R3, use_vllm=use_vllm)
     message = "vLLM refuses to record this model's routing" if use_vllm else "qwen3: no module of the model has experts"
     assert ran.code != 0 and message in ran.stderr, ran.stderr[-2000:]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,9 +15,14 @@ from examples.arithmetic.tokenizer import make_tokenizer
 from mismatch_ext.rundata import read_run
 from mismatch_ext.versions import PEERS
 from tests.models import tiny_model
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_training as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_training")
 
 pytestmark = pytest.mark.engine
-Run = Callable[..., Any]
 FP16 = {"precision": {"dtype": "float16"}}
 
 
@@ -40,19 +44,19 @@ def dense_fp16(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["transformers-bf16", "vllm"],
 )
 def test_without_a_block_every_number_is_stock(
-    run_scenario: Run, dense_fp16: Path, tmp_path: Path, overrides: dict[str, Any]
+    run: Run, dense_fp16: Path, tmp_path: Path, overrides: dict[str, Any]
 ) -> None:
     stock, ours = (
-        run_scenario("stock", model=dense_fp16, out=tmp_path / cls, cls=cls, **overrides).expect()
+        run(scenarios.stock, model=dense_fp16, out=tmp_path / cls, cls=cls, **overrides).expect()
         for cls in ("stock", "ours")
     )
     assert len(stock["history"]) == 3 and any(h["grad_norm"] > 0 for h in stock["history"])
     assert ours == stock
 
 
-def test_measuring_changes_no_number(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> None:
     measured, unchecked = (
-        run_scenario("train", model=dense, out=tmp_path / sync, block={"monitor": {"weight_sync": sync}}).expect()
+        run(scenarios.train, model=dense, out=tmp_path / sync, block={"monitor": {"weight_sync": sync}}).expect()
         for sync in ("error", "off")
     )
     assert measured["parameters"] == unchecked["parameters"]
@@ -61,8 +65,8 @@ def test_measuring_changes_no_number(run_scenario: Run, dense: Path, tmp_path: P
     assert measured["engine_dtype"] == "bfloat16"
 
 
-def test_uniform_fp16_is_active_on_both_sides(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run_scenario("train", model=dense, out=tmp_path, block=FP16)
+def test_uniform_fp16_is_active_on_both_sides(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.train, model=dense, out=tmp_path, block=FP16)
     result = ran.expect()
     assert result["engine_dtype"] == "float16"
     assert result["scaler"]["scale"] >= 1
@@ -73,56 +77,54 @@ def test_uniform_fp16_is_active_on_both_sides(run_scenario: Run, dense: Path, tm
     assert set(header["trainer"]["parameter_dtypes"]) == {"float32"}
 
 
-def test_float32_is_the_oracle(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    result = run_scenario(
-        "train", model=dense, out=tmp_path, block={"precision": {"dtype": "float32"}}, bf16=None
+def test_float32_is_the_oracle(run: Run, dense: Path, tmp_path: Path) -> None:
+    result = run(
+        scenarios.train, model=dense, out=tmp_path, block={"precision": {"dtype": "float32"}}, bf16=None
     ).expect()
     assert all(h["mismatch/logp_abs_diff_max"] < 1e-4 for h in result["history"])
     assert result["weight_version"] == 3
 
 
-def test_the_gap_is_measured_with_importance_sampling_off_too(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    result = run_scenario(
-        "train", model=dense, out=tmp_path, block={"precision": {"dtype": "float32"}},
+def test_the_gap_is_measured_with_importance_sampling_off_too(run: Run, dense: Path, tmp_path: Path) -> None:
+    result = run(scenarios.train, model=dense, out=tmp_path, block={"precision": {"dtype": "float32"}},
         vllm_importance_sampling_correction=False,
     ).expect()  # fmt: skip
     assert all(0 < h["mismatch/logp_abs_diff_mean"] < 1e-4 for h in result["history"])
 
 
-def test_mixin_over_a_users_own_trainer(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    result = run_scenario("mixin", model=dense, out=tmp_path, block={}).expect()
+def test_mixin_over_a_users_own_trainer(run: Run, dense: Path, tmp_path: Path) -> None:
+    result = run(scenarios.mixin, model=dense, out=tmp_path, block={}).expect()
     assert result["own_called"] == 1
     assert "mismatch/k3_kl" in result["history"][0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_adapters_reach_the_engine_and_are_left_unmerged(
-    run_scenario: Run, dense: Path, tmp_path: Path, dtype: str
+    run: Run, dense: Path, tmp_path: Path, dtype: str
 ) -> None:
-    result = run_scenario("lora", model=dense, out=tmp_path, dtype=dtype).expect()
+    result = run(scenarios.lora, model=dense, out=tmp_path, dtype=dtype).expect()
     assert result["verdict"] == "in_sync" and result["moved"] > 1e-2 and result["merged"] == []
     if dtype == "float32":
         assert all(h["mismatch/logp_abs_diff_max"] < 1e-4 for h in result["history"])
 
 
 def test_the_engine_wrapper_stays_settable_and_follows_weights_that_change_without_a_step(
-    run_scenario: Run, dense: Path, tmp_path: Path
+    run: Run, dense: Path, tmp_path: Path
 ) -> None:
-    result = run_scenario("seams", model=dense, out=tmp_path).expect()
+    result = run(scenarios.seams, model=dense, out=tmp_path).expect()
     assert result["inner"] == 3 and result["longest"] <= 3
     assert result["updates"] == 1 and result["verdict"] == "in_sync"
 
 
-def test_a_block_given_to_a_trainer_that_ignores_it_is_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run_scenario("unclaimed", model=dense, out=tmp_path)
+def test_a_block_given_to_a_trainer_that_ignores_it_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.unclaimed, model=dense, out=tmp_path)
     assert ran.code != 0 and "ConfigError" in ran.stderr and "use MismatchGRPOTrainer" in ran.stderr
 
 
-def test_metrics_reach_the_stream_and_the_trainers_loggers(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_metrics_reach_the_stream_and_the_trainers_loggers(run: Run, dense: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    result = run_scenario(
-        "train", model=dense, out=tmp_path, block={}, report_to="tensorboard", logging_dir=str(tmp_path / "tb"),
+    result = run(scenarios.train, model=dense, out=tmp_path, block={}, report_to="tensorboard", logging_dir=str(tmp_path / "tb"),
         env={"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tb")},
     ).expect()  # fmt: skip
     steps, values = read_run(tmp_path / "mismatch").series("mismatch/k3_kl")
@@ -133,29 +135,25 @@ def test_metrics_reach_the_stream_and_the_trainers_loggers(run_scenario: Run, de
     assert logged == pytest.approx(values, rel=1e-6)
 
 
-def test_garbled_experts_are_caught_before_the_repair_and_pass_after(
-    run_scenario: Run, moe: Path, tmp_path: Path
-) -> None:
-    broken = run_scenario("moe_sync", model=moe, out=tmp_path / "broken", repaired=False)
+def test_garbled_experts_are_caught_before_the_repair_and_pass_after(run: Run, moe: Path, tmp_path: Path) -> None:
+    broken = run(scenarios.moe_sync, model=moe, out=tmp_path / "broken", repaired=False)
     assert broken.code != 0 and "WeightSyncError" in broken.stderr and "garbled" in broken.stderr
-    repaired = run_scenario("moe_sync", model=moe, out=tmp_path / "repaired", repaired=True).expect()
+    repaired = run(scenarios.moe_sync, model=moe, out=tmp_path / "repaired", repaired=True).expect()
     assert repaired["verdict"] == "in_sync"
     assert all(h["mismatch/logp_abs_diff_max"] < 1e-4 for h in repaired["history"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_that_keeps_its_old_weights_is_caught(
-    run_scenario: Run, dense: Path, tmp_path: Path, dtype: str
-) -> None:
-    ran = run_scenario("stale", model=dense, out=tmp_path, dtype=dtype)
+def test_an_engine_that_keeps_its_old_weights_is_caught(run: Run, dense: Path, tmp_path: Path, dtype: str) -> None:
+    ran = run(scenarios.stale, model=dense, out=tmp_path, dtype=dtype)
     assert ran.code != 0 and "WeightSyncError" in ran.stderr and "stale" in ran.stderr
 
 
-def test_engine_death_is_named_and_nothing_is_lost(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_engine_death_is_named_and_nothing_is_lost(run: Run, dense: Path, tmp_path: Path) -> None:
     # A folder of that name from an earlier run is not this run's state.
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "old").touch()
-    ran = run_scenario("engine_dies", model=dense, out=tmp_path)
+    ran = run(scenarios.engine_dies, model=dense, out=tmp_path)
     assert ran.code != 0 and "EngineError" in ran.stderr and "at step 2" in ran.stderr
     assert "resume_from_checkpoint" in ran.stderr
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
@@ -164,30 +162,28 @@ def test_engine_death_is_named_and_nothing_is_lost(run_scenario: Run, dense: Pat
     assert data.ends[-1].status == "failed" and "EngineError" in data.ends[-1].message
 
 
-def test_what_was_measured_since_the_last_log_survives_a_failure(
-    run_scenario: Run, dense: Path, tmp_path: Path
-) -> None:
-    ran = run_scenario("engine_dies", model=dense, out=tmp_path, logging_steps=10)
+def test_what_was_measured_since_the_last_log_survives_a_failure(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.engine_dies, model=dense, out=tmp_path, logging_steps=10)
     assert ran.code != 0 and "EngineError" in ran.stderr
     (record,) = read_run(tmp_path / "mismatch").steps
     assert record.step == 2 and record.metrics["mismatch/sequences"] == 16
 
 
-def test_a_nan_from_the_engine_names_its_place(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run_scenario("nan_logprobs", model=dense, out=tmp_path)
+def test_a_nan_from_the_engine_names_its_place(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.nan_logprobs, model=dense, out=tmp_path)
     assert ran.code != 0 and "NonFiniteLogprobError: rollout 3, token 1 (id" in ran.stderr
     assert (tmp_path / "checkpoint-1").is_dir()
 
 
-def test_killed_and_resumed_equals_never_stopped(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_equals_never_stopped(run: Run, dense: Path, tmp_path: Path) -> None:
     # An interval of 2 makes the scale grow within the run, so a scaler that starts anew would show.
     block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0, "growth_interval": 2}}}
-    whole = run_scenario("killed", model=dense, out=tmp_path / "whole", block=block, kill_after=None).expect()
+    whole = run(scenarios.killed, model=dense, out=tmp_path / "whole", block=block, kill_after=None).expect()
     out = tmp_path / "killed"
-    died = run_scenario("killed", model=dense, out=out, block=block, kill_after=3)
+    died = run(scenarios.killed, model=dense, out=out, block=block, kill_after=3)
     assert died.code == -9
     checkpoint = out / "checkpoint-2"
-    resumed = run_scenario("killed", model=dense, out=out, block=block, kill_after=None, resume=checkpoint).expect()
+    resumed = run(scenarios.killed, model=dense, out=out, block=block, kill_after=None, resume=checkpoint).expect()
     assert resumed["scaler"] == whole["scaler"] and whole["scaler"]["scale"] > 1024
     data = read_run(out / "mismatch")
     steps, scales = data.series("mismatch/loss_scale")
@@ -196,29 +192,27 @@ def test_killed_and_resumed_equals_never_stopped(run_scenario: Run, dense: Path,
     assert [h.get("resume_step") for h in data.headers] == [None, 2]
 
 
-def test_an_evaluation_before_resuming_joins_the_resumed_run(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    died = run_scenario("killed", model=dense, out=tmp_path, block={}, kill_after=3)
+def test_an_evaluation_before_resuming_joins_the_resumed_run(run: Run, dense: Path, tmp_path: Path) -> None:
+    died = run(scenarios.killed, model=dense, out=tmp_path, block={}, kill_after=3)
     assert died.code == -9
     checkpoint = tmp_path / "checkpoint-2"
-    run_scenario("evaluated_then_resumed", model=dense, out=tmp_path, resume=checkpoint).expect()
+    run(scenarios.evaluated_then_resumed, model=dense, out=tmp_path, resume=checkpoint).expect()
     data = read_run(tmp_path / "mismatch")
     assert data.series("mismatch/k3_kl")[0] == [1, 2, 3, 4]
     assert data.series("mismatch/k3_kl", "eval/default")[0] == [2]
     assert not list((tmp_path / "mismatch").glob("metrics-*.jsonl"))
 
 
-def test_vocabulary_larger_than_the_tokenizer_is_told_with_the_size_of_the_effect(
-    run_scenario: Run, tmp_path: Path
-) -> None:
+def test_vocabulary_larger_than_the_tokenizer_is_told_with_the_size_of_the_effect(run: Run, tmp_path: Path) -> None:
     model = tiny_model("dense", tmp_path / "model", extra_vocabulary=48)
-    ran = run_scenario("train", model=model, out=tmp_path / "run", block={}, max_steps=1)
+    ran = run(scenarios.train, model=model, out=tmp_path / "run", block={}, max_steps=1)
     ran.expect()
     assert "64 ids, its tokenizer 16: 48 ids can be sampled but not decoded" in ran.stderr
     (event,) = [e for e in read_run(tmp_path / "run" / "mismatch").events if e.name == "vocabulary"]
     assert 0.3 < event.data["mass_mean"] < 1  # 48 of 64 ids in a random model
 
 
-def test_fp16_on_a_model_that_the_engine_runs_in_bf16_only(run_scenario: Run, tmp_path: Path) -> None:
+def test_fp16_on_a_model_that_the_engine_runs_in_bf16_only(run: Run, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     config = Gemma3TextConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -226,78 +220,83 @@ def test_fp16_on_a_model_that_the_engine_runs_in_bf16_only(run_scenario: Run, tm
     )  # fmt: skip
     Gemma3ForCausalLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    ran = run_scenario("train", model=tmp_path / "model", out=tmp_path / "run", block=FP16)
+    ran = run(scenarios.train, model=tmp_path / "model", out=tmp_path / "run", block=FP16)
     assert ran.code != 0
     assert "PrecisionError" in ran.stderr and "mismatch.precision.dtype='float16'" in ran.stderr
 
 
 def test_a_checkpoint_that_does_not_fit_fp16_is_refused_before_the_first_step(
-    run_scenario: Run, dense: Path, tmp_path: Path
+    run: Run, dense: Path, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5  # float16 ends at 65504
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(dense).save_pretrained(tmp_path / "model")
-    ran = run_scenario("train", model=tmp_path / "model", out=tmp_path / "run", block=FP16)
+    ran = run(scenarios.train, model=tmp_path / "model", out=tmp_path / "run", block=FP16)
     assert ran.code != 0 and "ReadinessError" in ran.stderr
     assert "up_proj" in ran.stderr and "mismatch.precision.readiness='warn'" in ran.stderr
 
 
-def test_top_p_is_said_to_bias_the_ratio(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run_scenario("train", model=dense, out=tmp_path, block={}, top_p=0.9, max_steps=1)
+def test_top_p_is_said_to_bias_the_ratio(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.train, model=dense, out=tmp_path, block={}, top_p=0.9, max_steps=1)
     result = ran.expect()
     assert result["history"][0]["mismatch/support_truncated"] == 1.0
     assert "top_p" in ran.stderr
     assert [e.name for e in read_run(tmp_path / "mismatch").events] == ["ratio_bias"]
 
 
-def test_another_temperature_for_the_engine_is_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run_scenario("train", model=dense, out=tmp_path, block={}, generation_kwargs={"temperature": 0.5})
+def test_another_temperature_for_the_engine_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.train, model=dense, out=tmp_path, block={}, generation_kwargs={"temperature": 0.5})
     assert ran.code != 0
     assert "ConfigError: generation_kwargs['temperature']=0.5 but temperature=1.0" in ran.stderr
 
 
-def test_more_candidates_than_the_sampled_token_are_refused(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run_scenario("train", model=dense, out=tmp_path, block={}, generation_kwargs={"logprobs": 5})
+def test_more_candidates_than_the_sampled_token_are_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.train, model=dense, out=tmp_path, block={}, generation_kwargs={"logprobs": 5})
     assert ran.code != 0 and "ConfigError: generation_kwargs['logprobs']=5" in ran.stderr
 
 
-def test_penalties_of_the_engine_alone_are_said(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
-    run_scenario(
-        "train", model=dense, out=tmp_path, block={}, max_steps=1, generation_kwargs={"presence_penalty": 0.5}
+def test_penalties_of_the_engine_alone_are_said(run: Run, dense: Path, tmp_path: Path) -> None:
+    run(
+        scenarios.train, model=dense, out=tmp_path, block={}, max_steps=1, generation_kwargs={"presence_penalty": 0.5}
     ).expect()
     (event,) = read_run(tmp_path / "mismatch").events
     assert event.name == "ratio_bias" and "presence_penalty" in event.message
 
 
-def test_run_directory_that_cannot_be_written(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_run_directory_that_cannot_be_written(run: Run, dense: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("taken")
-    ran = run_scenario(
-        "train", model=dense, out=tmp_path / "run", block={"monitor": {"run_dir": str(tmp_path / "file" / "sub")}}
+    ran = run(
+        scenarios.train,
+        model=dense,
+        out=tmp_path / "run",
+        block={"monitor": {"run_dir": str(tmp_path / "file" / "sub")}},
     )
     assert ran.code != 0 and "RunDirectoryError" in ran.stderr and "mismatch.monitor.run_dir" in ran.stderr
     assert (tmp_path / "file").read_text() == "taken"
 
 
-def test_peer_outside_its_range_names_the_range(run_scenario: Run, dense: Path, tmp_path: Path) -> None:
+def test_peer_outside_its_range_names_the_range(run: Run, dense: Path, tmp_path: Path) -> None:
     # Another trl as importlib.metadata sees it: a later dist-info in front on the path.
     info = tmp_path / "site" / "trl-9.9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9.9\n")
-    ran = run_scenario("train", model=dense, out=tmp_path / "run", block=FP16, env={"PYTHONPATH": str(info.parent)})
+    # A path that an interpreter reads when it starts.
+    env = {"PYTHONPATH": str(info.parent)}
+    ran = run(scenarios.train, model=dense, out=tmp_path / "run", block=FP16, env=env, fresh=True)
     assert ran.code != 0
     assert f"PeerVersionError: trl 9.9.9 is outside the supported range {PEERS['trl'].supports}" in ran.stderr
 
 
 @pytest.mark.parametrize("form", ["json", "yaml-file"])
-def test_the_block_from_a_command_line_and_from_a_config_file(run_scenario: Run, tmp_path: Path, form: str) -> None:
+def test_the_block_from_a_command_line_and_from_a_config_file(run: Run, tmp_path: Path, form: str) -> None:
     if form == "json":
         argv = ["--mismatch", json.dumps(FP16)]
     else:
         (tmp_path / "config.yaml").write_text("mismatch:\n  precision:\n    dtype: float16\n")
         argv = ["--config", str(tmp_path / "config.yaml")]
     argv += ["--output_dir", str(tmp_path), "--use_vllm", "true", "--use_cpu", "true"]
-    result = run_scenario("parsed", argv=argv).expect()
+    result = run(scenarios.parsed, argv=argv).expect()
     assert (result["fp16"], result["bf16"]) == (True, False)
     assert result["mismatch"]["precision"]["dtype"] == "float16"

@@ -1,4 +1,4 @@
-"""verl's Megatron engine around a real megatron-core model, in one process: `python -m tests.peers.verl.scenarios_megatron all`.
+"""verl's Megatron engine around a real megatron-core model, in one process.
 
 Faults that need a hand inside: the engine's `forward_backward_batch` and all that it calls run as they are, one sample per
 micro-batch, on a model that this file builds after verl has patched the routers. The whole engine is in
@@ -8,7 +8,6 @@ micro-batch, on a model that this file builds after verl has patched the routers
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -38,7 +37,6 @@ from tests.peers.megatron.cpu import (
     build,
     chosen,
     gradients,
-    report,
     same,
     start,
 )
@@ -433,14 +431,8 @@ def settings() -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def everything() -> dict[str, Any]:
     """Run all of it, in the order in which patches come."""
     start()
     with NamedCuda():
-        report({"settings": settings(), "losses": losses(), "stock": stock(), "checked": checked()})
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+        return {"settings": settings(), "losses": losses(), "stock": stock(), "checked": checked()}

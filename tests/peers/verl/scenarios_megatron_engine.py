@@ -1,4 +1,4 @@
-"""verl's whole Megatron engine in our worker: `python -m tests.peers.verl.scenarios_megatron_engine NAME '{json}'`.
+"""verl's whole Megatron engine in our worker.
 
 One process on a CPU. verl's configuration, worker, engine, optimizer and checkpoint manager are the real ones, and so is
 Megatron-Bridge; the layers are megatron-core's own (`cpu/megatron_engine.py`), and samples are packed. Only Ray and the
@@ -8,9 +8,7 @@ rollout are absent.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import multiprocessing
 import os
 import sys
 from typing import Any
@@ -451,24 +449,9 @@ def weights(model: str) -> dict[str, Any]:
 
 def several(scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Run scenarios one after the other in this process: most of the time of each would go into imports."""
-    found = {name: globals()[name](**payload) for name, payload in scenarios.items()}
-    stubs = [name for name in ("transformer_engine", "triton") if name in sys.modules]
-    return {**found, "stubs_called": CALLED, "stubs_left": stubs}
-
-
-def main() -> None:
-    """Run the scenario named on the command line."""
-    name, payload = sys.argv[1], json.loads(sys.argv[2])
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     with megatron_on_cpu():
-        result = globals()[name](**payload)
-    print("\nRESULT " + json.dumps(result, default=str), flush=True)
-    sys.stdout.flush()
-    for child in multiprocessing.active_children():
-        child.kill()  # Megatron's writer of checkpoints keeps one, which would hold this process's output open
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+        found = {name: globals()[name](**payload) for name, payload in scenarios.items()}
+        stubs = [name for name in ("transformer_engine", "triton") if name in sys.modules]
+    return {**found, "stubs_called": CALLED, "stubs_left": stubs}

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
 
-Run = Callable[..., Ran]
+if TYPE_CHECKING:
+    from tests.peers.verl.in_process import scenarios_replay as replaying
+    from tests.peers.verl.in_process import scenarios_training as training
+else:
+    replaying = named("tests.peers.verl.in_process.scenarios_replay")
+    training = named("tests.peers.verl.in_process.scenarios_training")
+
+
 Result = dict[str, Any]
 # Halved every 2 updates after 2 of warm-up, at least 0.1 from the eighth on.
 HALVING = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1]
 # Tokens of the samples 0 to 3; prompts of 6, 5, 4 and 6 of them.
 TOKENS = [14, 12, 10, 9]
-
-
-@pytest.fixture(scope="module")
-def run(run_in_verl: Run) -> Run:
-    return run_in_verl
 
 
 def apart(one: Any, two: Any) -> float:
@@ -36,31 +37,31 @@ def apart(one: Any, two: Any) -> float:
 
 @pytest.fixture(scope="module")
 def replayed(run: Run, moe: Path) -> Result:
-    return run("replay", "replay", model=moe).expect()
+    return run(replaying.replay, model=moe).expect()
 
 
 @pytest.fixture(scope="module")
 def laid_out(run: Run, moe: Path) -> Result:
-    return run("replay", "layouts", model=moe).expect()
+    return run(replaying.layouts, model=moe).expect()
 
 
 @pytest.fixture(scope="module")
 def faulty(run: Run, moe: Path) -> Result:
-    return run("replay", "faults", model=moe).expect()
+    return run(replaying.faults, model=moe).expect()
 
 
 @pytest.fixture(scope="module")
 def scaled(run: Run, dense: Path) -> Result:
-    return run("training", "scaler", model=dense).expect()
+    return run(training.scaler, model=dense).expect()
 
 
 @pytest.fixture(scope="module")
 def scheduled(run: Run, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run("training", "schedules", model=dense, out=tmp_path_factory.mktemp("schedules")).expect()
+    return run(training.schedules, model=dense, out=tmp_path_factory.mktemp("schedules")).expect()
 
 
 def test_without_a_block_or_with_one_that_measures_the_engine_is_verls_bit_for_bit(run: Run, moe: Path) -> None:
-    found = run("replay", "stock", model=moe).expect()
+    found = run(replaying.stock, model=moe).expect()
     verl = dict(found.pop("verl"))
     assert verl.pop("class") == "FSDPEngineWithLMHead"
     assert verl["grad_norm"][0] > 0
@@ -155,7 +156,7 @@ def test_tokens_without_a_loss_need_no_routes(faulty: Result) -> None:
 
 
 def test_the_reference_is_replayed_where_it_was_asked_for(run: Run, moe: Path) -> None:
-    found = run("replay", "reference", model=moe).expect()
+    found = run(replaying.reference, model=moe).expect()
     assert found["off"] == found["native"]
     assert apart(found["on"], found["native"]) > 0.1
     assert found["on"] == found["actor"]
@@ -164,7 +165,7 @@ def test_the_reference_is_replayed_where_it_was_asked_for(run: Run, moe: Path) -
 
 
 def test_an_adapters_base_is_the_reference(run: Run, moe: Path) -> None:
-    found = run("replay", "adapter", model=moe).expect()
+    found = run(replaying.adapter, model=moe).expect()
     native, replayed = found["R3_base_False"], found["R3_base_True"]
     assert apart(native, replayed) > 0.1
     assert found["R2_base_False"] == native
@@ -176,7 +177,7 @@ def test_an_adapters_base_is_the_reference(run: Run, moe: Path) -> None:
 
 
 def test_what_the_engine_cannot_do_is_refused_when_it_is_built(run: Run, dense: Path, moe: Path) -> None:
-    found = run("training", "refusals", dense=dense, moe=moe).expect()
+    found = run(training.refusals, dense=dense, moe=moe).expect()
     assert found["dense"].startswith("ReplayError: qwen3: no module of the model has experts")
     assert "verl's actor engine computes in bfloat16" in found["dtype"]
     assert "verl's ref engine computes in bfloat16" in found["reference_dtype"]
@@ -214,10 +215,10 @@ def test_endless_overflows_are_an_error(scaled: Result) -> None:
 
 @pytest.mark.in_process
 def test_killed_and_resumed_the_next_update_is_the_same(run: Run, dense: Path, tmp_path: Path) -> None:
-    straight = run("training", "resumable", model=dense, out=tmp_path / "a", resume=False).expect()["updates"]
-    killed = run("training", "resumable", model=dense, out=tmp_path / "b", resume=False, kill_after=6)
+    straight = run(training.resumable, model=dense, out=tmp_path / "a", resume=False).expect()["updates"]
+    killed = run(training.resumable, model=dense, out=tmp_path / "b", resume=False, kill_after=6)
     assert killed.code == -9
-    again = run("training", "resumable", model=dense, out=tmp_path / "b", resume=True).expect()["updates"]
+    again = run(training.resumable, model=dense, out=tmp_path / "b", resume=True).expect()["updates"]
     before = [json.loads((tmp_path / "b" / f"log_{step}.json").read_text()) for step in range(1, 7)]
     assert [entry["step"] for entry in again] == [6, 7, 8, 9]
     assert before + again == straight
@@ -250,7 +251,7 @@ def test_the_rate_is_verls_schedule_times_the_rule(scheduled: Result, schedule: 
 def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(
     run: Run, dense: Path, tmp_path: Path
 ) -> None:
-    found = run("training", "damaged", model=dense, out=tmp_path).expect()
+    found = run(training.damaged, model=dense, out=tmp_path).expect()
     assert "mismatch.json" in found["files"]
     assert found["half"].startswith("RecordError: ")
     assert "mismatch.json is damaged" in found["half"]
@@ -262,14 +263,14 @@ def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(
 
 @pytest.fixture(scope="module")
 def routes(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run("replay", "write_routes", model=moe, path=tmp_path_factory.mktemp("r") / "routes.pt").expect()
+    return run(replaying.write_routes, model=moe, path=tmp_path_factory.mktemp("r") / "routes.pt").expect()
 
 
 @pytest.mark.in_process
 def test_two_ranks_replay_as_one_does(run: Run, moe: Path, routes: str, tmp_path: Path) -> None:
     def on(world: int) -> Result:
         path = tmp_path / f"gradients{world}.pt"
-        found = run("replay", "sharded_on", world=world, model=moe, routes=routes, path=path).expect()
+        found = run(replaying.sharded_on, world=world, model=moe, routes=routes, path=path).expect()
         return {**found, "gradients": torch.load(path)}
 
     one, two = on(1), on(2)
@@ -288,7 +289,7 @@ def test_two_ranks_replay_as_one_does(run: Run, moe: Path, routes: str, tmp_path
 def test_what_fails_on_one_rank_fails_on_all_and_an_overflow_on_one_skips_all(
     run: Run, moe: Path, dense: Path, routes: str
 ) -> None:
-    found = run("replay", "rank_faults_on_two", moe=moe, dense=dense, routes=routes).expect()
+    found = run(replaying.rank_faults_on_two, moe=moe, dense=dense, routes=routes).expect()
     assert found["lost"][0].startswith("RoutingError: rank 1: request 1 of rank 1's mini-batch: routing has 0 rows")
     assert found["lost"][1].startswith("RoutingError: request 1 of rank 1's mini-batch: routing has 0 rows")
     assert found["kept"] is True

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, Scenario, named
+
+if TYPE_CHECKING:
+    from tests.peers.verl.in_process import scenarios_driver as on_driver
+    from tests.peers.verl.in_process import scenarios_losses as in_engine
+else:
+    on_driver = named("tests.peers.verl.in_process.scenarios_driver")
+    in_engine = named("tests.peers.verl.in_process.scenarios_losses")
+
 
 pytestmark = pytest.mark.engine
 
@@ -99,22 +106,22 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def direct(run_in_verl: Callable[..., Ran]) -> Any:
+def direct(run: Run) -> Any:
     """Return what was computed without an engine."""
     cases = [case[:3] for case in (*SET, *REFUSED)]
-    return run_in_verl("driver", "driver", cases=cases).expect()
+    return run(on_driver.driver, cases=cases).expect()
 
 
 @pytest.fixture(scope="module")
-def engine(run_in_verl: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def engine(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return what was computed by verl's FSDP2 engine in one process."""
     out = tmp_path_factory.mktemp("verl_loss")
-    return run_in_verl("losses", "engine_terms", out=out).expect()
+    return run(in_engine.engine_terms, out=out).expect()
 
 
 @pytest.mark.in_process
-def test_every_documented_configuration_is_exact_through_verls_loss(run_in_verl: Callable[..., Ran]) -> None:
-    found = run_in_verl("driver", "exact").expect()
+def test_every_documented_configuration_is_exact_through_verls_loss(run: Run) -> None:
+    found = run(on_driver.exact).expect()
     assert len(found) == 96
     for name, one in found.items():
         assert one["documented"] < 1e-12 and one["mode"] == "sum", name
@@ -124,12 +131,10 @@ def test_every_documented_configuration_is_exact_through_verls_loss(run_in_verl:
 
 
 @pytest.mark.parametrize(
-    "scenario", [pytest.param("engine_exact", marks=pytest.mark.in_process), "engine_exact_on_ranks"]
+    "scenario", [pytest.param(in_engine.engine_exact, marks=pytest.mark.in_process), in_engine.engine_exact_on_ranks]
 )
-def test_gradients_through_verls_engine_are_those_of_the_kl(
-    run_in_verl: Callable[..., Ran], tmp_path: Path, scenario: str
-) -> None:
-    ran = run_in_verl("losses", scenario, out=tmp_path).expect()
+def test_gradients_through_verls_engine_are_those_of_the_kl(run: Run, tmp_path: Path, scenario: Scenario) -> None:
+    ran = run(scenario, out=tmp_path).expect()
     several = isinstance(ran, list)
     assert not several or len(ran) == 2
     for found in ran if several else [ran]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.verl import scenarios_megatron as scenarios
+else:
+    scenarios = named("tests.peers.verl.scenarios_megatron")
+
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def ran(run_scenario: Callable[..., Ran]) -> dict[str, Any]:
-    return run_scenario("all", module="verl.scenarios_megatron", timeout=240).expect()
+def ran(run: Run) -> dict[str, Any]:
+    # One scenario, whose imports no other shares.
+    return run(scenarios.everything, fresh=True).expect()
 
 
 @pytest.mark.parametrize(

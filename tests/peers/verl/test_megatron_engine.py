@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.peers.conftest import Ran
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.verl import scenarios_megatron_engine as scenarios
+else:
+    scenarios = named("tests.peers.verl.scenarios_megatron_engine")
+
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def ran(run_scenario: Callable[..., Ran], moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    scenarios = {name: {"model": moe} for name in ("stock", "replay", "layouts", "reference", "weights")}
-    scenarios["surge"] = {"model": moe}
-    for name in ("checkpoint", "rates"):
-        scenarios[name] = {"model": moe, "out": tmp_path_factory.mktemp(name)}
-    return run_scenario("several", module="verl.scenarios_megatron_engine", timeout=400, scenarios=scenarios).expect()
+def ran(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    one = (
+        scenarios.stock,
+        scenarios.replay,
+        scenarios.layouts,
+        scenarios.reference,
+        scenarios.weights,
+        scenarios.surge,
+    )
+    given: dict[str, Any] = {scenario.__name__: {"model": moe} for scenario in one}
+    for scenario in (scenarios.checkpoint, scenarios.rates):
+        name = scenario.__name__
+        given[name] = {"model": moe, "out": tmp_path_factory.mktemp(name)}
+    # Megatron is imported with stubs that this scenario removes, and there is no other to share its imports with.
+    return run(scenarios.several, timeout=400, fresh=True, scenarios=given).expect()
 
 
 def gap(one: list[list[float]], two: list[list[float]]) -> float:
