@@ -1,6 +1,7 @@
 # setup: .venv in the checkout, pinned for two CPU cores, no GPU.   setup-sglang: .venv-sglang beside it.
 # test: everything, with the real peers, JOBS files at once; one of the tests is `make check`, which runs those without peers.
-# check: lint, types, fast tests.   demo: the main job, three settings side by side.   bench: ratios as JSON lines.
+# check: lint, types, fast tests.   demo: the main job, settings side by side; TRAIN=1 trains its models here.
+# evidence: measures what README and docs claim, and rewrites their figures.   bench: ratios as JSON lines.
 # matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,14 +16,17 @@ SGLANG_STAMP := .venv-sglang/.installed
 MODEL ?= both
 RUN_DIR ?= runs/demo
 STEPS ?=
+PROMPTS ?=
+TRAIN ?=
 QUICK ?=
+SLICE ?=
 JOBS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup setup-sglang test check demo bench matrix lock clean
+.PHONY: setup setup-sglang test check demo evidence bench matrix lock clean
 
 setup: $(STAMP)
 
@@ -67,7 +71,12 @@ check: setup
 	$(BIN)/python -m pytest -q -n 2 tests/unit tests/patching
 
 demo: setup
-	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR) $(if $(STEPS),--steps $(STEPS))
+	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR) $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(TRAIN),--train)
+
+# Slices that are each ten minutes long; `make evidence SLICE=3` runs one, SLICE=commit the one that CI runs at this commit.
+evidence: setup
+	$(BIN)/python -m tests.evidence $(if $(SLICE),--slice $(SLICE))
 
 bench: setup
 	@$(BIN)/python -m benchmarks

@@ -5,17 +5,20 @@
 Each setting is a real GRPO run of `examples.trl_grpo` in a process of its own: TRL's trainer, vLLM as the rollout
 engine in the same process, the same checkpoint and prompts. Before training, when all still hold the same
 weights, the gap is measured on prompts of the trained distribution and on unfamiliar, longer ones. Beside the dense model,
-the mixture of experts is measured only; `--model moe` trains it. Every figure printed comes from the runs of this call.
+the mixture of experts is measured only; `--model moe` trains it. Every figure printed comes from the runs of this call; ratios
+come with the interval that the bootstrap over responses gives them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.arithmetic.pretrain import ensure_model
+from examples.sequences import MEASURES, Sums, left_by_replay, of_float32_rounding, read_sequences, times_larger
+from mismatch_ext.metrics.bootstrap import Interval
 from mismatch_ext.report import Summary, build, load_runs, summarise
 from mismatch_ext.report.summary import pooled
 from mismatch_ext.rundata import RunData
@@ -69,6 +74,8 @@ SETTINGS = {
         Setting(name="fp32-r3", title="float32 with routing replay, the oracle", block={**FP32, **R3}, steps=24),
     ),
 }
+# Runs whose gaps are compared, the coarser dtype first.
+COMPARED = {"dense": (("bf16", "fp16"),), "moe": (("bf16", "fp16-r3"), ("bf16-r3", "fp16-r3"))}
 TITLES = {"dense": "dense model", "moe": "mixture of experts"}
 COLUMNS = (
     ("mean|Δlogp|", ("logp_abs_diff_mean", "1e")),
@@ -86,16 +93,19 @@ SPLITS = (
     ("eval/unfamiliar", "unfamiliar and longer, same weights"),
     ("train", "during training"),
 )
+EVALUATED = SPLITS[:2]
+# By what is compared, split and measure.
+Intervals = dict[str, dict[str, dict[str, Interval]]]
 
 
-def train(setting: Setting, model: Path, run_dir: Path, steps: int) -> float:
+def train(setting: Setting, model: Path, run_dir: Path, steps: int, prompts: int) -> float:
     """Run one setting in a process of its own and return its wall-clock seconds."""
     out = run_dir / setting.name
     shutil.rmtree(out, ignore_errors=True)
     command = [
         sys.executable, "-m", "examples.trl_grpo", "--config", CONFIG,
         "--model_name_or_path", str(model), "--output_dir", str(out), "--run_name", setting.name,
-        "--max_steps", str(steps),
+        "--max_steps", str(steps), "--eval_prompts", str(prompts), "--float64", str("fp32" in setting.name),
         "--mismatch", json.dumps({**setting.block, "monitor": {"run_dir": str(out)}}),
     ]  # fmt: skip
     start = time.perf_counter()
@@ -121,16 +131,39 @@ def print_table(summary: Summary, title: str, console: Console) -> None:
     console.print(table)
 
 
-def print_ratios(summary: Summary, console: Console) -> None:
-    """Print how many times larger the bf16 gap is than the FP16 one, and how far the oracle is from zero."""
-    for split, label in SPLITS:
-        for ratio in summary.ratios:
-            if (ratio.split, ratio.run) == (split, "bf16") and ratio.over.startswith("fp16"):
-                mean, k3 = ratio.values["logp_abs_diff_mean"], ratio.values["k3_kl"]
-                name = ratio.over.replace("fp16", "FP16").replace("-r3", " with replay")
-                console.print(f"bf16 over {name}, {label}: mean|Δlogp| {mean:.1f}x, k3 {k3:.0f}x")
-    largest = max(row.values["logp_abs_diff_max"] for row in summary.rows if row.run.startswith("fp32"))
-    console.print(f"float32, the oracle: largest |Δlogp| of any token {largest:.1e}")
+def compare(kind: str, sums: dict[str, Sums]) -> Intervals:
+    """Return the ratios that the demo is about, each with its interval over responses.
+
+    Args:
+        kind: "dense" or "moe".
+        sums: By run, what `examples.sequences` kept.
+    """
+
+    def intervals(measure: Callable[[str, str], Interval]) -> dict[str, dict[str, Interval]]:
+        return {split: {name: measure(split, name) for name in MEASURES} for split, _ in EVALUATED}
+
+    found = {
+        f"{coarse} over {fine}": intervals(functools.partial(times_larger, sums[coarse], sums[fine]))
+        for coarse, fine in COMPARED[kind]
+    }
+    for run, kept in sums.items():
+        if run.startswith("fp32"):
+            found[f"{run} over float32's rounding"] = intervals(functools.partial(of_float32_rounding, kept))
+        if "native/k3" in kept[EVALUATED[0][0]]:
+            found[f"{run} left by replay"] = intervals(functools.partial(left_by_replay, kept))
+    return found
+
+
+def print_intervals(intervals: Intervals, console: Console) -> None:
+    """Print each ratio with its interval."""
+    table = Table(title="Ratios of means over the same prompts, with 95 % intervals (bootstrap over responses)")
+    for heading in ("ratio", "on", *MEASURES.values()):
+        table.add_column(heading, justify="left" if heading in ("ratio", "on") else "right", no_wrap=True)
+    for name, splits in intervals.items():
+        for split, label in EVALUATED:
+            figures = [format(splits[split][measure], ".3g") for measure in MEASURES]
+            table.add_row(name, label, *figures, end_section=split == EVALUATED[-1][0])
+    console.print(table)
 
 
 def replay_rows(runs: dict[str, RunData]) -> list[dict[str, Any]]:
@@ -161,30 +194,37 @@ def print_replay(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def demonstrate(kind: str, run_dir: Path, cache: Path, steps: int | None, console: Console) -> None:
+def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int | None, console: Console) -> None:
     """Run the settings of a model, print the tables, write summary and report."""
-    model = ensure_model(kind, cache)
+    model = ensure_model(kind, args.model_cache, anew=args.train)
+    console.print(f"{TITLES[kind]}: {model}", soft_wrap=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     seconds = {}
     for number, setting in enumerate(SETTINGS[kind], start=1):
         console.rule(f"{TITLES[kind]} [{number}/{len(SETTINGS[kind])}] {setting.name}: {setting.title}")
-        seconds[setting.name] = train(setting, model, run_dir, setting.steps if steps is None else steps)
+        seconds[setting.name] = train(setting, model, run_dir, setting.steps if steps is None else steps, args.prompts)
     runs = load_runs(run_dir)
     summary, replay = summarise(runs), replay_rows(runs)
+    intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in SETTINGS[kind]})
     header = runs["bf16"].header
     document = {
         "model": kind,
+        "checkpoint": str(model),
         "measured_on": header["run"]["device"],
         "versions": header["versions"],
         "seconds": seconds,
         "replay": replay,
+        "intervals": {
+            name: {split: {key: found.to_dict() for key, found in by.items()} for split, by in splits.items()}
+            for name, splits in intervals.items()
+        },
         **summary.to_dict(),
     }
     (run_dir / "summary.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     report = build(run_dir)
     print_table(summary, TITLES[kind], console)
     print_replay(replay, console)
-    print_ratios(summary, console)
+    print_intervals(intervals, console)
     console.print(report.verdict)
     console.print(f"training and measuring took {sum(seconds.values()):.0f} s on {header['run']['device']}")
     console.print(f"report: {report.path}", soft_wrap=True)
@@ -196,15 +236,17 @@ def main() -> None:
     parser.add_argument("--model", choices=("dense", "moe", "both"), default="both")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"))
+    parser.add_argument("--train", action="store_true", help="train the model here instead of taking the shipped one")
     parser.add_argument("--steps", type=int, default=None, help="GRPO steps of every setting (default: each its own)")
+    parser.add_argument("--prompts", type=int, default=2048, help="prompts per evaluation set (default: %(default)s)")
     args = parser.parse_args()
     console = Console(width=180)
     if args.model in ("dense", "both"):
-        demonstrate("dense", args.run_dir, args.model_cache, args.steps, console)
+        demonstrate("dense", args.run_dir, args, args.steps, console)
     if args.model == "moe":
-        demonstrate("moe", args.run_dir, args.model_cache, args.steps, console)
+        demonstrate("moe", args.run_dir, args, args.steps, console)
     if args.model == "both":
-        demonstrate("moe", args.run_dir / "moe", args.model_cache, 0, console)
+        demonstrate("moe", args.run_dir / "moe", args, 0, console)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import examples.script as shared  # first, because it sets what vLLM reads when 
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer  # mismatch-ext
 
 from examples.arithmetic.task import reward
+from examples.sequences import SequenceSums, read_sequences, times_larger
 from mismatch_ext.report.summary import pooled
 
 DEFAULTS: dict[str, Any] = {
@@ -38,8 +39,9 @@ SMALL: dict[str, Any] = {
 }
 EXPECTATION = """
 bfloat16 rounds to 8 significant bits and float16 to 11, so that its rounding errors are 8 times smaller: the mean |Δlogp|
-should be about 8 times smaller, and k3, which grows with the square, about 64 times. Here they were {mean:.1f} and {k3:.0f} times
-smaller on problems of the trained distribution. A run of {steps} steps shows the gap, not what it does to a long training.
+should be about 8 times smaller, and k3, which grows with the square, about 64 times. Here they were {mean:.2g} and {k3:.2g}
+times smaller on problems of the trained distribution, with 95 % intervals by the bootstrap over responses. A run of {steps}
+steps shows the gap, not what it does to a long training.
 """
 
 
@@ -66,7 +68,9 @@ def main() -> None:
         eval_dataset=shared.evaluation_sets(options.eval_prompts),  # yours
     )
     shared.show_progress(trainer)
+    sums = SequenceSums(trainer)  # for the intervals below
     trainer.evaluate()
+    sums.write(Path(config.output_dir))
     if config.max_steps != 0:
         trainer.train()
     shared.end_engine(trainer)
@@ -77,18 +81,18 @@ def main() -> None:
 def report(stock: Path, fp16: Path, steps: int) -> None:
     """Print the gap of both runs at the weights that both began with, and during training."""
     runs = {"TRL's own": shared.recorded(stock), "float16": shared.recorded(fp16)}
-    rows, gaps = [], {}
+    rows = []
     for split, label in shared.SPLITS:
         for name, run in runs.items():
             gap = [pooled(run, metric, split) for metric in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
-            gaps[split, name] = gap
             rows.append((label, name, *(f"{value:.2e}" for value in gap)))
     if steps != 0:
         gap = [pooled(runs["float16"], metric) for metric in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
         rows.append(("in training", "float16", *(f"{value:.2e}" for value in gap)))
     headings = ("prompts", "dtypes", "mean|Δlogp|", "max|Δlogp|", "k3")
-    bf16, half = gaps["eval/familiar", "TRL's own"], gaps["eval/familiar", "float16"]
-    said = EXPECTATION.format(mean=bf16[0] / half[0], k3=bf16[2] / half[2], steps=steps)
+    sums = read_sequences(stock), read_sequences(fp16)
+    mean, k3 = (times_larger(*sums, "eval/familiar", measure) for measure in ("abs", "k3"))
+    said = EXPECTATION.format(mean=mean, k3=k3, steps=steps)
     shared.conclude("Gap between vLLM and trainer, nats per token", headings, rows, said, text_columns=2)
 
 

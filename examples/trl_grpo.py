@@ -21,6 +21,7 @@ import examples.script as shared  # first, because it sets what vLLM reads when 
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 
 from examples.arithmetic.task import reward
+from examples.sequences import SequenceSums
 
 
 @dataclass
@@ -30,6 +31,9 @@ class ScriptArguments(shared.ScriptArguments):
     eval_prompts: int = field(default=256, metadata={"help": "Prompts per evaluation set; 0 skips evaluation."})
     eval_when: Literal["before", "after"] = field(
         default="before", metadata={"help": "Whether the gap is measured before training or after it."}
+    )
+    float64: bool = field(
+        default=False, metadata={"help": "Also score each evaluated token in float64; the block must ask for float32."}
     )
     save_model: bool = field(default=False, metadata={"help": "Save the trained model in the output folder."})
 
@@ -48,12 +52,15 @@ def main() -> None:
         eval_dataset=evaluation,
     )
     shared.show_progress(trainer)
+    sums = SequenceSums(trainer, float64=script.float64)
     if evaluation is not None and script.eval_when == "before":
         trainer.evaluate()
     if config.max_steps > 0:
         trainer.train()
     if evaluation is not None and script.eval_when == "after":
         trainer.evaluate()
+    if evaluation is not None:
+        sums.write(Path(config.output_dir))
     if script.save_model:
         trainer.save_model()
     shared.end_engine(trainer)

@@ -8,9 +8,11 @@ half of the problems when sampled at temperature 1, in two response styles of ve
 leaves reinforcement learning something to gain. It is peaked on most tokens and uncertain on a few, like a
 language model after instruction tuning; a random network is not, and its mismatch lacks the heavy tail.
 
-Training is seeded. A checkpoint is cached under a digest of its whole recipe, of the training data and of the
-torch and transformers versions; the number of threads is not part of it, although it changes the last bits of
-the weights.
+Training is seeded, and still ends in other weights on another kind of CPU. Checkpoints of the standard recipes are
+therefore shipped in examples/arithmetic/models, and `ensure_model` takes those; `--train` trains anew, and `--ship` puts
+the result there. A checkpoint trained anew is cached under a digest of its whole recipe, of the training data and of
+the torch and transformers versions; the number of threads is not part of it, although it changes the last bits of the
+weights.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import random
 import sys
 import tempfile
@@ -30,6 +33,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
@@ -38,6 +42,7 @@ from transformers import PreTrainedModel
 
 from examples.arithmetic.packing import IGNORED, draw_demonstrations, pack
 from examples.arithmetic.recipe import RECIPES, Recipe, build_model
+from examples.arithmetic.shipped import ship, shipped_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, is_worked, make_dataset, score
 from examples.arithmetic.tokenizer import PAD_ID, VOCABULARY, make_tokenizer
 
@@ -143,17 +148,19 @@ def evaluate(
     }
 
 
-def cache_key(recipe: Recipe) -> str:
-    """Digest of everything that decides the checkpoint, including the text of the training data."""
+def recipe_key(recipe: Recipe) -> str:
+    """Digest of everything in this folder that decides the checkpoint, including the text of the training data."""
     sample = draw_demonstrations(random.Random(recipe.seed), recipe, 64)
-    content = {
-        "recipe": asdict(recipe),
-        "loop_revision": LOOP_REVISION,
-        "vocabulary": VOCABULARY,
-        "data": sample,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    return _digest(recipe=asdict(recipe), loop_revision=LOOP_REVISION, vocabulary=VOCABULARY, data=sample)
+
+
+def cache_key(recipe: Recipe) -> str:
+    """Digest of everything that decides the checkpoint but the machine: `recipe_key` and the versions that train it."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return _digest(recipe_key=recipe_key(recipe), **versions)
+
+
+def _digest(**content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -192,7 +199,9 @@ def _train_into(directory: Path, recipe: Recipe, threads: int, progress: bool) -
     make_tokenizer().save_pretrained(directory)
     record = {
         "recipe": asdict(recipe),
+        "recipe_key": recipe_key(recipe),
         "cache_key": cache_key(recipe),
+        "machine": cpuinfo.get_cpu_info().get("brand_raw", platform.machine()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -225,19 +234,21 @@ def ensure_model(
     recipe: Recipe | None = None,
     threads: int | None = None,
     progress: bool = True,
+    anew: bool = False,
 ) -> Path:
-    """Return the folder of a trained checkpoint, training it first unless it is in the cache.
+    """Return the folder of a trained checkpoint: the shipped one, else one from the cache, trained first if need be.
 
     The checkpoint is written to a temporary folder and renamed, so that an interrupted run leaves nothing
     that looks like a model, and of two processes that train the same one, the first to finish wins.
 
     Args:
         kind: "dense" or "moe".
-        cache_dir: parent of all checkpoints; created when missing.
+        cache_dir: parent of the checkpoints trained on this machine; created when missing.
         seed: replaces the recipe's seed.
         recipe: replaces the kind's standard recipe.
         threads: torch threads; default `default_threads()`.
         progress: show a progress bar and, also for a cached model, a summary line on standard error.
+        anew: leave the shipped checkpoint aside.
 
     Returns:
         A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load, training.json beside the weights.
@@ -245,6 +256,7 @@ def ensure_model(
     Raises:
         ValueError: unknown kind, or a recipe of another kind.
         NotADirectoryError: `cache_dir` is a file.
+        DamagedModelError: the shipped checkpoint is not the one that was committed.
     """
     if kind not in RECIPES:
         raise ValueError(f"kind must be one of {', '.join(sorted(RECIPES))}, got {kind!r}")
@@ -254,11 +266,15 @@ def ensure_model(
     parent = Path(cache_dir)
     if parent.exists() and not parent.is_dir():
         raise NotADirectoryError(f"cache_dir {parent} is not a directory; remove it or name another one")
-    target = parent / f"{kind}-seed{seed}-{cache_key(recipe)}"
-    if not target.is_dir():
-        _build(target, recipe, threads or default_threads(), progress)
+    target = None if anew else shipped_model(kind, recipe_key(recipe))
+    origin = "shipped" if target is not None else "trained here"
+    if target is None:
+        target = parent / f"{kind}-seed{seed}-{cache_key(recipe)}"
+        if not target.is_dir():
+            _build(target, recipe, threads or default_threads(), progress)
     if progress:
-        tqdm.write(summary(json.loads((target / "training.json").read_text())), file=sys.stderr)
+        record = json.loads((target / "training.json").read_text(encoding="utf-8"))
+        tqdm.write(f"{origin}: {target}\n{summary(record)}", file=sys.stderr)
     return target
 
 
@@ -279,13 +295,20 @@ def _build(target: Path, recipe: Recipe, threads: int, progress: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Train or find one checkpoint and print its path."""
-    parser = argparse.ArgumentParser(description="Train an example model, or find it in the cache.")
+    parser = argparse.ArgumentParser(description="Find an example model, or train it.")
     parser.add_argument("--kind", choices=sorted(RECIPES), default="dense")
     parser.add_argument("--out", type=Path, default=Path(".cache/models"), help="cache folder (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="torch threads (at most 2 by default)")
+    parser.add_argument("--train", action="store_true", help="leave the shipped model aside")
+    parser.add_argument("--ship", action="store_true", help="put the model trained here in the shipped one's place")
     options = parser.parse_args(arguments)
-    print(ensure_model(options.kind, options.out, options.seed, threads=options.threads))
+    anew = options.train or options.ship
+    model = ensure_model(options.kind, options.out, options.seed, threads=options.threads, anew=anew)
+    if options.ship:
+        command = f"python -m examples.arithmetic.pretrain --kind {options.kind} --seed {options.seed} --ship"
+        model = ship(model, options.kind, command)
+    print(model)
 
 
 if __name__ == "__main__":

@@ -52,21 +52,18 @@ def example(name: str, out: Path, *arguments: str | Path, text_columns: int = 1)
 
 
 def test_dense_fp16(tmp_path: Path) -> None:
-    small = (*BATCH, "--max_steps", "1", "--eval_prompts", "32", "--per_device_eval_batch_size", "32")
+    # How much smaller the gap is in float16 is measured in tests/evidence/test_examples.py.
+    small = (*BATCH, "--max_steps", "1", "--eval_prompts", "16", "--per_device_eval_batch_size", "16")
     rows = example("dense_fp16", tmp_path, *small, text_columns=2)
-    mean = {row[:2]: float(row[2]) for row in rows}
-    assert len(mean) == 5 and ("in training", "float16") in mean
-    for prompts in ("trained distribution", "unfamiliar and longer"):
-        # 8 by the rounding of the two dtypes; a sample this small spreads around it.
-        assert mean[prompts, "TRL's own"] > 4 * mean[prompts, "float16"] > 0
+    assert len(rows) == 5 and ("in training", "float16") in {row[:2] for row in rows}
+    assert all(float(row[2]) > 0 for row in rows)
 
 
 def test_moe_r3(tmp_path: Path) -> None:
-    small = (*BATCH, "--max_steps", "2", "--eval_prompts", "64", "--per_device_eval_batch_size", "64")
+    # How much replay leaves is measured in tests/evidence/test_examples.py.
+    small = (*BATCH, "--max_steps", "1", "--eval_prompts", "16", "--per_device_eval_batch_size", "16")
     rows = example("moe_r3", tmp_path, *small, text_columns=2)
-    k3 = {row[:2]: float(row[4]) for row in rows}
-    assert len(k3) == 6
-    assert 0 < k3["unfamiliar and longer", "replayed"] < k3["unfamiliar and longer", "the trainer's own"]
+    assert len(rows) == 6 and all(float(row[4]) > 0 for row in rows)
 
 
 def test_lr_control(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -84,9 +85,16 @@ def test_the_installed_environment_is_the_constrained_one() -> None:
         assert metadata.version(name).split("+")[0] == pins[name]
 
 
-def test_ci_calls_exactly_the_test_command() -> None:
-    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
-    assert [line for line in lines if line.startswith("exec")] == ["exec make test"]
+def test_ci_runs_the_test_command_then_one_slice_of_the_evidence(tmp_path: Path) -> None:
+    shim, log = tmp_path / "make", tmp_path / "log"
+    for failing in ("", "test", "evidence"):
+        shim.write_text(f'#!/bin/sh\necho "$@" >> {log}\ntest "$1" != "{failing}"\n')
+        shim.chmod(0o755)
+        log.unlink(missing_ok=True)
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        done = subprocess.run(["bash", ROOT / ".ci/run"], env={**os.environ, "PATH": path}, timeout=60)
+        assert log.read_text().splitlines() == ["test", "evidence SLICE=commit"]
+        assert bool(done.returncode) == bool(failing)
 
 
 def test_version_is_stated_once() -> None:

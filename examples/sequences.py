@@ -1,0 +1,137 @@
+"""Sums of the gap per sequence, for intervals: tokens of one response depend on each other, whole responses do not.
+
+`SequenceSums(trainer)` listens to what the trainer measures in evaluation, and keeps for each response: its tokens, and the sums
+of |Δlogp| and of k3, with replay and (`native/`) without. On request each token is scored in float64 as well, which says how far
+float32 itself rounds (`rounding/`): what a float32 engine and a float32 trainer may differ by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.trl.aggregation import overridden
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from mismatch_ext.metrics.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
+from mismatch_ext.metrics.numerics import k3
+
+FILE = "sequences.json"
+# By split, by name, a value per response.
+Sums = dict[str, dict[str, list[float]]]
+
+
+class Float64(TorchDispatchMode):
+    """Turns each float32 that a model asks for, in norms, rotary angles and routers, into float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, with float64 wherever float32 was asked for by name."""
+        options = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **options)
+
+
+@contextlib.contextmanager
+def in_float64(model: PreTrainedModel) -> Iterator[None]:
+    """Compute a float32 model in float64 throughout; the weights come back as they were, bit for bit."""
+    kinds = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
+    if kinds != {torch.float32}:
+        raise ValueError(
+            f"only a float32 model can be computed in float64 and come back; this one holds {sorted(map(str, kinds))}"
+        )
+    experts = model.config._experts_implementation
+    model.double()
+    model.set_experts_implementation("eager")  # the grouped matrix product takes no float64
+    try:
+        with Float64():
+            yield
+    finally:
+        model.float()
+        model.set_experts_implementation(experts)
+
+
+class SequenceSums:
+    """Keeps the sums of every response that is evaluated.
+
+    Args:
+        trainer: A `MismatchGRPOTrainer`.
+        float64: Whether to score each batch in float64 as well; the trainer must compute in float32.
+    """
+
+    def __init__(self, trainer: Any, *, float64: bool = False) -> None:
+        self.sums: Sums = {}
+        self._trainer, self._float64 = trainer, float64
+        self._observe: Callable[..., None] = trainer._recorder.observe
+        self._generate: Callable[..., dict[str, Any]] = trainer._generate_and_score_completions
+        self._scored: tuple[Tensor, Tensor] | None = None
+        trainer._recorder.observe = self._observed
+        trainer._generate_and_score_completions = self._generated
+
+    def _observed(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
+        self._observe(split, old, rollout, mask, native=native)
+        if split == "train":
+            return
+        self._add(split, "native/" if native else "", old, rollout, mask)
+        if not native:
+            self._scored = (old, mask)
+
+    def _generated(self, inputs: Any) -> dict[str, Any]:
+        output = self._generate(inputs)
+        if self._float64 and not self._trainer.model.training:
+            assert self._scored is not None
+            old, mask = self._scored
+            self._add(self._trainer._eval_split, "rounding/", old, self._exact(output), mask)
+        return output
+
+    def _exact(self, output: dict[str, Any]) -> Tensor:
+        """Return log-probabilities of the batch `[B, T]` in float64, under the routes that it was scored with."""
+        trainer, routing = self._trainer, self._trainer._routing
+        replayed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if routing is not None:
+            mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            length = output["completion_ids"].size(1)
+            replayed = routing.replaying(trainer.model, mask, length, output["routing"], None)
+        with in_float64(trainer.model), replayed, overridden(trainer, _routing=None):
+            found = trainer._score_again(output)
+        assert found.dtype == torch.float64
+        return found
+
+    def _add(self, split: str, prefix: str, ours: Tensor, theirs: Tensor, mask: Tensor) -> None:
+        gap = torch.where(mask.bool(), ours.double() - theirs.double(), 0.0)
+        kept = self.sums.setdefault(split, {})
+        found = {f"{prefix}abs": gap.abs(), f"{prefix}k3": k3(gap)} | ({} if prefix else {"tokens": mask.double()})
+        for name, values in found.items():
+            kept.setdefault(name, []).extend(values.sum(1).tolist())
+
+    def write(self, folder: Path) -> None:
+        """Write what was kept to `sequences.json` in a folder."""
+        (folder / FILE).write_text(json.dumps(self.sums), encoding="utf-8")
+
+
+def read_sequences(folder: Path) -> Sums:
+    """Read the sums that a run wrote."""
+    return json.loads((folder / FILE).read_text(encoding="utf-8"))
+
+
+MEASURES = {"abs": "mean|Δlogp|", "k3": "k3"}
+
+
+def times_larger(first: Sums, second: Sums, split: str, measure: str) -> Interval:
+    """Return how many times larger a mean per token is in the first run than in the second."""
+    samples = [(run[split][measure], run[split]["tokens"]) for run in (first, second)]
+    return bootstrap_quotient(samples[0], samples[1])
+
+
+def left_by_replay(run: Sums, split: str, measure: str) -> Interval:
+    """Return what replay leaves of a mean, on the same tokens: below 1 it helps."""
+    return bootstrap_ratio(run[split][measure], run[split][f"native/{measure}"])
+
+
+def of_float32_rounding(run: Sums, split: str, measure: str) -> Interval:
+    """Return the gap between a float32 engine and a float32 trainer over the trainer's own rounding error, on the same tokens."""
+    return bootstrap_ratio(run[split][measure], run[split][f"rounding/{measure}"])

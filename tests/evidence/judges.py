@@ -1,0 +1,64 @@
+"""When a measured ratio bears out a claim: pure functions of figures, each with the reason for its bound.
+
+Each takes an interval as a dictionary with `value`, `low` and `high`, and looks at the end of it that is nearest to the bound, so
+that a sample that is too small to tell fails. None of the bounds was read off a machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Interval = dict[str, float]
+# bfloat16 rounds to 8 significant bits and float16 to 11: rounding errors are 2^3 times smaller, and k3, which grows with the
+# square of a gap, 2^6 times. Half of each is asked for: not all of a gap is rounding to the dtype.
+MEAN, K3 = 2.0**3, 2.0**6
+# Engine and trainer are both float32 programs of one function, and each is as far from the exact result as float32 rounds: by the
+# triangle inequality their gap is at most twice one of them. Twice that again, for kernels that sum in another order.
+FLOAT32 = 4.0
+TOKENS = 50_000
+
+
+def enough_tokens(tokens: float) -> None:
+    """Refuse to judge a sample of fewer than 50,000 tokens."""
+    assert tokens >= TOKENS, f"{tokens:.0f} tokens are too few to judge by; at least {TOKENS} are needed"
+
+
+def fp16_is_finer(mean: Interval, k3: Interval) -> None:
+    """bf16's gap over FP16's is at least half of what their significant bits say, on the mean and on k3."""
+    assert mean["low"] >= MEAN / 2, (
+        f"mean |Δlogp|, bf16 over FP16: {said(mean)}; 3 bits say {MEAN:g}, half of it is needed"
+    )
+    assert k3["low"] >= K3 / 2, f"k3, bf16 over FP16: {said(k3)}; 3 bits say {K3:g}, half of it is needed"
+
+
+def float32_is_the_oracle(mean: Interval, k3: Interval) -> None:
+    """The float32 gap is that of two float32 programs; its scale is the trainer's float32 against float64 on the same tokens."""
+    assert mean["high"] <= FLOAT32, f"mean |Δlogp| over float32's own rounding: {said(mean)}; at most {FLOAT32:g}"
+    assert k3["high"] <= FLOAT32**2, f"k3 over that of float32's own rounding: {said(k3)}; at most {FLOAT32**2:g}"
+
+
+def replay_lowers_k3(left: Interval) -> None:
+    """On the same tokens, less of k3 is left with replay than without."""
+    assert left["high"] < 1, f"replay leaves {said(left)} of k3; the interval must end below 1"
+
+
+def reward_climbs(first: float, last: float, responses: int) -> None:
+    """The reward at the end of a run is above that at its beginning by more than both means' chance.
+
+    Rewards are 0 or 1, so that a mean over n responses has a standard error of at most 1 / (2 sqrt n); of a difference of two,
+    sqrt 2 times that.
+    """
+    error = (0.5 / responses) ** 0.5
+    assert last - first > 2 * error, (
+        f"reward {first:.3f} to {last:.3f} over {responses} responses each; 2 errors are {2 * error:.3f}"
+    )
+
+
+def said(found: Interval) -> str:
+    """Return an interval for a message."""
+    return f"{found['value']:.3g} ({found['low']:.3g} to {found['high']:.3g})"
+
+
+def runs_of(summary: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of a demo's summary by run and split."""
+    return {(row["run"], row["split"]): row for row in summary["rows"]}

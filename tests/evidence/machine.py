@@ -1,0 +1,52 @@
+"""On what, with what and by what a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cpuinfo
+import torch
+
+from mismatch_ext.versions import installed
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ("avx", "amx", "fma", "asimd", "sve", "bf16", "fp16")
+PEERS = ("torch", "transformers", "accelerate", "trl", "vllm", "verl", "sglang", "megatron")
+# What a run of the evidence itself rewrites says nothing about the code that was run.
+WRITTEN = ("evidence", "docs/evidence.md", "docs/compatibility.md", "README.md")
+
+
+@cache
+def machine() -> dict[str, Any]:
+    """Return the processor, its instruction sets, cores, memory and GPU."""
+    found = cpuinfo.get_cpu_info()
+    return {
+        "cpu": found.get("brand_raw", "unknown"),
+        "instruction_sets": sorted(flag for flag in found.get("flags", ()) if flag.startswith(FLAGS)),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def git(*arguments: str) -> str:
+    """Run git in the checkout and return what it printed; empty where there is no checkout."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def provenance() -> dict[str, Any]:
+    """Return machine, versions, date and commit; `dirty` says whether code was changed since the commit."""
+    changed = git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN))
+    return {
+        "machine": machine(),
+        "versions": {name: version for name in PEERS if (version := installed(name)) is not None},
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(changed),
+    }

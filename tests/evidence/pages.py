@@ -1,0 +1,194 @@
+"""What quotes the evidence: docs/evidence.md, and the README's figures between their marks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.evidence.machine import ROOT
+
+Record = dict[str, Any]
+README = ROOT / "README.md"
+PAGE = ROOT / "docs/evidence.md"
+FOLDER = ROOT / "evidence"
+LABELS = {"eval/familiar": "trained distribution", "eval/unfamiliar": "unfamiliar and longer"}
+
+
+def read_records(folder: Path = FOLDER) -> dict[str, Record]:
+    """Read the evidence files by name."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    for name, record in found.items():
+        assert record["name"] == name, f"evidence/{name}.json calls itself {record['name']!r}"
+    return found
+
+
+def measured_on(record: Record) -> str:
+    """Return where figures were measured, for a sentence: `2 cores of Intel(R) Xeon(R) Processor (amx_bf16, avx512_fp16)`."""
+    machine = record["machine"]
+    # Those that decide by which kernels bf16 and FP16 are multiplied.
+    telling = [
+        flag
+        for flag in ("amx_bf16", "amx_fp16", "avx512_fp16", "avx512_bf16", "avx512f")
+        if flag in machine["instruction_sets"]
+    ]
+    cores = "2 cores" if machine["cores"] == 2 else f"{machine['cores']} cores"
+    return f"{cores} of {machine['cpu']}" + (f" ({', '.join(telling)})" if telling else "")
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return a figure for a reader: `1.15e-3`, `0.73`, `212,352`."""
+    if value == int(value) and abs(value) >= 1:
+        return f"{int(value):,}"
+    text = f"{value:.{digits}g}"
+    return re.sub(r"e-0?", "e-", text) if abs(value) >= 1e-2 else _scientific(value, digits)
+
+
+def _scientific(value: float, digits: int) -> str:
+    return "0" if not value else re.sub(r"e([-+])0?", r"e\1", f"{value:.{digits - 1}e}")
+
+
+def interval(found: dict[str, float], digits: int = 2) -> str:
+    """Return a ratio with its interval: `8.4 (8.2 to 8.6)`."""
+    value, low, high = (number(found[key], digits) for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def is_interval(value: object) -> bool:
+    """Tell whether a figure is an interval."""
+    return isinstance(value, dict) and {"value", "low", "high"} <= set(value)
+
+
+def flat(figures: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield every figure with its path, formatted."""
+    if is_interval(figures):
+        yield ", ".join(path), interval(figures, 3)
+    elif isinstance(figures, dict):
+        for key, value in figures.items():
+            yield from flat(value, (*path, str(key)))
+    elif isinstance(figures, list):
+        yield ", ".join(path), ", ".join(number(v) if isinstance(v, (int, float)) else str(v) for v in figures)
+    elif isinstance(figures, bool) or not isinstance(figures, (int, float)):
+        yield ", ".join(path), str(figures)
+    else:
+        yield ", ".join(path), number(figures)
+
+
+def cell(text: str) -> str:
+    """Return a text that cannot end a table's cell."""
+    return text.replace("|", "\\|")
+
+
+def evidence_page(records: dict[str, Record]) -> str:
+    """Return docs/evidence.md."""
+    lines = [
+        "# Evidence",
+        "",
+        "Written by `make evidence` from the files in [evidence/](../evidence), each of which a test of `tests/evidence` wrote",
+        "when all that it asserts had held. A fast test holds this page and the README's figures to those files. Intervals are",
+        "of 95 %, by the bootstrap over responses. Seconds say how long the test took on a machine that may have been busy.",
+    ]
+    for name, record in records.items():
+        versions = ", ".join(f"{peer} {version}" for peer, version in record["versions"].items())
+        commit = record["commit"][:10] + (", with changes" if record["dirty"] else "")
+        lines += ["", f"## {name}", "", record["claim"], ""]
+        lines += [f"- **Measured**: {record['date']}, {measured_on(record)}; commit {commit}; {record['seconds']} s"]
+        lines += [f"- **With**: {versions}"]
+        lines += [f"- **By**: `{record['command']}`"] if record["command"] else []
+        lines += [f"- **Held by**: `{record['test']}`", "", "| figure | |", "|---|---|"]
+        lines += [f"| {cell(path)} | {cell(text)} |" for path, text in flat(record["figures"])]
+    return "\n".join(lines) + "\n"
+
+
+def demo_part(records: dict[str, Record]) -> str:
+    """Return the README's table of the demo."""
+    record = records["demo_dense"]
+    figures = record["figures"]
+    tokens = " and ".join(f"{round(figures['tokens'][split], -3) // 1000:.0f}" for split in LABELS)
+    lines = [
+        f"What it printed on {measured_on(record)}; CPU kernels, a GPU's gap differs. Mean |Δlogp| in nats",
+        f"per token at the same weights, {tokens} thousand tokens, with 95 % intervals of the ratios:",
+        "",
+        "| prompts | bf16 | FP16 | float32 | bf16 / FP16 | k3 KL, bf16 / FP16 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for split, label in LABELS.items():
+        means = [number(figures["mean |Δlogp|"][run][split], 2) for run in ("bf16", "fp16", "fp32")]
+        ratios = [interval(figures["bf16 over fp16"][split][measure]) for measure in ("abs", "k3")]
+        lines.append(f"| {label} | {' | '.join([*means, *ratios])} |")
+    first, last = figures["reward"]["bf16"]
+    lines += [
+        "",
+        f"The reward climbs from {first:.2f} to {last:.2f} in {figures['steps']['bf16']} steps in bf16, as in float32: a run",
+        "this short and small shows the gap, not its consequences.",
+    ]
+    return "\n".join(lines)
+
+
+def replay_part(records: dict[str, Record]) -> str:
+    """Return the README's table of routing replay."""
+    record = records["replay_gap"]
+    figures = record["figures"]
+    tokens = " and ".join(f"{round(figures[split]['tokens'], -3) // 1000:.0f}" for split in LABELS)
+    lines = [
+        f"trains with R3 and scores the same tokens with and without it ({measured_on(record)},",
+        f"bf16 on both sides, after {figures['steps']} steps of GRPO; {tokens} thousand tokens):",
+        "",
+        "| prompts | routing | mean \\|Δlogp\\| | largest \\|Δlogp\\| | k3 KL | tokens off by a factor of 2 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for split, label in LABELS.items():
+        for routing, first in (("the trainer's own", label), ("replayed", "")):
+            values = figures[split][routing]
+            cells = [number(values[key], 2) for key in ("mean |Δlogp|", "largest |Δlogp|", "k3", "F(2)")]
+            lines.append(f"| {first} | {routing} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    left = [f"{interval(figures[split]['left by replay']['k3'])} of k3 on the {LABELS[split]}" for split in LABELS]
+    left[1] = left[1].replace("the unfamiliar and longer", "unfamiliar and longer prompts")
+    lines += ["", f"Replay leaves {left[0]}, and {left[1]} (95 % intervals)."]
+    return "\n".join(lines)
+
+
+def cost_part(records: dict[str, Record]) -> str:
+    """Return the README's sentence on what a step costs."""
+    found = records["step_cost"]["figures"]
+    return (
+        f"A training step with every section on, R3 and monitor included, takes {found['ratio']:.2f} times the processor time\n"
+        f"of stock TRL's (`make bench`, last row, on {measured_on(records['step_cost'])})."
+    )
+
+
+PARTS: dict[str, Callable[[dict[str, Record]], str]] = {
+    "demo": demo_part,
+    "replay_gap": replay_part,
+    "cost": cost_part,
+}
+
+
+MEASURED_BY = {"demo": "demo_dense", "replay_gap": "replay_gap", "cost": "step_cost"}
+
+
+def with_parts(text: str, records: dict[str, Record]) -> str:
+    """Return the README with each part written anew between its marks.
+
+    Raises:
+        ValueError: A mark is missing.
+    """
+    for name, part in PARTS.items():
+        begin, end = f"<!-- begin evidence {name} -->\n", f"<!-- end evidence {name} -->"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"README.md has lost a mark of the evidence {name!r}: {begin.strip()} or {end}")
+        if name in MEASURED_BY and MEASURED_BY[name] not in records:
+            continue  # not measured yet
+        text = f"{before}{begin}{part(records)}\n{end}{after}"
+    return text
+
+
+def write_pages() -> None:
+    """Write docs/evidence.md and the README's parts from the evidence files."""
+    records = read_records()
+    PAGE.write_text(evidence_page(records), encoding="utf-8")
+    README.write_text(with_parts(README.read_text(encoding="utf-8"), records), encoding="utf-8")

@@ -1,0 +1,31 @@
+"""`make demo MODEL=moe`: training with experts, in every setting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.evidence import judges
+from tests.evidence.test_demo import SPLITS, WITH_EXPERTS, gaps
+from tests.readme import ROOT, in_readme, shell
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_demo_trains_with_experts(evidence: Callable[..., None]) -> None:
+    """Every setting trains with experts, and the gap falls from bf16 to FP16 with replay to float32 with replay."""
+    command = in_readme("make demo MODEL=moe")
+    shell(command)
+    summary = json.loads((ROOT / "runs/moe/summary.json").read_text())
+    rows, intervals = judges.runs_of(summary), summary["intervals"]
+    assert set(rows) == {(run, split) for run in WITH_EXPERTS for split in (*SPLITS, "train")}
+    for split in SPLITS:
+        judges.fp16_is_finer(*(intervals["bf16 over fp16-r3"][split][key] for key in ("abs", "k3")))
+        judges.float32_is_the_oracle(
+            *(intervals["fp32-r3 over float32's rounding"][split][key] for key in ("abs", "k3"))
+        )
+    steps = {run: rows[run, "train"]["steps"] for run in WITH_EXPERTS}
+    assert set(steps.values()) == {2}
+    evidence("demo_moe_trained", {**gaps(summary), "steps": steps}, command=command)

@@ -1,0 +1,111 @@
+"""Intervals of ratios: they cover as often as they say, they see whole sequences, and nothing unusable gets through."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mismatch_ext.errors import RecordError
+from mismatch_ext.metrics.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
+
+
+def responses(rng: np.random.Generator, count: int, mean: float) -> tuple[np.ndarray, np.ndarray]:
+    """Draw sums and tokens of responses whose tokens share a heavy-tailed level, so that they depend on each other."""
+    tokens = rng.integers(5, 60, size=count).astype(float)
+    level = rng.lognormal(mean=-0.5, sigma=1.0, size=count)  # of mean 1
+    noise = rng.gamma(shape=tokens, scale=1.0) / tokens
+    return mean * level * noise * tokens, tokens
+
+
+def test_the_interval_of_a_mean_covers_it_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for seed in range(200):
+        sums, tokens = responses(rng, 300, mean=2.0)
+        found = bootstrap_ratio(sums, tokens, resamples=400, seed=seed)
+        hits += found.low <= 2.0 <= found.high
+    # 95 % of 200 is 190; percentile intervals of skewed data cover a little less, and 4 binomial deviations are 12.
+    assert 174 <= hits < 200
+
+
+def test_the_interval_of_a_quotient_covers_it_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(2)
+    hits = 0
+    for seed in range(200):
+        first, second = responses(rng, 300, mean=8.0), responses(rng, 250, mean=1.0)
+        found = bootstrap_quotient(first, second, resamples=400, seed=seed)
+        hits += found.low <= 8.0 <= found.high
+    assert 174 <= hits < 200
+
+
+def test_resampling_tokens_would_have_covered_too_rarely() -> None:
+    # Why sequences: the same responses, cut into tokens that each carry their response's level.
+    rng = np.random.default_rng(3)
+    hits = 0
+    for seed in range(100):
+        sums, tokens = responses(rng, 300, mean=2.0)
+        each = np.repeat(sums / tokens, tokens.astype(int))
+        found = bootstrap_ratio(each, np.ones_like(each), resamples=100, seed=seed)
+        hits += found.low <= 2.0 <= found.high
+    assert hits < 60
+
+
+def test_the_ratio_on_the_same_sequences_is_far_surer_than_that_of_two_samples() -> None:
+    sums, tokens = responses(np.random.default_rng(4), 400, mean=1.0)
+    left = 0.5 * sums
+    paired = bootstrap_ratio(left, sums)
+    apart = bootstrap_quotient((left, tokens), (sums, tokens))
+    assert paired.low == pytest.approx(0.5) and paired.high == pytest.approx(0.5)
+    assert apart.value == pytest.approx(0.5) and apart.high - apart.low > 0.05
+
+
+def test_value_and_ends_by_hand() -> None:
+    # Two sequences: a draw holds the first twice, both, or the second twice, with probabilities 1/4, 1/2 and 1/4.
+    found = bootstrap_ratio([1.0, 3.0], [1.0, 1.0], level=0.4, resamples=1000)
+    assert found == Interval(value=2.0, low=2.0, high=2.0, level=0.4, sequences=2)
+    wide = bootstrap_ratio([1.0, 3.0], [1.0, 1.0], level=0.9, resamples=1000)
+    assert (wide.low, wide.high) == (1.0, 3.0)
+
+
+def test_the_same_seed_gives_the_same_interval_and_another_another() -> None:
+    sums, tokens = responses(np.random.default_rng(5), 50, mean=1.0)
+    assert bootstrap_ratio(sums, tokens, seed=7) == bootstrap_ratio(sums, tokens, seed=7)
+    assert bootstrap_ratio(sums, tokens, seed=7) != bootstrap_ratio(sums, tokens, seed=8)
+
+
+def test_a_draw_without_any_of_the_denominator_bounds_nothing() -> None:
+    found = bootstrap_ratio([1.0, 1.0], [0.0, 4.0])
+    assert found.value == 0.5 and found.low == 0.25 and math.isinf(found.high)
+
+
+def test_an_interval_reads_well_and_goes_into_json() -> None:
+    found = Interval(value=8.42, low=8.2, high=8.61, level=0.95, sequences=2048)
+    assert f"{found:.2g}" == "8.4 (8.2 to 8.6)"
+    assert Interval(**json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize(
+    ("numerator", "denominator", "options", "message"),
+    [
+        ([1.0], [1.0], {}, "2 or more sequences"),
+        ([1.0, 2.0], [1.0], {}, "must have one length"),
+        ([1.0, math.nan], [1.0, 1.0], {}, r"numerator\[1\] is nan"),
+        ([1.0, 2.0], [math.inf, 1.0], {}, r"denominator\[0\] is inf"),
+        ([1.0, 2.0], [0.0, 0.0], {}, "must be above 0"),
+        ([1.0, 2.0], [1.0, 1.0], {"level": 1.0}, "level=1.0 must lie between"),
+        ([1.0, 2.0], [1.0, 1.0], {"resamples": 10}, "resamples=10 must be at least 100"),
+    ],
+)
+def test_what_says_nothing_is_refused(
+    numerator: list[float], denominator: list[float], options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(RecordError, match=message):
+        bootstrap_ratio(numerator, denominator, **options)  # type: ignore[arg-type]
+
+
+def test_a_quotient_over_nothing_is_refused() -> None:
+    with pytest.raises(RecordError, match="second mean is 0"):
+        bootstrap_quotient(([1.0, 2.0], [1.0, 1.0]), ([0.0, 0.0], [1.0, 1.0]))
