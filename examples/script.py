@@ -43,7 +43,7 @@ class ScriptArguments:
     """What every example needs besides the trainer's own arguments."""
 
     model_name_or_path: str = field(
-        default="dense", metadata={"help": "'dense' or 'moe' (trained here and cached), or a model's name or path."}
+        default="dense", metadata={"help": "'dense' or 'moe' (examples/arithmetic/models), or a model's name or path."}
     )
     model_cache: str = field(default=".cache/models", metadata={"help": "Where trained models are kept."})
 
@@ -72,7 +72,7 @@ def parse(
 
 
 def model_path(options: ScriptArguments) -> str:
-    """Return the model to train: a small one, itself trained first unless it is in the cache, or what was named."""
+    """Return the model to train: a small one, the shipped one if its recipe is unchanged, or what was named."""
     name = options.model_name_or_path
     return str(ensure_model(name, Path(options.model_cache))) if name in SMALL_MODELS else name
 
