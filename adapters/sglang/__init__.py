@@ -6,7 +6,8 @@ from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.response import parse_response, to_records
 from mismatch_ext.adapters.sglang.routes import RoutingShape, decode_routes, to_trace
-from mismatch_ext.adapters.sglang.server import ServerProblem, ServerVerdict, check_server, read_server, to_provenance
+from mismatch_ext.adapters.sglang.server import ServerVerdict, check_server, read_server, to_provenance
+from mismatch_ext.adapters.sglang.server_checks import ServerProblem
 from mismatch_ext.adapters.sglang.transport import Transport
 from mismatch_ext.adapters.sglang.weights import VerifiedWeights, checkpoint_parameters, update_weights
 

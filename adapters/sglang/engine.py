@@ -75,13 +75,15 @@ class EngineTransport(Transport):
             weight_version=weight_version,
         )
         manager = self.engine.tokenizer_manager
-        return self._call(
+        answer: tuple[Any, Any] = self._call(
             "updating weights",
             lambda: self.engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None)),
         )
+        return answer
 
     def _end(self) -> tuple[Any, Any]:
-        return self._call("updating weights", self.engine.end_weight_update)
+        answer: tuple[Any, Any] = self._call("updating weights", self.engine.end_weight_update)
+        return answer
 
     def _flush(self) -> bool:
         return bool(getattr(self._call("flushing its cache", self.engine.flush_cache), "success", False))

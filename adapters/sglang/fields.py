@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from reprlib import Repr
-from typing import Any
+from typing import Any, TypeGuard
 
 from mismatch_ext.errors import RecordError
 
@@ -35,8 +35,8 @@ _repr = _Brief()
 
 def brief(value: object) -> str:
     """Return a short representation of anything that a server may send, huge numbers and deep nesting included."""
-    if is_integer(value) and abs(int(value)) >= 10**40:  # type: ignore[call-overload]
-        return f"an integer of {int(value).bit_length()} bits"  # type: ignore[call-overload]
+    if is_integer(value) and abs(int(value)) >= 10**40:
+        return f"an integer of {int(value).bit_length()} bits"
     try:
         text = _repr.repr(value)
     except (ValueError, TypeError, AttributeError, RuntimeError):
@@ -65,21 +65,21 @@ def sequence(value: object, request: str, field: str) -> Sequence[Any]:
 
 def count(value: object, request: str, field: str) -> int:
     """Return a field that must be an integer from 0 to 2^31 - 1."""
-    if not is_integer(value) or not 0 <= int(value) <= MAX_TOKEN_ID:  # type: ignore[call-overload]
+    if not is_integer(value) or not 0 <= int(value) <= MAX_TOKEN_ID:
         raise refuse(request, field, value, f"an integer from 0 to {MAX_TOKEN_ID}")
-    return int(value)  # type: ignore[call-overload]
+    return int(value)
 
 
 def token_ids(value: object, request: str, field: str) -> tuple[int, ...]:
     """Return a field that must be a list of token ids."""
     ids = sequence(value, request, field)
     for position, token in enumerate(ids):
-        if not is_integer(token) or not 0 <= token <= MAX_TOKEN_ID:
+        if not is_integer(token) or not 0 <= int(token) <= MAX_TOKEN_ID:
             raise refuse(request, f"{field}[{position}]", token, f"a token id from 0 to {MAX_TOKEN_ID}")
     return tuple(int(token) for token in ids)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[Integral]:
     """Tell whether a value is an integer and not a boolean."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

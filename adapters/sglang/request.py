@@ -154,7 +154,7 @@ def _check_sampling(sampling: SamplingSettings, prompt_logprobs: bool) -> None:
 
 def _check_start(start: Any, routing: bool, prompts: Sequence[Sequence[int]], version: str | None) -> None:
     shortest = min(map(len, prompts))
-    if not is_integer(start) or not 0 <= start <= shortest:
+    if not is_integer(start) or not 0 <= int(start) <= shortest:
         raise RoutingError(
             f"routed_experts_start={brief(start)}; allowed: 0 to {shortest}, the length of the shortest prompt."
         )
@@ -191,7 +191,7 @@ def _seeds(seed: Any, prompts: Sequence[Sequence[int]], n: int) -> list[int | No
     if len(seeds) != len(prompts):
         raise RecordError(f"{len(seeds)} seeds for {len(prompts)} prompts; allowed: one seed, or one per prompt.")
     for one in seeds:
-        if not is_integer(one) or not -(2**63) <= one < 2**63:
+        if not is_integer(one) or not -(2**63) <= int(one) < 2**63:
             raise RecordError(f"seed={brief(one)}; allowed: an integer of 64 bits.")
     way_out = "give the prompt once per sample, each with a seed of its own: input_ids=[p, p], seed=[1, 2]."
     if n > 1:

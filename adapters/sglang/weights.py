@@ -10,17 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.transport import Bucket, Transport
-from torch import Tensor, nn
+from torch import Tensor
 
 from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
 from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BUCKET_BYTES = 1 << 29
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
@@ -31,7 +35,7 @@ KEPT_FLOAT32 = re.compile(r"(^|\.)(e_score_correction_bias|A_log)$")
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-def checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield a transformers model's parameters under the names and in the shapes of its checkpoint, a layer at a time.
 
     transformers fuses the experts of a layer into one tensor when it loads a checkpoint; this undoes it as `save_pretrained`

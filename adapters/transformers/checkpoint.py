@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import nn
@@ -36,9 +37,11 @@ def load_converted(model: nn.Module, checkpoint: str | Path) -> bool:
         return False
     # The widest of the model's own dtypes, which holds the others exactly; the copy below returns to each.
     widest = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
-    loaded, info = type(model).from_pretrained(
+    # transformers' annotation knows the model alone.
+    both: Any = type(model).from_pretrained(
         str(checkpoint), config=model.config, dtype=widest, output_loading_info=True
     )
+    loaded, info = both
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise MismatchError(

@@ -22,4 +22,5 @@ def completion_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, com
     output = model(
         input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=completion_length + 1, use_cache=False
     )
-    return output.logits[:, :-1]
+    logits: Tensor = output.logits
+    return logits[:, :-1]

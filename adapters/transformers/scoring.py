@@ -36,7 +36,8 @@ def probe_logits(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
         autocast: Returns the trainer's autocast context; the default computes in the parameters' own dtype.
     """
     with torch.no_grad(), evaluating(model), autocast():
-        return model(input_ids=token_ids, use_cache=False).logits
+        logits: Tensor = model(input_ids=token_ids, use_cache=False).logits
+    return logits
 
 
 def logits_width(model: nn.Module) -> int | None:

@@ -31,7 +31,7 @@ NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing")
 OWN_RATE = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
-class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+class MismatchCallback(TrainerCallback, ExportableState):
     """The `lr` and `monitor` sections for any trainer of TRL or transformers, stock as it is.
 
         trainer = GRPOTrainer(..., callbacks=[MismatchCallback({"lr": {}, "monitor": {}})])
@@ -83,7 +83,8 @@ class MismatchCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._check(args, state)
         # transformers expects an entry when it saves, which a checkpoint from before this callback does not have. In a new
         # training it is what this callback stood at when the trainer asked, perhaps in a training that failed.
-        entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        entries: Any = state.stateful_callbacks  # a dict; transformers annotates what it is made of
+        entry = entries.setdefault(type(self).__name__, {})
         if isinstance(entry, list):
             raise ConfigError(f"{len(entry)} MismatchCallbacks on one trainer: give one, with both sections.")
         saved = entry.get("attributes", {}).get("saved", {}) if state.global_step else {}

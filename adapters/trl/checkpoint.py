@@ -30,7 +30,6 @@ class CheckpointMixin(_Host):
     """Overrides the methods of Trainer that begin a training, save it and load it; `MismatchTrainerMixin` sets what is active."""
 
     _block: MismatchConfig | None
-    _config: MismatchConfig
     _recorder: RunRecorder
     _kl: KlTerm | None
     _lr: LrCallback | None
@@ -39,11 +38,17 @@ class CheckpointMixin(_Host):
     _saved_step: int
     vllm_generation: Any
 
+    @property
+    def _output_dir(self) -> str:
+        """TRL's output folder; transformers sets one where none is given."""
+        assert self.args.output_dir is not None
+        return self.args.output_dir
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        resumed = step_of_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
         if resumed is not None or not resume_from_checkpoint:
             self._recorder.begin(resumed)  # else the parent refuses, and the metrics that are there stay as they are
         # Whatever an earlier training of this trainer has left; a checkpoint's state is loaded over it.
@@ -82,7 +87,7 @@ class CheckpointMixin(_Host):
     def _rescue(self, error: MismatchError) -> None:
         """Save a checkpoint of the last finished step, unless this run has saved that step."""
         step = self.state.global_step
-        path = Path(self.args.output_dir) / f"checkpoint-{step}"
+        path = Path(self._output_dir) / f"checkpoint-{step}"
         if step == 0 or self.accelerator.num_processes > 1:
             # With several ranks a save is collective, and the others may not have failed.
             return
@@ -138,7 +143,7 @@ class CheckpointMixin(_Host):
         if self._block is None or checkpoint is None:
             return
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
-        self._saved_step = step_of_checkpoint(checkpoint, self.args.output_dir) or 0
+        self._saved_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
         state = _read_state(Path(checkpoint) / STATE_FILE)
         self._alarms.resume(None if state is None else state.get("monitor"), self._saved_step)
         if state is not None:
@@ -148,7 +153,7 @@ class CheckpointMixin(_Host):
                 self._kl.controller.load_state_dict(state["kl"])
             if self._lr is not None:
                 self._lr.resume(state.get("lr"))
-        precision = self._config.precision
+        precision = self._block.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._recorder.event(
                 self.state.global_step,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -139,11 +140,19 @@ class MismatchConfigMixin(_Host):
                 f"mismatch.routing.mode='R3' with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: routes are "
                 "followed on engines of one rank only; set it to 1, or mode='R2'."
             )
-        for key in (key for key in self.generation_kwargs or {} if key.startswith("routed_experts")):
+        given = self._mapping("generation_kwargs")
+        for key in (key for key in given if key.startswith("routed_experts")):
             raise ConfigError(
-                f"generation_kwargs[{key!r}]={self.generation_kwargs[key]!r} with mismatch.routing.mode='R3', which needs the "
+                f"generation_kwargs[{key!r}]={given[key]!r} with mismatch.routing.mode='R3', which needs the "
                 "routes of all tokens; remove it from generation_kwargs."
             )
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        """Return an argument that is a mapping; on a command line it is JSON, which the parent parses after our checks."""
+        given = getattr(self, name)
+        if isinstance(given, str):
+            given = json.loads(given) if given.startswith("{") else None  # the parent refuses the rest
+        return given or {}
 
     def _follow_objective(self, block: MismatchConfig) -> None:
         """Refuse what changes the objective of a trainer that has no seam for it."""
@@ -163,8 +172,8 @@ class MismatchConfigMixin(_Host):
         if self.bf16 is False and dtype == "bfloat16":
             raise ConfigError("bf16=False contradicts mismatch.precision.dtype='bfloat16'; remove bf16.")
         self.fp16, self.bf16 = dtype == "float16", dtype == "bfloat16"
-        kwargs = self.model_init_kwargs
-        if isinstance(kwargs, dict) and canonical(kwargs.get("dtype") or "float32") != "float32":
+        kwargs = self._mapping("model_init_kwargs")
+        if canonical(kwargs.get("dtype") or "float32") != "float32":
             raise ConfigError(
                 f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's master "
                 f"weights stay float32 and autocast computes in {dtype}; remove the dtype from model_init_kwargs."

@@ -78,5 +78,4 @@ class LrMixin(_Host):
         """Return the rate that is applied; the parent reads the optimizer's own under some schedules."""
         if self._lr is None or self._lr.lr_control is None:
             return super()._get_learning_rate()
-        rate = self._lr.lr_control.get_last_lr()[0]
-        return rate.item() if torch.is_tensor(rate) else rate
+        return float(self._lr.lr_control.get_last_lr()[0])

@@ -75,12 +75,13 @@ class ObjectiveMixin(RoutingMixin):
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Compute TRL's loss, with the block's terms in the place of TRL's own."""
         if self._kl is None and not self._reinforces:
-            return super()._compute_loss(model, inputs)
+            stock: Tensor = super()._compute_loss(model, inputs)
+            return stock
         self._scored = []
         advantages = inputs["advantages"]
         given = {**inputs, "advantages": torch.zeros_like(advantages)} if self._reinforces else inputs
         with overridden(self, beta=0.0 if self._kl is not None else self.beta):
-            loss = super()._compute_loss(model, given)
+            loss: Tensor = super()._compute_loss(model, given)
         logps, entropies, _ = self._scored[-1].scores
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
@@ -93,7 +94,8 @@ class ObjectiveMixin(RoutingMixin):
 
         def aggregate(probe: Mapping[str, Any], given_logps: Tensor) -> Tensor:
             with overridden(self, _given_scores=(given_logps, entropies, None)):
-                return super(ObjectiveMixin, self)._compute_loss(model, probe)
+                weighed: Tensor = super(ObjectiveMixin, self)._compute_loss(model, probe)
+            return weighed
 
         self._scored = []
         # Masked tokens have weight 0, and their term is finite.

@@ -20,12 +20,12 @@ from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
-from torch import Tensor
+from torch import Tensor, nn
 
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, PrecisionError, ReadinessError
-from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
+from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.precision.scaler import LossScaler
@@ -53,6 +53,7 @@ class PreflightMixin(_Host):
     _routing: RoutingReplay | None
     _alarms: AlarmCallback
     vllm_generation: Any
+    model: nn.Module
 
     @property
     def _config(self) -> MismatchConfig:
@@ -197,7 +198,7 @@ class PreflightMixin(_Host):
 
     def _compute_dtype(self) -> str:
         """Return the dtype that the trainer's matrix products come out in, as read back."""
-        reading = self._readings["trainer"]
+        reading: TrainerReading = self._readings["trainer"]
         return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
 
     def _check_vocabulary(self, vocabulary: Tensor) -> None:

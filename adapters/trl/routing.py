@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.routing.generate import record_generation
 from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.replay import RoutingReplay, Scores, on_cpu, share
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import is_peft_available
 
 from mismatch_ext.errors import ConfigError, ReplayError
@@ -37,6 +37,9 @@ class RoutingMixin(_Host):
     # Routes of the micro-batch whose loss is being computed.
     _routes: Sequence[RoutingTrace] | None = None
     _eval_split: str
+    vllm_generation: Any
+    # From construction on there is one.
+    model: nn.Module
 
     @property
     def _split(self) -> str:
@@ -77,7 +80,9 @@ class RoutingMixin(_Host):
         routing, host = self._routing, super()._get_per_token_logps_and_entropies
 
         def score(model: Any, ids: Tensor, mask: Tensor, length: int, size: int | None, **options: Any) -> Scores:
-            return host(model, ids, mask, length, batch_size=size, **options)  # TRL 1.14 takes it by keyword alone
+            # TRL 1.14 takes the size by keyword alone.
+            scores: Scores = host(model, ids, mask, length, batch_size=size, **options)
+            return scores
 
         given = (input_ids, attention_mask, logits_to_keep, batch_size)
         reference = routing is not None and self._is_reference(model)

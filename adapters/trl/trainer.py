@@ -77,7 +77,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         self._sync_audited = False
         self._unwritten: list[str] = []
         self._saved_step = 0
-        self._scored: list[Any] = []
+        self._scored = []
         if self._config.kl is not None and self._config.kl.preset is None:
             self._kl = KlTerm(self._config.kl, config.beta)
             if self._config.kl.baseline == "leave_one_out" and config.per_device_train_batch_size == 1:
@@ -207,9 +207,10 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Compute rewards as TRL does; a completion that nothing else scores is not scored by its KL alone."""
         if self._kl is None or not self._kl.in_rewards:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            stock: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return stock
         self._set_kl_rewards(completion_ids_list)
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         column = next(i for i, function in enumerate(self.reward_funcs) if function is self._kl)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
@@ -255,7 +256,8 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
     def _old_logprobs(self, output: dict[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
         if OLD in output:
-            return output[OLD]
+            found: Tensor = output[OLD]
+            return found
         if isinstance(self, RLOOTrainer) and self._scored:
             return self._scored[0].scores[0]  # the host's own pass, of which it returns the sums only
         return self._score_again(output) if self._own_scores is None else self._own_scores

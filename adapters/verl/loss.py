@@ -122,12 +122,13 @@ def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> T
     logps = no_padding_2_padding(model_output["log_probs"], data)
     padded = data.select(*(name for name in FIELDS if name in data)).to_padded_tensor()
     fields = {name: padded[name] for name in padded.keys()}
-    return agg_loss(
+    share: Tensor = agg_loss(
         loss_mat=loss_term(logps, fields, kl),
         loss_mask=fields["loss_mask"].bool(),
         loss_agg_mode=config.loss_agg_mode,
         **config.global_batch_info,
     )
+    return share
 
 
 def _policy_part(base: Callable[..., Any], config: Any, model_output: Any, data: Any, dp_group: Any) -> Any:
@@ -165,7 +166,7 @@ def _without_drifted(model_output: Any, data: Any, settings: Settings) -> tuple[
     return data, {name: Metric(value=dropped, aggregation=AggregationType.MEAN)}
 
 
-@register_policy_loss(OWN_LOSS)  # type: ignore[untyped-decorator]
+@register_policy_loss(OWN_LOSS)
 def bypass_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -97,8 +97,12 @@ class PreflightMixin(_Host):
         self._readings: dict[str, Any] = {"trainer": trainers[0], "engine": engines[0]}
         for report in self._rollouts:
             if "server" in report:
-                given = {"config": self._block, "trainer_dtype": compute_dtype(trainers[0])}
-                check_server(report["server"], sends_all_weights=True, **given).raise_for_problems()
+                check_server(
+                    report["server"],
+                    config=self._block,
+                    trainer_dtype=compute_dtype(trainers[0]),
+                    sends_all_weights=True,
+                ).raise_for_problems()
         if self._block.precision is not None:
             policy = PrecisionPolicy(self._block.precision.dtype)
             for trainer in trainers:

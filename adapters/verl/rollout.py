@@ -17,6 +17,9 @@ from mismatch_ext.versions import require
 class RolloutExtension(vLLMColocateWorkerExtension):
     """verl's extension of vLLM's worker, which also says what the worker runs with."""
 
+    # vLLM adds this class to the bases of its worker.
+    model_runner: Any
+
     def mismatch_report(self) -> dict[str, Any]:
         """Return dtypes and modes that this worker really uses, and the block that it knows."""
         runner = self.model_runner

@@ -65,7 +65,8 @@ def _is_prepared(config: DictConfig) -> bool:
 
 
 def _prepare(config: DictConfig) -> None:
-    block = MismatchConfig.parse(OmegaConf.to_container(config.mismatch, resolve=True))
+    given: Any = OmegaConf.to_container(config.mismatch, resolve=True)  # whatever the user wrote; `parse` checks it
+    block = MismatchConfig.parse(given)
     assert block is not None
     engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
     for peer in ("torch", "verl", "transformers", *([engine] if engine in PEERS else [])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, ReadinessError
@@ -25,17 +25,36 @@ from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.versions import require
 
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.verl.megatron_engine import MismatchMegatronEngine
+
 # Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off.
 SURPLUS_MASS = 1e-4
 
 register_engine()
 
 F = TypeVar("F", bound=Callable[..., Any])
-on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)
+# verl adds the members of Dispatch as it is imported.
+on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
 
 
 class MismatchWorker(ActorRolloutRefWorker):
     """verl's worker with the block: what it has built is looked at before the first step."""
+
+    @property
+    def _actor(self) -> TrainingWorker:
+        assert self.actor is not None
+        return self.actor
+
+    @property
+    def _engine(self) -> MismatchFSDPEngine | MismatchMegatronEngine:
+        """The actor's engine, which `init_model` has looked at."""
+        return cast("MismatchFSDPEngine | MismatchMegatronEngine", self._actor.engine)
+
+    @property
+    def _fsdp(self) -> MismatchFSDPEngine:
+        assert isinstance(self._actor.engine, MismatchFSDPEngine)
+        return self._actor.engine
 
     @property
     def _megatron(self) -> bool:
@@ -59,13 +78,13 @@ class MismatchWorker(ActorRolloutRefWorker):
         super().init_model()
         if "actor" not in self.role:
             return
-        engine = self.actor.engine
+        engine: object = self._actor.engine
         if not isinstance(engine, expected):
             raise ConfigError(
                 f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {expected.__name__}, "
                 "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
             )
-        self.actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
+        self._actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
         self._check_readiness(block)
 
     def _check_readiness(self, block: MismatchConfig) -> None:
@@ -75,7 +94,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         dtype = block.precision.dtype
         shards = (
             (name, getattr(p, "to_local", lambda p=p: p)().detach())
-            for name, p in self.actor.engine.module.named_parameters()
+            for name, p in self._engine.module.named_parameters()
         )
         report = ReadinessReport.of(weights=scan_weights(shards, dtype), activations=[], dtype=dtype)
         if report.verdict == "not ready":
@@ -87,24 +106,24 @@ class MismatchWorker(ActorRolloutRefWorker):
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:
         """Return what is active in this process, read back from the live objects."""
-        engine = self.actor.engine
+        engine = self._engine
         live = (
             megatron_report(engine)
             if self._megatron
-            else {"trainer": asdict(self._reading()), **engine.mismatch_report()}
+            else {"trainer": asdict(self._reading()), **self._fsdp.mismatch_report()}
         )
         return {
             "pid": os.getpid(),
             "rank": self.rank,
             "block": digest(active_block()),
             "engine": type(engine).__name__,
-            "loss": getattr(self.actor.loss_fn, "func", self.actor.loss_fn).__module__,
+            "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
             "versions": {peer: require(peer) for peer in ("verl", "torch", "transformers")},
             **live,
         }
 
     def _reading(self) -> TrainerReading:
-        engine = self.actor.engine
+        engine = self._fsdp
         device = torch.device(get_device_name())
         return read_trainer(
             engine.module,
@@ -120,7 +139,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         Every rank takes part: the forward pass of a sharded model is collective.
         """
         with self._scoring() as score:
-            return score(score_tokens, torch.tensor(token_ids)).tolist()
+            logprobs: list[list[float]] = score(score_tokens, torch.tensor(token_ids)).tolist()
+        return logprobs
 
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
@@ -148,17 +168,17 @@ class MismatchWorker(ActorRolloutRefWorker):
         return asdict(found)
 
     def _scoring(self) -> Any:
-        return _Scoring(self.actor.engine)
+        return _Scoring(self._engine)
 
     @on_all_ranks
     def mismatch_update_lr(self, **statistics: float) -> dict[str, float]:
         """Let statistics of the batch, the same on all ranks, lead the rate of the update that learns from it."""
-        return dict(self.actor.engine.mismatch_update_lr(**statistics))
+        return dict(self._engine.mismatch_update_lr(**statistics))
 
     @on_all_ranks
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what the engine measured since the last call."""
-        return dict(self.actor.engine.mismatch_metrics())
+        return dict(self._engine.mismatch_metrics())
 
 
 def _megatron_engine(block: MismatchConfig) -> type[Any]:
@@ -182,7 +202,8 @@ class _Scoring:
         self._mode.__enter__()
         # Every rank scores all tokens by itself.
         self._sequence_parallel = get_ulysses_sequence_parallel_group()
-        set_ulysses_sequence_parallel_group(None)
+        # verl annotates no None, which is what its own getter returns without sequence parallelism.
+        set_ulysses_sequence_parallel_group(None)  # type: ignore[arg-type]
         engine, device_type = self._engine, get_device_name()
 
         def score(function: Callable[..., Any], token_ids: torch.Tensor) -> Any:
@@ -198,5 +219,5 @@ class _Scoring:
         for module in self._engine.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # no backward pass follows that would do it
-        set_ulysses_sequence_parallel_group(self._sequence_parallel)
+        set_ulysses_sequence_parallel_group(self._sequence_parallel)  # type: ignore[arg-type]
         self._mode.__exit__(*error)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
+    from vllm.inputs import TokensPrompt
+    from vllm.logprobs import Logprob
 
 
 def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
@@ -27,10 +29,16 @@ def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+    prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     rows = [
-        [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)]
+        [entry[token].logprob for entry, token in zip(_after_first(out), ids[1:], strict=True)]
         for out, ids in zip(outputs, token_ids, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def _after_first(output: RequestOutput) -> list[dict[int, Logprob]]:
+    """Return the prompt's log-probabilities without the first token's, which has none."""
+    assert output.prompt_logprobs is not None  # asked for
+    return [entry for entry in output.prompt_logprobs[1:] if entry is not None]

@@ -88,7 +88,7 @@ def captured_outputs(llm: LLM, *, version: int | Callable[[], int] | None = None
             outputs.extend(result)
         return result
 
-    llm.generate = generate  # type: ignore[method-assign, assignment]
+    llm.generate = generate  # type: ignore[method-assign]
     try:
         yield outputs
     finally:
@@ -96,7 +96,7 @@ def captured_outputs(llm: LLM, *, version: int | Callable[[], int] | None = None
         # Whoever shadowed it after us still calls us: that shadow stays, and we only pass its calls on.
         if vars(llm).get("generate") is generate:
             if before is None:
-                del llm.generate  # type: ignore[method-assign]
+                del llm.generate
             else:
                 llm.generate = before  # type: ignore[method-assign]
 

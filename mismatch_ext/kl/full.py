@@ -64,7 +64,7 @@ def kl_full(
         raise RecordError(f"mask {list(mask.shape)} does not fit logits {list(logits.shape)}; it must be [..., T].")
     chunk = chunk_tokens or max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // logits.shape[-1])
     wanted = None if mask is None else mask.bool()
-    kl: Tensor = _FullKl.apply(logits, ref_logits.detach(), wanted, float(temperature), chunk)  # type: ignore[no-untyped-call]
+    kl: Tensor = _FullKl.apply(logits, ref_logits.detach(), wanted, float(temperature), chunk)
     if not bool(torch.isfinite(kl).all()):
         place = [int(x) for x in (~torch.isfinite(kl.detach())).nonzero()[0]]
         raise NonFiniteLogprobError(
@@ -190,7 +190,7 @@ def _chunks(tokens: int, wanted: Tensor | None, chunk: int, device: torch.device
     if wanted is None or bool(wanted.all()):
         yield from (slice(first, first + chunk) for first in range(0, tokens, chunk))
     elif bool(wanted.any()):
-        yield from torch.split(wanted.nonzero()[:, 0].to(device), chunk)  # type: ignore[no-untyped-call]
+        yield from torch.split(wanted.nonzero()[:, 0].to(device), chunk)
 
 
 def _difference(logits: Tensor, reference: Tensor, dtype: torch.dtype, temperature: float) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,8 @@ def _difference(logits: Tensor, reference: Tensor, dtype: torch.dtype, temperatu
 def _divergence(d: Tensor, p: Tensor, reference: Tensor, temperature: float) -> Tensor:
     """Return the KL of each token `[n]`; `reference` are its logits, read in the rare case alone."""
     if bool(d.amin() > FAR):
-        return torch.linalg.vecdot(p, torch.neg(d).expm1_().add_(d))
+        value: Tensor = torch.linalg.vecdot(p, torch.neg(d).expm1_().add_(d))
+        return value
     # Where pi is far below pi_ref, pi underflows while pi exp(-d) = pi_ref counts: the same term written from pi_ref's side.
     # Vocabulary without probability on either side (d is NaN, pi_ref is 0) adds nothing.
     q = torch.softmax(reference.to(d.dtype) / temperature, -1)

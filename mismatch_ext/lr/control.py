@@ -244,7 +244,7 @@ def _times(rates: list[Any], multiplier: float) -> list[Any]:
 def _reporting(kind: type[Any], control: LrControl) -> type[Any]:
     """Return a scheduler class that reports the applied rate; an attribute of the instance would enter its state_dict."""
 
-    class Reporting(kind):
+    class Reporting(kind):  # type: ignore[misc]  # whose class the base is, the user says
         def step(self, *args: Any, **kwargs: Any) -> Any:
             control._restore()
             result = super().step(*args, **kwargs)

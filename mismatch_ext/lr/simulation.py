@@ -33,7 +33,8 @@ def wandering(rng: np.random.Generator, steps: int) -> Array:
 
 def surging(rng: np.random.Generator, steps: int) -> Array:
     """From 1000 to 3500 tokens over steps 100 to 130, as in arXiv 2602.01826 (from 1000 to 3000-4000 at about 100)."""
-    return np.interp(np.arange(steps), [100, 130], [1000.0, 3500.0])
+    lengths: Array = np.interp(np.arange(steps), [100, 130], [1000.0, 3500.0])
+    return lengths
 
 
 def stepping(rng: np.random.Generator, steps: int) -> Array:

@@ -196,7 +196,7 @@ def first_duplicate(ids: Ids) -> int | None:
     All ids are compared with those 1 to K - 1 places later, along one flat array, and pairs that straddle two rows are
     dropped: contiguous passes, ten times faster than sorting rows of a few ids.
     """
-    top_k = ids.shape[1]
+    top_k: int = ids.shape[1]
     flat = ids.reshape(-1)
     inside = _inside(top_k)
     buffer = np.empty(inside.shape[1], np.bool_)

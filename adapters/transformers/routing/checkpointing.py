@@ -24,5 +24,5 @@ def runs_unbound(gradients: bool) -> bool:
     """
     if gradients and not torch.is_grad_enabled():
         return True  # as reentrant checkpoints run
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")

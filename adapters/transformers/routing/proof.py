@@ -184,7 +184,8 @@ def gradient_error(model: nn.Module, trace: RoutingTrace, gradients: dict[str, T
 
 
 def _unit(whole: list[Tensor], part: Tensor) -> Tensor:
-    return part / torch.stack([x.norm() for x in whole]).norm()
+    scaled: Tensor = part / torch.stack([x.norm() for x in whole]).norm()
+    return scaled
 
 
 def router_parameters(model: nn.Module, layout: MoeLayout) -> dict[str, nn.Parameter]:

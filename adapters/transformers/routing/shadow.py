@@ -77,7 +77,8 @@ def uncompiled(function: Call, *, inside: bool = False) -> Call:
     """
     # Imports torch._dynamo, which takes seconds, but which transformers' models have imported before.
     compiler: Any = torch.compiler
-    return compiler.disable(function, recursive=not inside)
+    hidden: Call = compiler.disable(function, recursive=not inside)
+    return hidden
 
 
 @cache

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
 from types import CodeType
 
 from torch import nn
 
 # Ways of choosing that are no top-k over scores: a sampler, the best one, or a table of token ids.
 _OTHERS = {"sparsemixer", "argmax", "max", "route_tokens", "tid2eid", "multinomial"}
+# Answers by class.
+_CALLS_TOPK: dict[type[nn.Module], bool] = {}
 
 
-@cache
 def calls_topk(kind: type[nn.Module]) -> bool:
     """Tell whether a class's forward, or a method of its own that it calls, directly or not, names `topk`."""
+    if kind not in _CALLS_TOPK:
+        _CALLS_TOPK[kind] = _reaches_topk(kind)
+    return _CALLS_TOPK[kind]
+
+
+def _reaches_topk(kind: type[nn.Module]) -> bool:
     methods: dict[str, set[str]] = {}
     for owner in reversed(kind.__mro__):
         if owner in nn.Module.__mro__:

@@ -129,8 +129,8 @@ class Family:
             devices=[]
         ):  # vectors keep what the family initialises them with, which may be random
             torch.manual_seed(1)
-            model = self.model._from_config(config, attn_implementation="eager", dtype=torch.float32)
-        model = model.to(dtype).train()
+            built = self.model._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model: nn.Module = built.to(dtype).train()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():

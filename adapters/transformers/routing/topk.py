@@ -49,7 +49,7 @@ class AnsweredTopK(TorchFunctionMode):
             return func(*args, **kwargs)
         self.calls += 1
         values, self.chosen = self._select(scores, partial(func, *args, **kwargs))
-        return torch.return_types.topk((values, self.chosen))  # type: ignore[attr-defined]
+        return torch.return_types.topk((values, self.chosen))
 
 
 def _arguments(input: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> tuple[Tensor, int, int]:

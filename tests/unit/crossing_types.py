@@ -1,0 +1,46 @@
+"""Types of ours and of the peers where files meet: mypy reads this file, and an import that it does not follow is an Any here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import assert_type
+
+from mismatch_ext.adapters.sglang import ServerProblem, ServerVerdict
+from mismatch_ext.adapters.transformers.routing import moe_layout
+from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, Router
+from mismatch_ext.adapters.trl import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.host import step_of_checkpoint
+from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer
+from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine
+from mismatch_ext.adapters.verl.trainer import MismatchTrainer as MismatchVerlTrainer
+from mismatch_ext.adapters.vllm.probes import score_tokens
+from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from torch import Tensor, nn
+from transformers import TrainerState
+from vllm import LLM
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.patching import Patch
+
+
+def ours(model: nn.Module, llm: LLM, verdict: ServerVerdict) -> None:
+    """From each adapter and from the patches."""
+    assert_type(moe_layout(model), MoeLayout)
+    assert_type(moe_layout(model).routers, tuple[Router, ...])
+    assert_type(score_tokens(llm, [[1, 2]]), Tensor)
+    assert_type(verdict.problems, tuple[ServerProblem, ...])
+    assert_type(step_of_checkpoint(True, "runs"), int | None)
+    assert_type(engine_arguments({}), Patch)
+
+
+def derived(
+    config: MismatchGRPOConfig, trainer: MismatchGRPOTrainer, engine: MismatchFSDPEngine, verl: MismatchVerlTrainer
+) -> None:
+    """From classes of ours, and from the peers' that they derive from."""
+    assert_type(config.mismatch_block(), MismatchConfig | None)
+    assert_type(config.beta, float)
+    assert_type(trainer._run_dir, Path)
+    assert_type(trainer.state, TrainerState)
+    assert_type(trainer.model, nn.Module)
+    assert_type(engine.block, MismatchConfig | None)
+    assert_type(verl.global_steps, int)
