@@ -19,6 +19,7 @@ from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.recorder import RunRecorder
 
 if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.generation import CheckedGeneration
     from trl import GRPOTrainer as _Host
 else:
     _Host = object
@@ -36,7 +37,7 @@ class CheckpointMixin(_Host):
     _alarms: AlarmCallback
     _run_dir: Path
     _saved_step: int
-    vllm_generation: Any
+    vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
 
     @property
     def _output_dir(self) -> str:

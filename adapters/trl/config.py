@@ -1,7 +1,5 @@
 """TRL's configurations with one more field: the `mismatch:` block."""
 
-# mypy: disable-error-code="has-type"
-
 from __future__ import annotations
 
 import contextlib

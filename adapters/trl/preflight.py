@@ -52,7 +52,7 @@ class PreflightMixin(_Host):
     _unwritten: list[str]
     _routing: RoutingReplay | None
     _alarms: AlarmCallback
-    vllm_generation: Any
+    vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
     model: nn.Module
 
     @property

@@ -23,6 +23,7 @@ from mismatch_ext.errors import ConfigError, ReplayError
 from mismatch_ext.routing import Agreement, RoutingTrace
 
 if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.generation import CheckedGeneration
     from trl import GRPOTrainer as _Host
 else:
     _Host = object
@@ -37,7 +38,7 @@ class RoutingMixin(_Host):
     # Routes of the micro-batch whose loss is being computed.
     _routes: Sequence[RoutingTrace] | None = None
     _eval_split: str
-    vllm_generation: Any
+    vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
     # From construction on there is one.
     model: nn.Module
 
@@ -62,9 +63,12 @@ class RoutingMixin(_Host):
         assert routing is not None
         if routing.traces is None and routing.config.mode == "R3":
             records, version = self.vllm_generation.records, self.vllm_generation.weight_version
+            routes = []
             for record in records:
+                assert record.routing is not None  # recorded, or refused, where CheckedGeneration has a layout
                 record.routing.expect_version(version)
-            routing.traces = share([record.routing for record in records], [record.prompt_ids for record in records])
+                routes.append(record.routing)
+            routing.traces = share(routes, [record.prompt_ids for record in records])
         return routing.traces
 
     def _get_per_token_logps_and_entropies(

@@ -347,5 +347,5 @@ class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):
     """Drop-in `GRPOTrainer` that takes a `MismatchGRPOConfig`."""
 
 
-class MismatchRLOOTrainer(MismatchTrainerMixin, RLOOTrainer):
+class MismatchRLOOTrainer(MismatchTrainerMixin, RLOOTrainer):  # type: ignore[misc]  # vllm_generation, as in PreflightMixin
     """Drop-in `RLOOTrainer` that takes a `MismatchRLOOConfig`: precision, routing, lr and monitor."""

@@ -184,7 +184,16 @@ R3 = {"mode": "R3"}
             r"generation_kwargs\['routed_experts_prompt_start'\]=3",
         ),
     ],
-    ids=["tools", "bypassed", "tensor parallel", "continuous batching", "no gap", "no reference", "no prompt rows", "as JSON"],
+    ids=[
+        "tools",
+        "bypassed",
+        "tensor parallel",
+        "continuous batching",
+        "no gap",
+        "no reference",
+        "no prompt rows",
+        "as JSON",
+    ],
 )
 def test_what_routing_cannot_follow_is_refused(
     run: Run, moe: Path, tmp_path: Path, settings: dict[str, Any], message: str
