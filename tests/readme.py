@@ -16,7 +16,7 @@ COMMANDS += re.findall(r"`(make [^`]+)`", re.sub(r"```.*?```", "", README, flags
 PYTHON = [block for language, block in BLOCKS if language == "python"]
 
 
-def shell(command: str, timeout: float = 1400, **env: str) -> str:
+def shell(command: str, timeout: float = 3400, **env: str) -> str:
     """Run a command in the checkout with its environment first on the path, and return what it printed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

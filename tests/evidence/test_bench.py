@@ -9,7 +9,7 @@ import pytest
 
 from tests.readme import shell
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_costs_beside_what_others_have(evidence: Callable[..., None]) -> None:

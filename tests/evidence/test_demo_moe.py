@@ -11,7 +11,7 @@ from tests.evidence import judges
 from tests.evidence.test_demo import SPLITS, WITH_EXPERTS, gaps
 from tests.readme import ROOT, in_readme, shell
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_the_demo_trains_with_experts(evidence: Callable[..., None]) -> None:

@@ -12,7 +12,7 @@ from tests.evidence import judges
 from tests.readme import shell
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_dense_fp16(tmp_path: Path, evidence: Callable[..., None]) -> None:

@@ -13,7 +13,7 @@ from tests.readme import ROOT, shell
 COMMAND = (
     "python -m benchmarks.lr_gap --seeds 1 --steps 16 --engines bf16 trainer --rates off on --out runs/lr_gap_quick"
 )
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_the_control_has_no_gap_and_the_rate_is_led(evidence: Callable[..., None]) -> None:

@@ -10,7 +10,7 @@ from tests.models import tiny_model
 from tests.peers.test_readme import EVERY_LANDING
 from tests.readme import PYTHON, in_readme, run_block, shell
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("block", sorted(set(range(len(PYTHON))) - set(EVERY_LANDING)))

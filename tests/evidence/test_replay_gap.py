@@ -12,7 +12,7 @@ from tests.readme import ROOT, in_readme, shell
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
 COLUMNS = {"mean |Δlogp|": "logp_abs_diff_mean", "largest |Δlogp|": "logp_abs_diff_max", "k3": "k3_kl", "F(2)": "f_2"}
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_replay_lowers_k3_after_training(evidence: Callable[..., None]) -> None:
