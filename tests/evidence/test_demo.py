@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.evidence import judges
-from tests.readme import ROOT, in_readme, shell
+from tests.readme import ROOT, shell
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
 WITH_EXPERTS = ("bf16", "bf16-r3", "fp16-r3", "fp32-r3")
