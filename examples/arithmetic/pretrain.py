@@ -33,7 +33,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
@@ -187,6 +186,15 @@ def default_threads() -> int:
     return min(2, os.cpu_count() or 1)
 
 
+def _processor() -> str:
+    """The processor's name, or its architecture where the package that knows the name is not installed."""
+    try:
+        import cpuinfo
+    except ImportError:
+        return platform.machine()
+    return str(cpuinfo.get_cpu_info().get("brand_raw", platform.machine()))
+
+
 def _train_into(directory: Path, recipe: Recipe, threads: int, progress: bool) -> None:
     """Train, evaluate and save one checkpoint with its training.json."""
     with _quiet_and_contained(threads):
@@ -201,7 +209,7 @@ def _train_into(directory: Path, recipe: Recipe, threads: int, progress: bool) -
         "recipe": asdict(recipe),
         "recipe_key": recipe_key(recipe),
         "cache_key": cache_key(recipe),
-        "machine": cpuinfo.get_cpu_info().get("brand_raw", platform.machine()),
+        "machine": _processor(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
