@@ -24,6 +24,7 @@ class Seams:
         trainer: What holds loss scaler and replay.
         correction, lr, kl: What holds these sections.
         precision: What sets dtypes, or "" where they are only audited.
+        sampler: What generates where there is no engine.
     """
 
     trainer: str
@@ -31,6 +32,7 @@ class Seams:
     lr: str
     kl: str
     precision: str = ""
+    sampler: str = "the trainer's own model"
 
 
 def banner(
@@ -66,7 +68,7 @@ def banner(
     else:
         set_by = f"   [{seams.precision}]" if seams.precision else ""
         lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides{set_by}")
-    lines += _mitigations(block, seams, "transformers' generation" if engine is None else engine["engine"])
+    lines += _mitigations(block, seams, seams.sampler if engine is None else engine["engine"])
     if engine is not None:
         lines.append(f"  monitor    gap measured {measured}; weight sync check: {block.monitor.weight_sync}")
     lines += monitor_lines(monitor, run_dir)
@@ -90,7 +92,7 @@ def _mitigations(block: MismatchConfig, seams: Seams, sampler: str) -> list[str]
     if block.kl is not None:
         kl = block.kl
         form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{seams.kl}]"
-        lines.append(f"  kl         {'TRL, unchanged   [native]' if kl.preset else form}")
+        lines.append(f"  kl         {f'{kl.preset.upper()}, unchanged   [native]' if kl.preset else form}")
     return lines
 
 

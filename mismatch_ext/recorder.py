@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ def ensure_writable(run_dir: Path) -> None:
             pass
     except OSError as error:
         raise RunDirectoryError(
-            f"run directory {run_dir} is not writable: {error.strerror or error}. Set mismatch.monitor.run_dir (or "
-            "output_dir) to a folder that can be written."
+            f"run directory {run_dir} is not writable: {error.strerror or error}. Set mismatch.monitor.run_dir to a folder that "
+            "can be written."
         ) from error
 
 
@@ -85,7 +86,7 @@ class RunRecorder:
         self._gather = gather
         self._stream: RunStream | None = None
         self._aside: Path | None = None
-        self._started = self._begun = False
+        self._started = self._begun = self._evaluating = self._evaluated = False
         self._created = 0
         self._early_events: list[tuple[Any, ...]] = []
         self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
@@ -105,8 +106,12 @@ class RunRecorder:
         if self._begun and self._stream is not None:
             self._stream.close()
             self._stream = self._aside = None
+            self._evaluated = False
         self._begun = True
         self.start(resume_step)
+        if self._evaluated:
+            self._evaluated = False
+            self.event(resume_step or 0, "info", "training", "a training begins after the evaluation above.")
 
     def start(self, resume_step: int | None = None) -> None:
         """Open the metrics file: until now it was not known whether this run resumes another.
@@ -129,7 +134,7 @@ class RunRecorder:
         """Continue the run that was set aside for an evaluation, and add that evaluation to it."""
         assert self._stream is not None
         self._stream.close()
-        evaluated = read_run(self.run_dir)
+        evaluated, self._evaluated = read_run(self.run_dir), False
         aside.replace(self.run_dir / METRICS_FILE)
         self._aside = None
         self._stream = RunStream.open(self.run_dir, header=self._header(), resume_step=resume_step)
@@ -210,6 +215,31 @@ class RunRecorder:
         """Write how training ended."""
         if self._is_main_process:
             self.stream.end(step, status, message)
+
+    @contextlib.contextmanager
+    def evaluation(self, step: int) -> Iterator[None]:
+        """Write how an evaluation ended, unless it is a part of another one or of a training.
+
+        Args:
+            step: Finished optimizer steps of the weights.
+        """
+        self.start()
+        if self._begun or self._evaluating:
+            yield
+            return
+        status, message = "completed", ""
+        self._evaluating = self._evaluated = True
+        try:
+            yield
+        except BaseException as error:
+            status, message = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._evaluating = False
+            if self._is_main_process:
+                # A full disk must not take the place of the error in flight.
+                with contextlib.suppress(RunDirectoryError) if message else contextlib.nullcontext():
+                    self.stream.end(step, status, message, of="evaluation")
 
     @property
     def stream(self) -> RunStream:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.host_names import HostNames, Role, names_of
 
 METRICS_FILE = "metrics.jsonl"
 SCHEMA = 1
 LEVELS = ("info", "warning", "error")
 STATUSES = ("completed", "failed")
+ENDED = ("training", "evaluation")
 SPLIT_PATTERN = re.compile(r"train|eval/\S.*")
 # Largest integer that JSON readers in other languages keep exactly.
 MAX_STEP = 2**53
@@ -72,12 +74,17 @@ class EventRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord:
-    """The line a run writes last; a run that was killed has none."""
+    """The line a run writes last; a run that was killed has none.
+
+    `of` says what ended: a training, or an evaluation without one. Lines after the end of an evaluation (a training that
+    began after all) undo it.
+    """
 
     segment: int
     step: int
     status: str
     message: str
+    of: str = "training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +110,27 @@ class RunData:
         """Header of the last segment, or an empty dict when none could be read."""
         return self.headers[-1] if self.headers else {}
 
+    @property
+    def names(self) -> HostNames:
+        """What the host of this run calls its own metrics."""
+        return names_of(self.header)
+
     def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
-        """Return the steps at which a metric was logged and its values, None where it was not finite."""
-        rows = [r for r in self.steps if r.split == split and name in r.metrics]
-        return [r.step for r in rows], [r.metrics[name] for r in rows]
+        """Return the steps at which a metric was logged and its values, None where it was not finite.
+
+        Args:
+            name: As it was logged, or a `Role`, whatever the host calls that.
+            split: "train" or "eval/<name>".
+        """
+        logged = self.names.of(name) if isinstance(name, Role) else name
+        rows = [r for r in self.steps if r.split == split and logged in r.metrics]
+        steps, values = [r.step for r in rows], [r.metrics[logged] for r in rows]
+        if name is Role.LEARNING_RATE and self.names.next_rate:
+            # What was logged at a step is the rate of the next one; the last is of a step that was not taken.
+            logged_at = dict(zip(steps, values, strict=True))
+            steps = [step for step in steps if step - 1 in logged_at]
+            values = [logged_at[step - 1] for step in steps]
+        return steps, values
 
 
 def find_runs(directory: str | Path) -> dict[str, Path]:
@@ -132,7 +156,7 @@ def find_runs(directory: str | Path) -> dict[str, Path]:
     if not found:
         raise RunDirectoryError(
             f"{root} holds no {METRICS_FILE}, and none of its sub-folders does; give the run directory "
-            f"(`mismatch.monitor.run_dir`, by default <output_dir>/mismatch) or a folder of run directories."
+            f"(`mismatch.monitor.run_dir`, by default `mismatch` in the trainer's output folder) or a folder of run directories."
         )
     return found
 
@@ -287,11 +311,14 @@ class _Reader:
         if kind not in ("step", "profile", "scatter", "event", "end"):
             raise ValueError(f"unknown kind {_short(kind)}")
         at: dict[str, Any] = {"segment": _integer(line, "segment"), "step": _integer(line, "step")}
+        if self.ends and self.ends[-1].of == "evaluation" and self.ends[-1].segment == at["segment"]:
+            self.ends.pop()
         if kind == "event":
             at |= {"level": _text(line, "level", LEVELS), "name": _text(line, "name")}
             self.events.append(EventRecord(**at, message=_text(line, "message"), data=line.get("data")))
         elif kind == "end":
             at |= {"status": _text(line, "status", STATUSES), "message": _text(line, "message")}
+            at["of"] = _text(line, "of", ENDED) if "of" in line else ENDED[0]
             self.ends.append(EndRecord(**at))
         else:
             self._add_measured(number, kind, line, {**at, "split": _text(line, "split", SPLIT_PATTERN)})

@@ -4,13 +4,13 @@ Each line is one strict JSON object, written with a single write call, so a kill
 last line. A resumed run cuts that line off and appends a new segment; what was written is never rewritten.
 
     header   {"kind", "schema": 1, "segment", "time", ["resume_step"], "run": {"name", "host"},
-              "trainer": {"dtype", ...}, "engine": {"dtype", ...}, "patches": [{"name", "target", "digest"}],
-              "config": {...}, "versions": {package: version}}
+              "names": {role: name in the log}, "trainer": {"dtype", ...}, "engine": {"dtype", ...},
+              "patches": [{"name", "target", "digest"}], "config": {...}, "versions": {package: version}}
     step     {"kind", "segment", "step", "split", "metrics": {name: number or null}, ["nonfinite": [name]]}
     profile  {"kind", "segment", "step", "split", "profiles": {"position": {...}, "probability": {...}}}
     scatter  {"kind", "segment", "step", "split", "rollout_logprobs": [...], "old_logprobs": [...]}
     event    {"kind", "segment", "step", "level", "name", "message", "data"}
-    end      {"kind", "segment", "step", "status", "message"}
+    end      {"kind", "segment", "step", "status", "message", ["of": "evaluation"]}
 
 `split` is "train" or "eval/<name>". A NaN or infinite number is written as null and named in `nonfinite`.
 """
@@ -31,6 +31,7 @@ import numpy as np
 
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.rundata import (
+    ENDED,
     LEVELS,
     MAX_STEP,
     METRICS_FILE,
@@ -64,7 +65,7 @@ class RunStream:
 
         Args:
             run_dir: Folder to create or to continue.
-            header: JSON-able description: `run`, `trainer`, `engine`, `patches`, `config`, `versions`.
+            header: JSON-able description: `run`, `names`, `trainer`, `engine`, `patches`, `config`, `versions`.
             resume_step: Last optimizer step in the checkpoint that is resumed; None starts a new run.
 
         Raises:
@@ -150,11 +151,14 @@ class RunStream:
         line: dict[str, Any] = {"level": level, "name": name, "message": message, "data": body}
         self._write("event", line | ({"nonfinite": nonfinite} if nonfinite else {}), step)
 
-    def end(self, step: int, status: str, message: str = "") -> None:
-        """Write the line that says how the run ended; `status` is completed or failed."""
+    def end(self, step: int, status: str, message: str = "", *, of: str = "training") -> None:
+        """Write the line that says how the run ended; `status` is completed or failed, `of` training or evaluation."""
         if status not in STATUSES:
             raise RecordError(f"end status {status!r} is not allowed; allowed: {', '.join(STATUSES)}.")
-        self._write("end", {"status": status, "message": message}, step)
+        if of not in ENDED:
+            raise RecordError(f"end of {of!r} is not allowed; allowed: {', '.join(ENDED)}.")
+        line = {"status": status, "message": message}
+        self._write("end", line if of == ENDED[0] else line | {"of": of}, step)
         self._ended = True
 
     def close(self) -> None:

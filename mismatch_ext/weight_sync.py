@@ -245,7 +245,7 @@ class WeightSyncChecker:
         if verdict.status == "stale":
             raise WeightSyncError(
                 f"{verdict.message} The update did not reach the weights that the engine computes with: "
-                "check that sync_weights runs after each optimizer step, that the engine reloads its "
+                "check that the weights are sent after each optimizer step, that the engine reloads its "
                 "packed or captured copies, that it was awake, and that its prefix cache was reset."
             )
         if verdict.status == "garbled":

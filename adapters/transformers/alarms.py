@@ -10,6 +10,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mismatch_ext.config import MonitorConfig
+from mismatch_ext.host_names import TRL
 from mismatch_ext.monitor import Alarm, Monitor
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class AlarmCallback(TrainerCallback):
 
     def __init__(self, config: MonitorConfig, event: Sink) -> None:
         self.config = config
-        self.monitor = Monitor(config)
+        self.monitor = Monitor(config, TRL)
         self.stopped: str | None = None
         self._unsaved = False
         self._resumed = False
@@ -44,7 +45,7 @@ class AlarmCallback(TrainerCallback):
 
     def resume(self, saved: Mapping[str, Any] | None, step: int) -> None:
         """Go on from the state that a checkpoint of some step holds; None begins anew."""
-        self.monitor, self._resumed = Monitor(self.config), True
+        self.monitor, self._resumed = Monitor(self.config, TRL), True
         if saved is None:
             return
         anew = self.monitor.load_state_dict(saved)
@@ -62,7 +63,7 @@ class AlarmCallback(TrainerCallback):
     ) -> None:
         """Begin without the alarms of an earlier training, and with losses logged as they are."""
         if not self._resumed:
-            self.monitor = Monitor(self.config)
+            self.monitor = Monitor(self.config, TRL)
         self.stopped, self._unsaved, self._resumed, self._looked = None, False, False, False
         # transformers logs 0 for a loss that is NaN, unless told not to.
         args.logging_nan_inf_filter = False

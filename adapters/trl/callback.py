@@ -23,6 +23,7 @@ from transformers.trainer_callback import ExportableState
 from mismatch_ext.banner import monitor_lines, print_closing, rule_of
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import TRL
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.versions import installed
@@ -242,6 +243,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
                 "device": f"{device.type} ({platform.processor() or platform.machine()})",
                 "seed": args.seed,
             },
+            "names": TRL.to_dict(),
             "trainer": asdict(read_trainer(model, autocast, None, device)),
             "engine": None,
             "patches": [],

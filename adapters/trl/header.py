@@ -8,12 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_ext.banner import Seams
+from mismatch_ext.host_names import TRL
 from mismatch_ext.precision.audit import AuditReport
+from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.versions import installed
 
 REPORTED = ("mismatch-ext", "torch", "transformers", "accelerate", "trl", "vllm")
 
-SEAMS = Seams(trainer="subclass", correction="subclass", lr="callback", kl="subclass")
+SEAMS = Seams(
+    trainer="subclass", correction="subclass", lr="callback", kl="subclass", sampler="transformers' generation"
+)
+
+FIXES = TrainerFixes(
+    autocast_off="Turn mixed precision off (fp16=False, bf16=False)",
+    autocast="Set {flag} and no other half dtype in the trainer's arguments; see that no wrapper ends autocast.",
+    float16_on_cpu="accelerate ignores fp16=True on a CPU without saying so; use mismatch-ext's trainer, which turns autocast "
+    "on, or set accelerator.native_amp=True and a LossScaler('cpu') yourself.",
+    flags=(("float16", "fp16=True"), ("bfloat16", "bf16=True")),
+)
 
 
 def run_header(
@@ -41,6 +53,7 @@ def run_header(
             "device": f"{device.type} ({platform.processor() or platform.machine()})",
             "seed": trainer.args.seed,
         },
+        "names": TRL.to_dict(),
         "trainer": dataclasses.asdict(readings["trainer"]),
         "engine": dataclasses.asdict(readings["engine"]) if "engine" in readings else None,
         "sampling": dataclasses.asdict(trainer._sampling),

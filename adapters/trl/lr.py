@@ -11,6 +11,7 @@ from mismatch_ext.adapters.transformers.lr import LrCallback
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import TRL
 from mismatch_ext.metrics import mismatch_metrics
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
-LENGTH, TRUNCATED = "completions/mean_length", "completions/clipped_ratio"
+LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
 # The threshold of F that leads the rate with `trigger: f_tau`: the tail is thin at 2.
 F_TAU = "f_1.1"
 

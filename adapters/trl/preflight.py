@@ -14,7 +14,7 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocab
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
-from mismatch_ext.adapters.trl.header import SEAMS, run_header
+from mismatch_ext.adapters.trl.header import FIXES, SEAMS, run_header
 from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
@@ -173,7 +173,7 @@ class PreflightMixin(_Host):
         if self._config.precision is None:
             return
         policy = PrecisionPolicy(self._config.precision.dtype)
-        self._audit_report = audit(policy, trainer, reading, sync)
+        self._audit_report = audit(policy, trainer, reading, sync, FIXES)
         self._audit_report.raise_for_findings()
 
     def _scan_readiness(self) -> None:

@@ -286,12 +286,13 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        if self._block is not None:
-            self._recorder.start()
-        outer = getattr(self, "_eval_split", "")
+        if self._block is None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        outer = self._eval_split
         self._eval_split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
         try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            with self._recorder.evaluation(self.state.global_step):
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._eval_split = outer
 

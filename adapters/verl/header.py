@@ -10,11 +10,22 @@ from omegaconf import DictConfig
 
 from mismatch_ext.banner import Seams
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.host_names import VERL
 from mismatch_ext.precision.audit import AuditReport
+from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.versions import installed
 
 REPORTED = ("mismatch-ext", "torch", "transformers", "verl", "ray")
+
+MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+FIXES = TrainerFixes(
+    masters="Set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
+    autocast_off=f"Set {MIXED}.param_dtype=fp32, or leave it out",
+    autocast=f"Set {MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
+    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
+    reduction=f"Set {MIXED}.reduce_dtype=fp32",
+)
 
 
 def run_header(
@@ -47,6 +58,7 @@ def run_header(
             "device": str(readings["trainer"].device),
             "seed": int(config.actor_rollout_ref.rollout.seed),
         },
+        "names": dataclasses.replace(VERL, next_rate=not logs_applied_rate(report)).to_dict(),
         "trainer": dataclasses.asdict(readings["trainer"]),
         "engine": dataclasses.asdict(readings["engine"]),
         "sampling": dataclasses.asdict(sampling),
@@ -58,6 +70,16 @@ def run_header(
     if audit is not None:
         header["audit"] = audit.to_dict()
     return header
+
+
+def logs_applied_rate(report: Mapping[str, Any]) -> bool:
+    """Return whether `actor/lr` is the rate that an update applied: stock engines log the one of the next.
+
+    Args:
+        report: A worker's own report.
+    """
+    steered = report.get("lr") is not None
+    return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)
 
 
 def seams_of(report: Mapping[str, Any]) -> Seams:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.block import digest
-from mismatch_ext.adapters.verl.header import run_header, seams_of
+from mismatch_ext.adapters.verl.header import FIXES, run_header, seams_of
 from mismatch_ext.adapters.verl.servers import answered, ask_probes, read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.watchdog import Watchdog
 
@@ -107,7 +107,7 @@ class PreflightMixin(_Host):
             policy = PrecisionPolicy(self._block.precision.dtype)
             for trainer in trainers:
                 for engine in engines:
-                    self._audit_report = audit(policy, trainer, engine, None)
+                    self._audit_report = audit(policy, trainer, engine, None, FIXES)
                     self._audit_report.raise_for_findings()
         self._probes = self._draw_probes()
         surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]

@@ -31,15 +31,13 @@ from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
 MEASURED_TOGETHER = 1 << 20
 """Places of a batch that are measured together."""
-
-# What verl calls the metrics that built-in alarms watch by other hosts' names.
-ALIASES = {"grad_norm": "actor/grad_norm", "loss": "actor/loss"}
 
 
 @register_trainer(TRAINER)
@@ -60,7 +58,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         run_dir = block.monitor.run_dir or Path(config.trainer.default_local_dir) / "mismatch"
         self._run_dir = Path(run_dir)
         ensure_writable(self._run_dir)
-        self._monitor = Monitor(block.monitor)
+        self._monitor = Monitor(block.monitor, VERL)
         self._recorder: RunRecorder | None = None
         self._gap: Gap | None = None
         self._watchdog = Watchdog(block.monitor.stall_timeout, self._release_waiting)
@@ -222,8 +220,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
             self._looked = True
             for metric, message in self._monitor.unwatched(numbers).items():
                 self._event("warning", "unwatched", message, {"metric": metric})
-        watched = numbers | {alias: numbers[name] for alias, name in ALIASES.items() if name in numbers}
-        for alarm in self._monitor.observe(global_steps, watched):
+        for alarm in self._monitor.observe(global_steps, numbers):
             self._event(alarm.level, "alarm", alarm.message, alarm.to_dict())
             if alarm.stops:
                 self._stop(alarm.message)

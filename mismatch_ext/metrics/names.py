@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mismatch_ext.host_names import roles_table
 from mismatch_ext.routing.agreement import ROUTING_MEASURES
 
 
@@ -122,4 +123,15 @@ def table() -> str:
     )
     lines += ["", "## Of the mitigations", "", "Logged where the section is on.", "", "| name | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in MITIGATION_MEASURES.items()]
+    lines += [
+        "",
+        "## Of the host",
+        "",
+        "Report and alarms read these metrics of the host's own. An adapter writes their names into the header of a run; a loop of",
+        'one\'s own logs them under the roles\' names, or writes its own there, such as `"names": {"length": "my/length"}`.',
+        "verl's rate is the one that was applied where `lr` or a loss scaler is on; elsewhere stock verl logs the next step's, which",
+        "the report draws one step later.",
+        "",
+        *roles_table(),
+    ]
     return "\n".join(lines)

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from mismatch_ext.host_names import HostNames
 from mismatch_ext.metrics.names import MEASURES
 from mismatch_ext.monitor.defaults import PREFIX
-from mismatch_ext.monitor.rules import Rule, Side, WatchAction, import_function, resolve
+from mismatch_ext.monitor.rules import Rule, Side, WatchAction, import_function, logged_names, resolve
 from mismatch_ext.monitor.state import Watch, read_state, state_of
 from mismatch_ext.routing.agreement import ROUTING_MEASURES
 
@@ -69,13 +70,15 @@ class Monitor:
 
     Args:
         config: The `monitor` section.
+        names: What the host calls its own metrics; None where it logs them under their roles' names.
 
     Raises:
-        ConfigError: A function to call cannot be imported, or is not callable.
+        ConfigError: A function to call cannot be imported, or is not callable; or two alarms name one metric of this host.
     """
 
-    def __init__(self, config: MonitorConfig) -> None:
-        self.rules = resolve(config)
+    def __init__(self, config: MonitorConfig, names: HostNames | None = None) -> None:
+        self.names = HostNames() if names is None else names
+        self.rules = resolve(config, self.names)
         self._functions = {metric: import_function(rule) for metric, rule in self.rules.items()}
         self._watches = {metric: Watch() for metric in self.rules}
         self._call_failed: set[str] = set()
@@ -93,7 +96,7 @@ class Monitor:
         alarms = []
         for metric, rule in self.rules.items():
             watch = self._watches[metric]
-            name, value = _find(rule, watch, metrics)
+            name, value = self._find(rule, watch, metrics)
             if name is None or value is None:
                 continue
             watch.name = name
@@ -113,7 +116,7 @@ class Monitor:
             metric: f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
             f"is never watched; logged are {', '.join(sorted(metrics))}."
             for metric, rule in self.rules.items()
-            if rule.named and metric not in metrics and PREFIX + metric not in metrics
+            if rule.named and not any(name in metrics for name in logged_names(metric, self.names))
         }
 
     @property
@@ -153,6 +156,16 @@ class Monitor:
         self._watches = {metric: saved[metric][1] if metric in fits else Watch() for metric in self.rules}
         return [metric for metric in self.rules if metric in saved and metric not in fits]
 
+    def _find(self, rule: Rule, watch: Watch, metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
+        """Return the name that a rule's metric has in this log, and its value; a name once found is kept to."""
+        if rule.default is not None and rule.default.superseded_by in metrics:
+            return None, None
+        names = logged_names(rule.metric, self.names)
+        for name in (watch.name,) if watch.name in names else names:
+            if name in metrics and (value := _number(metrics[name])) is not None:
+                return name, value
+        return None, None
+
     def _call(self, rule: Rule, alarm: Alarm) -> list[Alarm]:
         function = self._functions[rule.metric]
         if function is None:
@@ -169,17 +182,6 @@ class Monitor:
                 logger.warning(message, exc_info=error)
             return [dataclasses.replace(alarm, status="failed call", message=message)]
         return []
-
-
-def _find(rule: Rule, watch: Watch, metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """Return the name that a rule's metric has in this log, and its value; a name once found is kept to."""
-    if rule.default is not None and rule.default.superseded_by in metrics:
-        return None, None
-    names = (rule.metric, PREFIX + rule.metric) if watch.name is None else (watch.name,)
-    for name in names:
-        if name in metrics and (value := _number(metrics[name])) is not None:
-            return name, value
-    return None, None
 
 
 def _number(value: Any) -> float | None:

@@ -7,14 +7,17 @@ import math
 import shlex
 from collections.abc import Iterable
 
+from mismatch_ext.metrics.names import MEASURES
 from mismatch_ext.monitor.defaults import PREFIX
+from mismatch_ext.monitor.rules import logged_names
 from mismatch_ext.report.summary import ABS_DIFF_MEAN
 from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import run_status
 from mismatch_ext.rundata import METRICS_FILE, EventRecord, RunData
 
 ALARM_EVENT = "alarm"
-TRL_ABS_DIFF = "sampling/sampling_logp_difference/mean"
+# Where ours is not logged: what a host without a block measures itself.
+HOST_ABS_DIFF = MEASURES[ABS_DIFF_MEAN].trl
 
 
 def closing_lines(run: RunData) -> list[str]:
@@ -39,10 +42,11 @@ def _line(name: str, text: str) -> str:
 
 def _status(run: RunData) -> str:
     status = run_status(run)
+    what = run.ends[-1].of if run.ends else "training"
     why = run.ends[-1].message if status != "open" else ""
     said = {"completed": "was stopped" if why else "completed", "failed": "failed", "open": "did not end"}[status]
     last = max([record.step for record in run.steps] + [end.step for end in run.ends], default=0)
-    text = f"mismatch-ext: training {said} after {_count(last, 'step')}"
+    text = f"mismatch-ext: {what} {said} after {_count(last, 'step')}"
     resumed = [header["resume_step"] for header in run.headers if isinstance(header.get("resume_step"), int)]
     if resumed:
         text += f", resumed from {'step' if len(resumed) == 1 else 'steps'} {', '.join(map(str, resumed))}"
@@ -51,7 +55,7 @@ def _status(run: RunData) -> str:
 
 def _gap(run: RunData) -> list[str]:
     lines: list[str] = []
-    for label, names in (("k3", (PREFIX + "k3_kl",)), ("mean |Δlogp|", (PREFIX + ABS_DIFF_MEAN, TRL_ABS_DIFF))):
+    for label, names in (("k3", (PREFIX + "k3_kl",)), ("mean |Δlogp|", (PREFIX + ABS_DIFF_MEAN, HOST_ABS_DIFF))):
         name = next((n for n in names if run.series(n)[0]), None)
         if name is None:
             continue
@@ -126,7 +130,7 @@ def _unwatched(run: RunData) -> list[str]:
     lines = []
     for metric, alarm in alarms.items():
         off = isinstance(alarm, dict) and alarm.get("action") == "off"
-        if off or metric in logged or PREFIX + metric in logged:
+        if off or any(name in logged for name in logged_names(metric, run.names)):
             continue
         short = [name.removeprefix(PREFIX) for name in sorted(logged)]
         near = difflib.get_close_matches(metric.removeprefix(PREFIX), short, n=1)

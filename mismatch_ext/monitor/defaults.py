@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mismatch_ext.host_names import roles_table
+from mismatch_ext.metrics.names import MEASURES
+
 PREFIX = "mismatch/"
 PATIENCE = 3
 
@@ -82,7 +85,7 @@ DEFAULTS: dict[str, DefaultRule] = {
         meaning="optimizer steps were skipped one after another because float16 gradients overflowed",
         advice="look at loss and gradient norm, and lower init_scale or the learning rate",
     ),
-    "sampling/sampling_logp_difference/mean": DefaultRule(
+    MEASURES["logp_abs_diff_mean"].trl: DefaultRule(
         above=0.1,
         source="TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs; the limit is that of slime's CI.",
         meaning="the two sides differ by as much as with stale weights",
@@ -101,7 +104,7 @@ DEFAULTS: dict[str, DefaultRule] = {
         advice="go back to the last checkpoint and look at the log-probabilities and rewards of the batch",
     ),
 }
-"""Rules by metric as it is logged. ESS of sequences has none: in healthy runs it falls with the length of the responses."""
+"""Rules by metric as it is logged, or by role. ESS of sequences has none: in healthy runs it falls with the responses' length."""
 
 
 def table() -> str:
@@ -112,6 +115,10 @@ def table() -> str:
         "Printed by `python -m mismatch_ext.monitor`. Each warns after that many logs in a row; a value that is not finite is",
         "out of bounds under any of them. `mismatch.monitor.alarms` changes them and adds others, `default_alarms: false` leaves",
         "on only those that it names.",
+        "",
+        "Some metrics have another name in each host, and may be named by their role in all of them:",
+        "",
+        *roles_table(),
         "",
         "| metric | out of bounds | logs in a row | it means that | what to do | source |",
         "|---|---|---|---|---|---|",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import HostNames
 from mismatch_ext.monitor.defaults import DEFAULTS, PATIENCE, PREFIX, DefaultRule, bounds_text
 from mismatch_ext.strict import require
 
@@ -29,7 +30,7 @@ class Rule:
     """One alarm with all its keys settled.
 
     Args:
-        metric: Name in the log, or that name without the prefix `mismatch/`.
+        metric: Name in the log, that name without the prefix `mismatch/`, or a role that the host has a name of its own for.
         above: Values greater than this are out of bounds.
         below: Values less than this are out of bounds.
         clear_above: Values at or below this, and not out of bounds, are back from `above`.
@@ -88,20 +89,35 @@ class Rule:
         return f"{self.metric.removeprefix(PREFIX)} {bounds} ({logs}): {action}"
 
 
-def resolve(config: MonitorConfig) -> dict[str, Rule]:
+def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
+    """Return the names by which a rule's metric may be logged, the likelier first.
+
+    Args:
+        metric: As the rule has it.
+        names: What the host calls its own metrics.
+    """
+    return (names.of(metric), PREFIX + metric)
+
+
+def resolve(config: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:
     """Return the rules that are on, by metric: the built-in ones first, then the others that the section names.
+
+    Args:
+        config: The `monitor` section.
+        names: What the host calls its own metrics; None where no host is known yet.
 
     Raises:
         ConfigError: A rule is contradictory, has no threshold, or is given twice; the message names the metric.
     """
     spelled: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    host = HostNames() if names is None else names
     for name in config.alarms:
-        metric = _canonical(name)
-        for same in (metric, PREFIX + metric, metric.removeprefix(PREFIX)):
-            if same in spelled:
-                raise ConfigError(
-                    f"{SECTION}: {spelled[same]!r} and {name!r} name one metric; leave out one of the two."
-                )
+        metric = _canonical(name, host)
+        same = {metric, metric.removeprefix(PREFIX), *logged_names(metric, host)}
+        if other := next((taken[known] for known in sorted(same) if known in taken), None):
+            raise ConfigError(f"{SECTION}: {other!r} and {name!r} name one metric; leave out one of the two.")
+        taken |= dict.fromkeys(same, name)
         spelled[metric] = name
     rules = {}
     for metric in dict.fromkeys((*DEFAULTS, *spelled)):
@@ -135,13 +151,16 @@ def import_function(rule: Rule) -> Callable[[Any], object] | None:
     return function  # type: ignore[no-any-return]
 
 
-def _canonical(name: str) -> str:
+def _canonical(name: str, host: HostNames) -> str:
     """Return the name that the built-in rules go by, or the name itself."""
     if not name or name.startswith("eval_"):
         raise ConfigError(
             f"{SECTION}: {name!r} is not allowed; allowed: a metric of the training logs, such as 'k3_kl'."
         )
-    return PREFIX + name if name not in DEFAULTS and PREFIX + name in DEFAULTS else name
+    for known in (PREFIX + name, host.role(name)):
+        if name not in DEFAULTS and known in DEFAULTS:
+            return known
+    return name
 
 
 def _rule(name: str, metric: str, alarm: AlarmConfig | None, default: DefaultRule | None) -> Rule | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mismatch_ext.errors import PrecisionAuditError
 from mismatch_ext.precision.dtypes import spelled
+from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.precision.policy import PrecisionPolicy
 
 NONE = "none"
@@ -187,7 +188,11 @@ class _Audit:
 
 
 def audit(
-    policy: PrecisionPolicy, trainer: TrainerReading, engine: EngineReading | None, sync: SyncReading | None
+    policy: PrecisionPolicy,
+    trainer: TrainerReading,
+    engine: EngineReading | None,
+    sync: SyncReading | None,
+    fixes: TrainerFixes | None = None,
 ) -> AuditReport:
     """Compare what was read back with what the policy asks for.
 
@@ -196,12 +201,13 @@ def audit(
         trainer: Reading of the trainer.
         engine: Reading of the engine; None when the trainer generates with its own model.
         sync: Reading of a weight update; None before the first one, or without an engine.
+        fixes: What to change in the trainer, in its host's terms; None for a loop of one's own.
 
     Returns:
         All checks and findings; call `raise_for_findings` to refuse a half-applied precision.
     """
     collected = _Audit()
-    _audit_trainer(collected, policy, trainer)
+    _audit_trainer(collected, policy, trainer, TrainerFixes() if fixes is None else fixes)
     if sync is not None:
         _audit_sync(collected, policy, sync)
     if engine is not None:
@@ -214,7 +220,7 @@ def audit(
     )
 
 
-def _audit_trainer(collected: _Audit, policy: PrecisionPolicy, trainer: TrainerReading) -> None:
+def _audit_trainer(collected: _Audit, policy: PrecisionPolicy, trainer: TrainerReading, fixes: TrainerFixes) -> None:
     masters = _counted(trainer.parameter_dtypes)
     collected.check(
         "trainer",
@@ -222,15 +228,16 @@ def _audit_trainer(collected: _Audit, policy: PrecisionPolicy, trainer: TrainerR
         policy.master_dtype,
         _mix(masters),
         set(masters) == {policy.master_dtype},
-        "Load the model in float32 (dtype='float32') and let autocast compute in the half dtype: in "
-        "float16 masters Adam's epsilon underflows and torch refuses to unscale, and in any half dtype "
+        f"{fixes.masters}: in float16 masters Adam's epsilon underflows and torch refuses to unscale, and in any half dtype "
         "small updates are rounded away."
         if masters
         else "The model has no trainable parameter; check which parameters require gradients.",
     )
     found = NONE if trainer.autocast_dtype is None else spelled(trainer.autocast_dtype)
     expected = policy.autocast_dtype or NONE
-    collected.check("trainer", "autocast", expected, found, found == expected, _autocast_fix(policy, trainer, found))
+    off_on_cpu = found == NONE and trainer.device == "cpu"
+    fix = fixes.for_autocast(policy.dtype, off_on_cpu=off_on_cpu)
+    collected.check("trainer", "autocast", expected, found, found == expected, fix)
     _audit_scaler(collected, policy, trainer)
     if trainer.reduce_dtype is not None:
         reduce = spelled(trainer.reduce_dtype)
@@ -240,21 +247,8 @@ def _audit_trainer(collected: _Audit, policy: PrecisionPolicy, trainer: TrainerR
             " or ".join(policy.reduce_dtypes),
             reduce,
             reduce in policy.reduce_dtypes,
-            "Set reduce_dtype of the sharding's mixed-precision policy to float32: a sum over ranks in a "
-            "half dtype overflows or loses bits that its terms still have.",
+            f"{fixes.reduction}: a sum over ranks in a half dtype overflows or loses bits that its terms still have.",
         )
-
-
-def _autocast_fix(policy: PrecisionPolicy, trainer: TrainerReading, found: str) -> str:
-    if policy.autocast_dtype is None:
-        return "Turn mixed precision off (fp16=False, bf16=False): float32 was asked for."
-    if found == NONE and trainer.device == "cpu" and policy.dtype == "float16":
-        return (
-            "accelerate ignores fp16=True on a CPU without saying so; use mismatch-ext's trainer, which "
-            "turns autocast on, or set accelerator.native_amp=True and a LossScaler('cpu') yourself."
-        )
-    flag = {"float16": "fp16=True", "bfloat16": "bf16=True"}[policy.dtype]
-    return f"Set {flag} and no other half dtype in the trainer's arguments; see that no wrapper ends autocast."
 
 
 def _audit_scaler(collected: _Audit, policy: PrecisionPolicy, trainer: TrainerReading) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mismatch_ext.host_names import Role
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, present, style, trace_of
 from mismatch_ext.report.learning_rate import learning_rate
 from mismatch_ext.report.over_steps import over_steps, step_traces
@@ -38,9 +39,9 @@ def sections(runs: Mapping[str, RunData]) -> list[Section]:
         Section(id="kl", title="KL and effective sample size", figures=_kl(runs), absent="No k3 was recorded."),
         Section(
             id="training",
-            title="Reward and length",
+            title="Reward, length and loss",
             figures=_training(runs),
-            absent="No reward and no completion length were recorded.",
+            absent="No reward, length or loss was recorded.",
         ),
         Section(id="routing", title="Routing replay", figures=replay(runs), absent=""),
         Section(id="learning-rate", title="Learning-rate control", figures=learning_rate(runs), absent=""),
@@ -117,7 +118,7 @@ def _training(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
         over_steps(
             runs,
             "reward",
-            "reward",
+            Role.REWARD,
             "Reward",
             "mean reward",
             "Whether training still learns while the gap moves.",
@@ -125,10 +126,35 @@ def _training(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
         over_steps(
             runs,
             "length",
-            "completions/mean_length",
-            "Completion length",
+            Role.LENGTH,
+            "Response length",
             "mean length (tokens)",
             "Longer responses sum more per-token differences, so the sequence-level gap follows this curve.",
+        ),
+        over_steps(
+            runs,
+            "loss",
+            Role.LOSS,
+            "Loss",
+            "loss",
+            "Of no meaning by its size: advantages are centred. A jump, or NaN, comes before a collapse.",
+        ),
+        over_steps(
+            runs,
+            "grad-norm",
+            Role.GRAD_NORM,
+            "Gradient norm",
+            "norm before clipping",
+            "Spikes that come with spikes of the gap are made by few tokens, which a correction acts on.",
+            log=True,
+        ),
+        over_steps(
+            runs,
+            "entropy",
+            Role.ENTROPY,
+            "Entropy",
+            "entropy (nat per token)",
+            "A policy that is sure of its tokens leaves less room for a gap, and less to explore.",
         ),
     )
 

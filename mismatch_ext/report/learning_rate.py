@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mismatch_ext.host_names import Role
 from mismatch_ext.report.charts import Figure, present
 from mismatch_ext.report.over_steps import over_steps
 from mismatch_ext.report.summary import PREFIX
@@ -21,7 +22,7 @@ def learning_rate(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
         over_steps(
             runs,
             "learning-rate",
-            "learning_rate",
+            Role.LEARNING_RATE,
             "Learning rate",
             "rate",
             "The rate that each step applied: the schedule's, times the multiplier.",

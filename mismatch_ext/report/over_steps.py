@@ -12,7 +12,7 @@ from mismatch_ext.rundata import RunData
 def over_steps(
     runs: Mapping[str, RunData], id: str, metric: str, title: str, unit: str, caption: str, log: bool = False
 ) -> Figure | None:
-    """Plot one metric over the steps, a trace per run and split; None where nothing was recorded."""
+    """Plot one metric, or role, over the steps, a trace per run and split; None where nothing was recorded."""
     traces = step_traces(runs, metric, log=log)
     y = log_axis(traces, unit) if log else {"title": unit}
     return figure_of(id, title, caption, traces, x={"title": "optimizer step"}, y=y, unified=True)

@@ -108,7 +108,7 @@ def _context(runs: Mapping[str, RunData], summary: Summary) -> dict[str, Any]:
                 "name": v.run,
                 "judged": v,
                 "level": LEVEL_LABELS[v.level],
-                "status": STATUS_LABELS[v.status],
+                "status": ("evaluation " if v.ended == "evaluation" else "") + STATUS_LABELS[v.status],
                 "row": summary.row(v.run, v.split),
                 "steps": len(runs[v.run].series(PREFIX + "logp_abs_diff_mean", v.split)[0]),
                 "segments": len(runs[v.run].headers),

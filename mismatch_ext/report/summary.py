@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from mismatch_ext.host_names import Role
 from mismatch_ext.rundata import RunData, find_runs, read_run
 
 PREFIX = "mismatch/"
@@ -111,7 +112,7 @@ def _is_tail(name: str) -> bool:
 def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
     records = [record for record in run.steps if record.split == split]
     broken = sum(any(v is None for k, v in r.metrics.items() if k.startswith(PREFIX)) for r in records)
-    first, last = _ends(run.series("reward", split)[1])
+    first, last = _ends(run.series(Role.REWARD, split)[1])
     return Row(
         run=name,
         split=split,

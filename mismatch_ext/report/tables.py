@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mismatch_ext.host_names import Role
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Summary
 from mismatch_ext.report.text import plain_dtype
 from mismatch_ext.report.verdict import run_status
@@ -154,7 +155,7 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
     if status == "open":
         texts.append("no end line: the run was killed or is still running, and later steps are missing.")
     elif status == "failed":
-        texts.append(f"the run ended with an error, later steps are missing: {run.ends[-1].message}")
+        texts.append(f"the {run.ends[-1].of} ended with an error, later steps are missing: {run.ends[-1].message}")
     if not run.steps:
         return [*texts, "no step was recorded."]
     rows = [row for row in summary.rows if row.run == name]
@@ -166,8 +167,8 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
                 f"{row.nonfinite_steps} of {row.steps} steps of {row.split} hold NaN or infinite mismatch "
                 "metrics; those values are gaps in the plots and are left out of the table."
             )
-    if not any(run.series("reward", split)[0] for split in run.splits):
-        texts.append("no reward was recorded.")
+    if not any(run.series(Role.REWARD, split)[0] for split in run.splits):
+        texts.append(f"no reward was recorded (by this host's name for it, `{run.names.reward}`).")
     for kind, option in (("position", "profile_every"), ("probability", "profile_every")):
         if not any(kind in record.profiles for record in run.profiles):
             texts.append(f"no {kind} profile was recorded (`mismatch.monitor.{option}`).")

@@ -75,6 +75,7 @@ class RunVerdict:
     engine_dtype: str | None
     cause: str | None
     status: str
+    ended: str = "training"
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
@@ -106,6 +107,7 @@ def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
         engine_dtype=side_dtype(run.header.get("engine")),
         cause=_known_cause(run, summary, name),
         status=run_status(run),
+        ended=run.ends[-1].of if run.ends else "training",
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from mismatch_ext.errors import PrecisionAuditError, PrecisionError
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import ALIASES, canonical, coarser, facts, spelled, torch_dtype
+from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.precision.policy import PrecisionPolicy
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -120,14 +121,13 @@ def test_the_error_lists_each_finding_on_a_line_with_what_to_change() -> None:
         trainer("float16", autocast_dtype=None, scaler=None),
         engine("bfloat16"),
         None,
+        TrainerFixes(float16_on_cpu="Turn it on yourself."),
     )
     with pytest.raises(PrecisionAuditError) as caught:
         report.raise_for_findings()
     lines = str(pickle.loads(pickle.dumps(caught.value))).splitlines()
     assert lines[0] == "float16 was asked for on both sides, but 4 of 8 readings differ:"
-    assert lines[1].startswith(
-        "  - trainer autocast: expected float16, found none. accelerate ignores fp16=True on a CPU"
-    )
+    assert lines[1] == "  - trainer autocast: expected float16, found none. Turn it on yourself."
     assert lines[2].startswith("  - trainer loss scaler: expected enabled, found none. Use mismatch_ext")
     assert lines[3].startswith(
         "  - engine dtype: expected float16, found bfloat16. Start vllm 0.30.0 with dtype='float16'"
@@ -135,6 +135,14 @@ def test_the_error_lists_each_finding_on_a_line_with_what_to_change() -> None:
     # 900 of 1000 parameters are bfloat16, the rest float32
     assert lines[4].startswith("  - engine parameters: expected mostly float16, found bfloat16 90.0%, float32 10.0%.")
     assert len(lines) == 5
+
+
+def test_without_a_host_the_advice_is_for_a_loop_of_one_s_own() -> None:
+    report = audit(
+        PrecisionPolicy("float16"), trainer("float16", autocast_dtype=None, parameter_dtypes={"float16": 1}), None, None
+    )
+    masters, autocast = (finding.fix for finding in report.findings)
+    assert masters.startswith("Load the model in float32") and "torch.autocast(dtype=torch.float16)" in autocast
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
+from mismatch_ext.report import load_runs, summarise, tables
 
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 
@@ -179,8 +180,9 @@ def evaluated_then_resumed(model: str, out: str, resume: str) -> dict[str, Any]:
     """Evaluate before resuming, as a script that measures first does."""
     trainer = build(model, out, {}, max_steps=4, save_strategy="steps", save_steps=1, per_device_eval_batch_size=8)
     trainer.evaluate(rows(2))
+    alone = load_runs(trainer._run_dir)
     trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer)
+    return {"missing in the evaluation": tables.missing(alone, summarise(alone)), **outcome(trainer)}
 
 
 def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[str, Any]:

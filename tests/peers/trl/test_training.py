@@ -196,11 +196,13 @@ def test_an_evaluation_before_resuming_joins_the_resumed_run(run: Run, dense: Pa
     died = run(scenarios.killed, model=dense, out=tmp_path, block={}, kill_after=3)
     assert died.code == -9
     checkpoint = tmp_path / "checkpoint-2"
-    run(scenarios.evaluated_then_resumed, model=dense, out=tmp_path, resume=checkpoint).expect()
+    ran = run(scenarios.evaluated_then_resumed, model=dense, out=tmp_path, resume=checkpoint).expect()
+    assert ran["missing in the evaluation"] == []  # an evaluation without training is complete
     data = read_run(tmp_path / "mismatch")
     assert data.series("mismatch/k3_kl")[0] == [1, 2, 3, 4]
     assert data.series("mismatch/k3_kl", "eval/default")[0] == [2]
     assert not list((tmp_path / "mismatch").glob("metrics-*.jsonl"))
+    assert [(end.status, end.of) for end in data.ends] == [("completed", "training")]
 
 
 def test_vocabulary_larger_than_the_tokenizer_is_told_with_the_size_of_the_effect(run: Run, tmp_path: Path) -> None:

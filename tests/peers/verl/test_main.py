@@ -10,6 +10,7 @@ import pytest
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import UNFAMILIAR_DIGITS
+from mismatch_ext.report import render
 from mismatch_ext.rundata import read_run
 from tests.peers.verl.main_ppo import ROOT, dtypes, run_verl
 
@@ -80,6 +81,27 @@ def test_every_section_is_active_in_one_run(moe: Path, tmp_path: Path) -> None:
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")
     (end,) = data.ends
     assert end.status == "completed", json.dumps(end.message)
+    _check_report(tmp_path / "checkpoints/mismatch", steps)
+
+
+def _check_report(run_dir: Path, steps: list[dict[str, float]]) -> None:
+    """Check that the report draws verl's own metrics as verl logged them, and misses nothing."""
+    page = render(run_dir).read_text(encoding="utf-8")
+    assert "not complete" not in page
+    plots = {
+        name: json.loads(found)["data"]
+        for name, found in re.findall(r'<script type="application/json" data-plot="plot-([\w-]+)">(.*?)</script>', page)
+    }
+    for plot, metric in {
+        "reward": "critic/score/mean",
+        "length": "response_length/mean",
+        "learning-rate": "actor/lr",
+        "loss": "actor/loss",
+        "grad-norm": "actor/grad_norm",
+        "entropy": "actor/entropy",
+    }.items():
+        (trace,) = plots[plot]
+        assert trace["x"] == [1, 2, 3] and trace["y"] == pytest.approx([step[metric] for step in steps]), plot
 
 
 def test_float16_with_replay_trains_experts(moe: Path, tmp_path: Path) -> None:

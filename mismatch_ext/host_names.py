@@ -1,0 +1,121 @@
+"""What each host calls the metrics of its own that report, alarms and closing lines read.
+
+The rest of the core asks for a `Role` and knows no host. The names of all hosts stand here, as data, and not in their adapters:
+a report is made where no host is installed, and the page of metrics prints them. An adapter writes its names into the header of a
+run, and so may a loop of one's own (`"names": {"length": "my/length"}`); only streams from before that are told apart by host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Role(StrEnum):
+    """A metric that every host logs, under a name of its own."""
+
+    REWARD = "reward"
+    LENGTH = "length"
+    LEARNING_RATE = "learning_rate"
+    LOSS = "loss"
+    GRAD_NORM = "grad_norm"
+    ENTROPY = "entropy"
+
+
+MEANINGS = {
+    Role.REWARD: "mean reward of the batch's responses",
+    Role.LENGTH: "their mean length in tokens",
+    Role.LEARNING_RATE: "learning rate that the step applied",
+    Role.LOSS: "loss of the step, whatever it is made of",
+    Role.GRAD_NORM: "norm of its gradient before clipping",
+    Role.ENTROPY: "mean entropy of the policy per token, in nat",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNames:
+    """Names in the log of one host, by role; the defaults are the roles' own, which a loop of one's own may log.
+
+    Args:
+        reward: Mean reward of the batch.
+        length: Mean length of its responses, in tokens.
+        learning_rate: Learning rate.
+        loss: Loss.
+        grad_norm: Norm of the gradient before clipping.
+        entropy: Mean entropy per token, in nat.
+        next_rate: Whether a step logs the learning rate of the next one, as stock verl does.
+    """
+
+    reward: str = "reward"
+    length: str = "length"
+    learning_rate: str = "learning_rate"
+    loss: str = "loss"
+    grad_norm: str = "grad_norm"
+    entropy: str = "entropy"
+    next_rate: bool = False
+
+    def of(self, name: str) -> str:
+        """Return what this host calls a role; any other name stays as it is."""
+        return str(getattr(self, name)) if name in _ROLES else name
+
+    def role(self, name: str) -> str:
+        """Return the role that a name of this host has; any other name stays as it is."""
+        return next((str(role) for role in Role if self.of(role) == name), name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them as JSON-able data, for the key `names` of a header."""
+        return dataclasses.asdict(self)
+
+
+_ROLES = frozenset(Role)
+
+TRL = HostNames(length="completions/mean_length")
+"""TRL: GRPO, RLOO and their kin; loss, rate and norm are transformers'."""
+
+# The score is what the reward function gave, as TRL's reward is; `critic/rewards/mean` has the KL of the rewards taken off.
+VERL = HostNames(
+    reward="critic/score/mean",
+    length="response_length/mean",
+    learning_rate="actor/lr",
+    loss="actor/loss",
+    grad_norm="actor/grad_norm",
+    entropy="actor/entropy",
+)
+"""verl, where the learning rate that is logged is the applied one; without the block's engine stock logs the next one."""
+
+HOSTS = {"TRL": TRL, "verl": VERL}
+"""Hosts with an adapter, as the page of metrics calls them."""
+
+
+def roles_table() -> list[str]:
+    """Return the roles, what they mean and what each host calls them, as lines of a Markdown table."""
+    lines = [f"| role | meaning | {' | '.join(f'in {host}' for host in HOSTS)} |", "|---" * (2 + len(HOSTS)) + "|"]
+    for role, meaning in MEANINGS.items():
+        lines.append(f"| `{role}` | {meaning} | {' | '.join(f'`{names.of(role)}`' for names in HOSTS.values())} |")
+    return lines
+
+
+def names_of(header: Mapping[str, Any]) -> HostNames:
+    """Return the names of the host that wrote a stream.
+
+    Args:
+        header: Header of the stream. One from before headers held names is told by its host; one without a known host is
+            taken for TRL's, which was the first.
+    """
+    given = header.get("names")
+    if isinstance(given, Mapping):
+        fields = dataclasses.fields(HostNames)
+        return HostNames(**{f.name: given[f.name] for f in fields if isinstance(given.get(f.name), type(f.default))})
+    run = header.get("run")
+    host = str(run.get("host")) if isinstance(run, Mapping) else ""
+    return dataclasses.replace(VERL, next_rate=not _led(header)) if host.startswith("verl ") else TRL
+
+
+def _led(header: Mapping[str, Any]) -> bool:
+    """Whether verl's rate was logged by our engine, which has it from learning-rate control or beside a loss scaler."""
+    config, trainer = header.get("config"), header.get("trainer")
+    controlled = isinstance(config, Mapping) and config.get("lr") is not None
+    return controlled or (isinstance(trainer, Mapping) and trainer.get("scaler") is not None)

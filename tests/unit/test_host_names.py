@@ -1,0 +1,228 @@
+"""What each host calls its own metrics: on streams that verl and TRL have written, and through the alarms."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch_ext.config import AlarmConfig, MonitorConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import HOSTS, MEANINGS, TRL, VERL, HostNames, Role, names_of
+from mismatch_ext.monitor import Monitor, closing_lines
+from mismatch_ext.report import load_runs, summarise, tables
+from mismatch_ext.report.figures import sections
+from mismatch_ext.rundata import read_run
+from mismatch_ext.stream import RunStream
+from tests.unit.synthetic_runs import header, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "tests/data/verl"
+
+
+def recorded(name: str, run_dir: Path, **changes: Any) -> Path:
+    """Lay a recorded stream into a folder, keys of its header changed, or taken out by None."""
+    run_dir.mkdir()
+    shutil.copy(RECORDED / f"{name}.jsonl", run_dir / "metrics.jsonl")
+    first, *lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    head = {key: value for key, value in (json.loads(first) | changes).items() if value is not None}
+    (run_dir / "metrics.jsonl").write_text("\n".join([json.dumps(head), *lines]) + "\n", encoding="utf-8")
+    return run_dir
+
+
+def plots(run_dir: Path) -> dict[str, Any]:
+    """Return the traces of every plot of a report, by the plot's id."""
+    return {f.id: json.loads(f.json)["data"] for section in sections(load_runs(run_dir)) for f in section.figures}
+
+
+def logged(run_dir: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line["metrics"][name] for line in lines if line["kind"] == "step"]
+
+
+def test_roles_names_and_meanings_are_of_one_set() -> None:
+    assert set(MEANINGS) == set(Role)
+    for names in (HostNames(), *HOSTS.values()):
+        assert {role: names.of(role) for role in Role} == {
+            Role(key): value for key, value in names.to_dict().items() if key != "next_rate"
+        }
+        assert all(names.role(names.of(role)) == role for role in Role)
+        assert names.of("mismatch/kl") == names.role("mismatch/kl") == "mismatch/kl"
+
+
+@pytest.mark.parametrize("name", ["everything", "stock_rate"])
+def test_the_report_of_a_verl_run_has_its_reward_length_loss_and_norm(name: str, tmp_path: Path) -> None:
+    run_dir = recorded(name, tmp_path / "run")
+    found = plots(run_dir)
+    for plot, metric in {
+        "reward": "critic/score/mean",
+        "length": "response_length/mean",
+        "loss": "actor/loss",
+        "grad-norm": "actor/grad_norm",
+        "entropy": "actor/entropy",
+    }.items():
+        (trace,) = found[plot]
+        assert trace["x"] == [1, 2, 3] and trace["y"] == logged(run_dir, metric), plot
+    runs = load_runs(run_dir)
+    summary = summarise(runs)
+    rewards = logged(run_dir, "critic/score/mean")
+    assert (summary.rows[0].reward_first, summary.rows[0].reward_last) == (rewards[0], rewards[2])
+    assert tables.missing(runs, summary) == []
+
+
+def test_the_rate_that_was_applied_is_plotted_whether_the_stream_has_it_or_the_next_one(tmp_path: Path) -> None:
+    controlled, stock = recorded("everything", tmp_path / "controlled"), recorded("stock_rate", tmp_path / "stock")
+    assert logged(controlled, "actor/lr") == [1e-3, 1e-3, 5e-4]  # halved with the third step
+    assert logged(stock, "actor/lr") == [2.5e-4, 5e-4, 7.5e-4]  # four steps of warm-up, from 0
+    rates = {trace["name"].split("/")[-1]: (trace["x"], trace["y"]) for trace in plots(tmp_path)["learning-rate"]}
+    assert rates == {"controlled": ([1, 2, 3], [1e-3, 1e-3, 5e-4]), "stock": ([2, 3], [2.5e-4, 5e-4])}
+
+
+def test_the_next_rate_is_not_drawn_where_a_step_is_missing(tmp_path: Path) -> None:
+    with RunStream.open(tmp_path, header=header("a", names={"next_rate": True})) as stream:
+        for step in (1, 2, 5, 6):
+            stream.step(step, {"learning_rate": float(step)})
+    assert read_run(tmp_path).series(Role.LEARNING_RATE) == ([2, 6], [1.0, 5.0])
+    assert read_run(tmp_path).series("learning_rate") == ([1, 2, 5, 6], [1.0, 2.0, 5.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ({}, TRL),
+        ({"run": {"host": "trl 1.16.0 GRPOTrainer"}}, TRL),
+        ({"run": {"host": "a loop of ours"}}, TRL),
+        ({"run": "verl"}, TRL),
+        ({"run": {"host": "verl 0.9.1 PPOTrainerSync"}}, replace(VERL, next_rate=True)),
+        ({"run": {"host": "verl 0.9.1 PPOTrainerSync"}, "config": {"lr": {}}}, VERL),
+        ({"run": {"host": "verl 0.9.1 PPOTrainerSync"}, "trainer": {"scaler": {"scale": 2.0}}}, VERL),
+        # What a stream says of itself comes before what its host is known for.
+        ({"run": {"host": "verl 0.9.1 PPOTrainerSync"}, "names": {}}, HostNames()),
+        (
+            {"names": {"length": "my/length", "loss": 3, "next_rate": "yes", "other": "x"}},
+            HostNames(length="my/length"),
+        ),
+        ({"names": "TRL"}, TRL),
+        ({"names": VERL.to_dict()}, VERL),
+    ],
+)
+def test_names_come_from_the_header(head: dict[str, Any], expected: HostNames) -> None:
+    assert names_of(head) == expected
+
+
+def test_a_trl_stream_from_before_names_is_read_as_before(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", "bf16", steps=3)
+    assert "names" not in read_run(run_dir).header
+    found = plots(run_dir)
+    assert found["length"][0]["y"] == read_run(run_dir).series("completions/mean_length")[1] != []
+    assert [trace["name"] for trace in found["reward"]] == ["bf16", "bf16, eval/unfamiliar"]
+
+
+def test_a_loop_of_ones_own_logs_roles_or_names_its_metrics(tmp_path: Path) -> None:
+    for name, names in (("plain", {}), ("named", {"length": "tokens per answer"})):
+        with RunStream.open(tmp_path / name, header=header(name, names=names)) as stream:
+            for step in range(3):
+                stream.step(step, {HostNames(**names).length: 7.0, "reward": 0.5})
+    assert [trace["y"] for trace in plots(tmp_path)["length"]] == [[7.0] * 3] * 2
+
+
+def test_a_reward_that_is_missing_is_missed_by_its_name(tmp_path: Path) -> None:
+    run_dir = recorded("stock_rate", tmp_path / "run", names=VERL.to_dict() | {"reward": "my/reward"})
+    runs = load_runs(run_dir)
+    ((_, text),) = tables.missing(runs, summarise(runs))
+    assert text == "no reward was recorded (by this host's name for it, `my/reward`)."
+
+
+# Alarms.
+
+
+def section(**alarms: dict[str, Any]) -> MonitorConfig:
+    return MonitorConfig(default_alarms=False, alarms={k: AlarmConfig(**v) for k, v in alarms.items()})
+
+
+@pytest.mark.parametrize("names", [TRL, VERL, HostNames()])
+@pytest.mark.parametrize("role", list(Role))
+def test_an_alarm_on_a_role_watches_what_the_host_logs(names: HostNames, role: Role) -> None:
+    monitor = Monitor(section(**{role: {"above": 1, "patience": 1}}), names)
+    log = {names.of(role): 2.0}
+    assert monitor.unwatched(log) == {} and list(monitor.unwatched({"other": 2.0})) == [role]
+    assert [alarm.metric for alarm in monitor.observe(1, log)] == [names.of(role)]
+
+
+def test_built_in_alarms_watch_each_host_s_loss_and_norm() -> None:
+    for names in HOSTS.values():
+        monitor = Monitor(MonitorConfig(), names)
+        found = [
+            a for step in range(3) for a in monitor.observe(step, {names.loss: math.nan, names.grad_norm: math.inf})
+        ]
+        assert [alarm.metric for alarm in found] == [names.loss, names.grad_norm]
+        assert "the weights are broken" in found[0].message
+    stream = read_run_of(RECORDED / "everything.jsonl")
+    watched = Monitor(MonitorConfig(), VERL)
+    assert all(watched.observe(step, numbers | {"actor/loss": math.nan}) for step, numbers in stream[:1])
+    assert not [alarm for step, numbers in stream for alarm in Monitor(MonitorConfig(), VERL).observe(step, numbers)]
+
+
+def read_run_of(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(line["step"], line["metrics"]) for line in lines if line["kind"] == "step"]
+
+
+def test_a_built_in_alarm_is_refined_by_the_host_s_name_too() -> None:
+    rule = Monitor(section(**{"actor/grad_norm": {"above": 10.0}}), VERL).rules["grad_norm"]
+    assert (rule.above, rule.patience) == (10.0, 3) and rule.default is not None
+    assert "grad_norm" not in Monitor(section(**{"actor/grad_norm": {"above": 10.0}}), TRL).rules
+
+
+def test_a_role_and_the_host_s_name_for_it_are_one_metric() -> None:
+    config = section(length={"above": 1}, **{"response_length/mean": {"above": 2}})
+    with pytest.raises(ConfigError, match="'length' and 'response_length/mean' name one metric"):
+        Monitor(config, VERL)
+    assert set(Monitor(config, TRL).rules) == {"length", "response_length/mean"}
+
+
+def test_a_state_that_was_saved_under_another_name_goes_on() -> None:
+    """Before names were a map, verl's norm was watched as `grad_norm`."""
+    before = Monitor(section(grad_norm={"above": 1}))
+    before.observe(1, {"grad_norm": 2.0})
+    after = Monitor(section(grad_norm={"above": 1}), VERL)
+    assert after.load_state_dict(before.state_dict()) == []
+    assert [a.metric for step in (2, 3) for a in after.observe(step, {"actor/grad_norm": 2.0})] == ["actor/grad_norm"]
+
+
+def test_closing_lines_of_a_verl_run_know_its_names(tmp_path: Path) -> None:
+    run_dir = recorded("everything", tmp_path / "run", config={"monitor": {"alarms": {"length": {}, "lenght": {}}}})
+    unwatched = [line for line in closing_lines(read_run(run_dir)) if "unwatched" in line]
+    assert len(unwatched) == 1 and "lenght: no log held this metric" in unwatched[0]
+
+
+# Advice.
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "foreign"),
+    [
+        ("trl", ["fp16=True"], "mixed_precision"),
+        ("verl", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], "accelerate"),
+    ],
+)
+def test_advice_on_precision_names_the_host_s_own_settings(host: str, words: list[str], foreign: str) -> None:
+    # By its path: the package of an adapter imports the peer.
+    spec = importlib.util.spec_from_file_location(f"{host}_header", ROOT / "adapters" / host / "header.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    said = [
+        module.FIXES.for_autocast(dtype, off_on_cpu=on_cpu)
+        for dtype in ("float16", "bfloat16", "float32")
+        for on_cpu in (False, True)
+    ]
+    text = " ".join([*said, module.FIXES.masters, module.FIXES.reduction])
+    assert all(word in text for word in words) and foreign not in text
+    assert all(sentence.endswith(".") and "{" not in sentence for sentence in said)
