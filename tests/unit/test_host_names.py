@@ -41,9 +41,14 @@ def plots(run_dir: Path) -> dict[str, Any]:
     return {f.id: json.loads(f.json)["data"] for section in sections(load_runs(run_dir)) for f in section.figures}
 
 
+def steps_of(path: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step line of a stream, as they were written."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line["metrics"] for line in lines if line["kind"] == "step"]
+
+
 def logged(run_dir: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [line["metrics"][name] for line in lines if line["kind"] == "step"]
+    return [metrics[name] for metrics in steps_of(run_dir / "metrics.jsonl")]
 
 
 def test_roles_names_and_meanings_are_of_one_set() -> None:
@@ -163,15 +168,13 @@ def test_built_in_alarms_watch_each_host_s_loss_and_norm() -> None:
         ]
         assert [alarm.metric for alarm in found] == [names.loss, names.grad_norm]
         assert "the weights are broken" in found[0].message
-    stream = read_run_of(RECORDED / "everything.jsonl")
-    watched = Monitor(MonitorConfig(), VERL)
-    assert all(watched.observe(step, numbers | {"actor/loss": math.nan}) for step, numbers in stream[:1])
-    assert not [alarm for step, numbers in stream for alarm in Monitor(MonitorConfig(), VERL).observe(step, numbers)]
 
 
-def read_run_of(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [(line["step"], line["metrics"]) for line in lines if line["kind"] == "step"]
+@pytest.mark.parametrize("name", ["everything", "stock_rate"])
+def test_a_recorded_verl_run_raises_no_built_in_alarm_until_its_loss_is_broken(name: str) -> None:
+    monitor, steps = Monitor(MonitorConfig(), VERL), steps_of(RECORDED / f"{name}.jsonl")
+    assert [alarm for step, metrics in enumerate(steps, 1) for alarm in monitor.observe(step, metrics)] == []
+    assert [alarm.metric for alarm in monitor.observe(4, steps[-1] | {"actor/loss": math.nan})] == ["actor/loss"]
 
 
 def test_a_built_in_alarm_is_refined_by_the_host_s_name_too() -> None:
