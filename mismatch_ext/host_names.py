@@ -2,7 +2,7 @@
 
 The rest of the core asks for a `Role` and knows no host. The names of all hosts stand here, as data, and not in their adapters:
 a report is made where no host is installed, and the page of metrics prints them. An adapter writes its names into the header of a
-run, and so may a loop of one's own (`"names": {"length": "my/length"}`); only streams from before that are told apart by host.
+run, and so does a loop of one's own (`"names": {"length": "my/length"}`); only streams from before that are told apart by host.
 """
 
 from __future__ import annotations
