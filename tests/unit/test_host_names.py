@@ -61,9 +61,8 @@ def test_roles_names_and_meanings_are_of_one_set() -> None:
         assert names.of("mismatch/kl") == names.role("mismatch/kl") == "mismatch/kl"
 
 
-@pytest.mark.parametrize("name", ["everything", "stock_rate"])
-def test_the_report_of_a_verl_run_has_its_reward_length_loss_and_norm(name: str, tmp_path: Path) -> None:
-    run_dir = recorded(name, tmp_path / "run")
+def test_the_report_of_a_verl_run_has_its_reward_length_loss_and_norm(tmp_path: Path) -> None:
+    run_dir = recorded("stock_rate", tmp_path / "run")
     found = plots(run_dir)
     for plot, metric in {
         "reward": "critic/score/mean",
@@ -81,12 +80,12 @@ def test_the_report_of_a_verl_run_has_its_reward_length_loss_and_norm(name: str,
     assert tables.missing(runs, summary) == []
 
 
-def test_the_rate_that_was_applied_is_plotted_whether_the_stream_has_it_or_the_next_one(tmp_path: Path) -> None:
-    controlled, stock = recorded("everything", tmp_path / "controlled"), recorded("stock_rate", tmp_path / "stock")
-    assert logged(controlled, "actor/lr") == [1e-3, 1e-3, 5e-4]  # halved with the third step
+def test_the_rate_that_was_applied_is_read_whether_the_stream_has_it_or_the_next_one(tmp_path: Path) -> None:
+    stock = recorded("stock_rate", tmp_path / "stock")
     assert logged(stock, "actor/lr") == [2.5e-4, 5e-4, 7.5e-4]  # four steps of warm-up, from 0
-    rates = {trace["name"].split("/")[-1]: (trace["x"], trace["y"]) for trace in plots(tmp_path)["learning-rate"]}
-    assert rates == {"controlled": ([1, 2, 3], [1e-3, 1e-3, 5e-4]), "stock": ([2, 3], [2.5e-4, 5e-4])}
+    assert read_run(stock).series(Role.LEARNING_RATE) == ([2, 3], [2.5e-4, 5e-4])
+    applied = recorded("stock_rate", tmp_path / "applied", names=VERL.to_dict())
+    assert read_run(applied).series(Role.LEARNING_RATE) == ([1, 2, 3], [2.5e-4, 5e-4, 7.5e-4])
 
 
 def test_the_next_rate_is_not_drawn_where_a_step_is_missing(tmp_path: Path) -> None:
@@ -170,9 +169,8 @@ def test_built_in_alarms_watch_each_host_s_loss_and_norm() -> None:
         assert "the weights are broken" in found[0].message
 
 
-@pytest.mark.parametrize("name", ["everything", "stock_rate"])
-def test_a_recorded_verl_run_raises_no_built_in_alarm_until_its_loss_is_broken(name: str) -> None:
-    monitor, steps = Monitor(MonitorConfig(), VERL), steps_of(RECORDED / f"{name}.jsonl")
+def test_a_recorded_verl_run_raises_no_built_in_alarm_until_its_loss_is_broken() -> None:
+    monitor, steps = Monitor(MonitorConfig(), VERL), steps_of(RECORDED / "stock_rate.jsonl")
     assert [alarm for step, metrics in enumerate(steps, 1) for alarm in monitor.observe(step, metrics)] == []
     assert [alarm.metric for alarm in monitor.observe(4, steps[-1] | {"actor/loss": math.nan})] == ["actor/loss"]
 
@@ -200,7 +198,7 @@ def test_a_state_that_was_saved_under_another_name_goes_on() -> None:
 
 
 def test_closing_lines_of_a_verl_run_know_its_names(tmp_path: Path) -> None:
-    run_dir = recorded("everything", tmp_path / "run", config={"monitor": {"alarms": {"length": {}, "lenght": {}}}})
+    run_dir = recorded("stock_rate", tmp_path / "run", config={"monitor": {"alarms": {"length": {}, "lenght": {}}}})
     unwatched = [line for line in closing_lines(read_run(run_dir)) if "unwatched" in line]
     assert len(unwatched) == 1 and "lenght: no log held this metric" in unwatched[0]
 
