@@ -43,8 +43,10 @@ DEFAULTS: dict[str, Any] = {
 # For the small model: enough for it to leave the reference within a few steps.
 SMALL: dict[str, Any] = {"max_steps": 8, "learning_rate": 3e-4, "beta": 0.5}
 EXPECTATION = """
-The KL column is the same estimate in every row (k3 to the reference, nats per token); what differs is the gradient that
-pulls. k3 in the loss credits no KL to earlier tokens; k1 in the reward and k3 in both have the gradient of KL(pi||ref), with
+The KL column is the same estimate in every row (k3 to the reference, nats per token, in TRL's own row times its ratio, which
+is 1 on-policy); what differs is the gradient that
+pulls. TRL's own term (k3 in the loss, since 1.10 times a differentiable ratio) has the gradient of the per-token reverse KL,
+which credits no KL to earlier tokens; k1 in the reward and k3 in both have the gradient of KL(pi||ref), with
 different spread (docs/kl.md). Each row is one seed and {steps} steps, and its last figures are of {window} batches: rows that are
 {spread:.2f} apart in reward, as here, may be noise. Repeat with more --max_steps and with other --seed before ranking them.
 """

@@ -18,7 +18,8 @@ What to expect, and where this toy departs from a textbook ranking:
   response, so that the noise of the reward and that of K1 cancel. With any other estimator they do not.
 - K1 in the loss has expected gradient zero, so it trains as if there were no KL term at all.
 - K2 in the loss does as well as the unbiased ones. It credits no KL to earlier tokens, which matters little here.
-- K3 in the loss is the gradient of the reverse divergence of tokens: stable, but towards another optimum.
+- K3 in the loss is the gradient of the forward divergence of tokens, KL(ref||pi): stable, but towards another optimum. It is
+  verl's default and was TRL's up to 1.9; TRL's since then has the gradient of K2 in the loss (docs/kl.md).
 - K2 and K3 in the reward lose their grip: the KL runs away. The reward rises meanwhile, because leaving the reference
   is just what pays here. That is lost regularisation; a fall of the reward, as language models can show, is not to be
   had from this toy.

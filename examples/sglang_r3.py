@@ -6,7 +6,7 @@
 The loop of `r3_loop.py`, which has vLLM. SGLang records which experts each token went to, and the trainer replays them, so that
 both compute the same function of the same weights; in float16 what remains is eight times smaller than in bfloat16. Each step
 prints the gap to the engine on the step's own tokens, without replay and with it; the step trains with it. Every line that R3
-needs is marked. Every weight update is verified: SGLang reports success also for weights that it dropped.
+needs is marked. Every weight update is verified by prefill: SGLang reports success also for weights that it dropped.
 """
 
 from __future__ import annotations

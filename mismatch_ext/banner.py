@@ -70,7 +70,7 @@ def banner(
         lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides{set_by}")
     lines += _mitigations(block, seams, seams.sampler if engine is None else engine["engine"])
     if engine is not None:
-        lines.append(f"  monitor    gap measured {measured}; weight sync check: {block.monitor.weight_sync}")
+        lines.append(f"  monitor    gap measured {measured}; weight sync check (prefill): {block.monitor.weight_sync}")
     lines += monitor_lines(monitor, run_dir)
     return "\n".join(lines + [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]])
 

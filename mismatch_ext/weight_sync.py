@@ -24,7 +24,9 @@ of one threshold. The errors to be caught: MoE weights left unpacked by an updat
 of 1e-7 (float32) to 8e-4 (bfloat16); a sleep mode that loses weights, 0.201 after 0.015 (bfloat16). Both
 exceed the factor of 10.
 
-Known limit: a change of the weights that moves the probes by less than the floor of movement cannot be told
+Known limits: the probes are scored as prompts, by prefill. A verdict "in_sync" says that the weights which prefill reads are the
+trainer's; an engine that decodes through a captured or packed copy of its own, and leaves that one stale, passes.
+And a change of the weights that moves the probes by less than the floor of movement cannot be told
 from numerics by log-probabilities. Rule 3 sees it once it has added up; until then only the exact comparison
 of tensors does.
 """
@@ -76,7 +78,7 @@ class SyncObservation:
     """What is seen after one weight update.
 
     Args:
-        engine_logprobs: `[N, T]` log-probabilities of the probe tokens, by the engine.
+        engine_logprobs: `[N, T]` log-probabilities of the probe tokens, by the engine's prefill.
         trainer_logprobs: `[N, T]` the same by the trainer, under its present weights.
         trainer_changed: Whether the trainer's weights differ from those at the previous observation.
         comparisons: Exact comparisons of tensors; may be empty.
@@ -114,7 +116,7 @@ class SyncVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the engine computes with the trainer's weights, as far as can be seen."""
+        """Whether the engine's prefill computes with the trainer's weights, as far as can be seen; decoding is not probed."""
         return self.status in ("in_sync", "unchanged")
 
 
@@ -234,7 +236,7 @@ class WeightSyncChecker:
         if not seen.trainer_changed:
             return "unchanged", "The trainer's weights are those of the previous update."
         exact = f", {len(seen.comparisons)} tensors are equal bit by bit" if seen.comparisons else ""
-        return "in_sync", f"The gap is within numerics{exact}."
+        return "in_sync", f"The gap of prefill is within numerics{exact}."
 
     def raise_for(self, verdict: SyncVerdict) -> None:
         """Refuse to go on with an engine that does not hold the trainer's weights.

@@ -47,6 +47,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_garbled_experts_are_caught_before_the_repair_and_pass_after",
     ),
     "trl/test_kl": (
+        "test_trls_own_terms_are_those_of_the_page",
         "test_denominators_are_trls_for_every_loss_type",
         "test_kl_in_rewards_enters_before_group_normalisation",
     ),

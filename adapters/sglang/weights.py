@@ -155,7 +155,7 @@ def _buckets(tensors: NamedTensors, most: int) -> Iterator[Bucket]:
 
 
 class VerifiedWeights:
-    """Sends the trainer's weights, and checks each time that the engine computes with them.
+    """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
 
     Both sides score fixed probe tokens; `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics.
     The engine must hold the trainer's weights when this is built.
@@ -191,7 +191,7 @@ class VerifiedWeights:
         self._fingerprint = fingerprint(parameters())
 
     def update(self) -> SyncVerdict:
-        """Send the trainer's weights and verify them; the stamp of responses is then `str(version)`.
+        """Send the trainer's weights and verify them by prefill; the stamp of responses is then `str(version)`.
 
         The version is counted up before anything is sent, so that no stamp stands for two sets of weights.
 
@@ -207,7 +207,7 @@ class VerifiedWeights:
         return verdict
 
     def verify(self) -> SyncVerdict:
-        """Judge whether the engine holds the trainer's present weights, however they came there; raises nothing if not."""
+        """Judge by prefill whether the engine holds the trainer's present weights, however they came there; raises nothing."""
         now = fingerprint(self.parameters())
         verdict = self.checker.observe(
             SyncObservation(

@@ -133,7 +133,7 @@ class PreflightMixin(_Host):
         return torch.tensor(self.actor_rollout_wg.mismatch_score(self._probes.tolist())[0], dtype=torch.float64)
 
     def _verify_weights(self, now: torch.Tensor | None) -> None:
-        """Check that each rollout server computes with the weights that the actor has now.
+        """Check that each rollout server's prefill computes with the weights that the actor has now.
 
         Args:
             now: What the actor scores.

@@ -43,8 +43,10 @@ class KlConfig:
     """KL regularisation towards the reference policy, with the gradient that it claims (arXiv 2512.21852)."""
 
     preset: Literal["trl"] | None = None
-    """`trl` leaves the KL term to TRL, unchanged: k3 in the loss, weighed as its `use_bias_correction_kl` says; the other
-    keys then stay unset. Without the preset `use_bias_correction_kl` has no effect: `ratio` takes its place."""
+    """`trl` leaves the KL term to TRL, unchanged: k3 in the loss, times the differentiable ratio pi/pi_old where
+    `use_bias_correction_kl` is True, as it is by default since TRL 1.10. Its gradient is then that of the per-token reverse
+    KL, without credit to earlier tokens; with False, on-policy, that of the per-token forward KL. The other keys then stay
+    unset. Without the preset `use_bias_correction_kl` has no effect: `ratio` takes its place."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits."""
     placement: Literal["loss", "reward", "both"] | None = None

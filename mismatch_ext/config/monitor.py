@@ -48,9 +48,10 @@ class MonitorConfig:
     run_dir: str | None = None
     """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`."""
     weight_sync: Action = "error"
-    """What to do when the engine holds stale or garbled weights after a weight update."""
+    """What to do when, after a weight update, the engine's prefill computes with stale or garbled weights. Decoding is not
+    probed: an engine whose captured decode path alone keeps old weights passes."""
     weight_sync_probes: int = 8
-    """Number of probe sequences that both sides score after each weight update."""
+    """Number of probe sequences that both sides score after each weight update, the engine as a prompt, by prefill."""
     weight_sync_probe_length: int = 32
     """Tokens per probe sequence."""
     profile_every: int = 5

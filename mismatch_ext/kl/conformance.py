@@ -12,6 +12,7 @@ from mismatch_ext.kl.enumeration import Moments, Problem, Term, exact, logits_mo
 from mismatch_ext.kl.evidence import evidence
 from mismatch_ext.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
 from mismatch_ext.kl.full import kl_full_surrogate
+from mismatch_ext.kl.hosts import hosts_section
 from mismatch_ext.kl.surrogate import kl_surrogate
 from mismatch_ext.kl.text import number, table
 
@@ -20,7 +21,7 @@ INTRODUCTION = """\
 
 Printed by `python -m mismatch_ext.kl`: every response of a small autoregressive policy is passed through
 `mismatch_ext.kl.kl_surrogate` and weighted by its exact probability, in float64. Nothing is sampled. Figures have three
-digits; 0 is below 1e-9.
+digits; 0 is below 1e-9. TRL's and verl's own terms have [their table](#trls-and-verls-own-kl-terms) too.
 
 d = log pi - log pi_ref of a sampled token; k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, abs = \\|d\\|; full is exact over the
 vocabulary (`kl_full_surrogate`). pi is the policy, mu the policy that sampled. Placement `loss` is the estimator's own
@@ -45,7 +46,8 @@ TITLES = {
 def conformance_page() -> str:
     """Return the page in Markdown: every configuration against exact enumeration, and what the defaults rest on.
 
-    Deterministic and the same on every machine: float64, seeded, rounded to three digits. Takes some seconds.
+    Deterministic and the same on every machine: float64, seeded, rounded to three digits. Takes some seconds. The hosts' own
+    terms are read from `hosts.json`.
     """
     parts = [INTRODUCTION]
     header = ["target", "estimator", "placement", "value", "gradient", "cos", "std", "verdict", "regularises instead"]
@@ -54,7 +56,7 @@ def conformance_page() -> str:
         rows = [_row(problem, fact) for fact in FACTS if fact.sampling == sampling]
         rows += [_full_row(problem, target, placement, sampling) for target in TARGETS for placement in PLACEMENTS]
         parts += [f"## {TITLES[sampling]}", _sizes(problem), table(header, rows)]
-    return "\n\n".join([*parts, *evidence()])
+    return "\n\n".join([*parts, *hosts_section(), *evidence()])
 
 
 def surrogate_term(config: KlConfig) -> Term:

@@ -62,7 +62,7 @@ MEASURES: dict[str, Measure] = {
 
 
 MITIGATION_MEASURES = {
-    "weight_sync_gap": "mean |engine - trainer| of probe tokens after the last weight update, nats; verl: of the worst server",
+    "weight_sync_gap": "mean |engine's prefill - trainer| of probe tokens after the last weight update, nats; verl: of the worst server",
     "loss_scale": "float16 loss scale after the last step",
     "overflow_steps": "steps whose float16 gradients overflowed, since training began",
     "overflow_streak": "of these the last ones in a row",
@@ -75,7 +75,7 @@ MITIGATION_MEASURES = {
     "lr_period": "steps between two reductions, once known",
     "kl_coef": "coefficient of the batch's KL term",
     "kl_ref_k1": "k1 estimate of KL(pi||pi_ref) per token",
-    "kl_ref_k3": "verl: k3 estimate of KL(pi||pi_ref) per token; TRL logs it as `kl`",
+    "kl_ref_k3": "verl: k3 estimate of KL(pi||pi_ref) per token; in TRL it is logged as `kl`, by `preset: trl` times TRL's ratio",
     "routing/replayed_forwards": "verl: forward passes of the last step that were replayed",
 }
 """What the mitigations log beside the gap, by name without prefix."""

@@ -173,7 +173,7 @@ def _weight_sync(run: RunData) -> list[str]:
         return []
     parts = []
     if verified:
-        parts.append(f"{_count(len(verified), 'weight update')} verified")
+        parts.append(f"{_count(len(verified), 'weight update')} verified by prefill")
     known = [value for value in values if value is not None]
     if known:
         parts.append(f"gap of the probes at most {quantity(max(known))}")

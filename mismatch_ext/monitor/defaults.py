@@ -99,7 +99,8 @@ DEFAULTS: dict[str, DefaultRule] = {
     ),
     "loss": DefaultRule(
         patience=1,
-        source="No finite weights come of one that is not finite. transformers logs 0 in its place, unless a block is there.",
+        source="No finite weights come of one that is not finite. Without a block transformers puts "
+        "a mean of the steps since its last log in its place, 0 where every step is logged.",
         meaning="the weights are broken, or the next update breaks them",
         advice="go back to the last checkpoint and look at the log-probabilities and rewards of the batch",
     ),

@@ -8,15 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mismatch_ext.versions import installed
+from tests.peers.kl_terms import assert_documented
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_kl as scenarios
+    from tests.peers.trl import scenarios_kl_terms
 else:
     scenarios = named("tests.peers.trl.scenarios_kl")
+    scenarios_kl_terms = named("tests.peers.trl.scenarios_kl_terms")
 
 
 pytestmark = pytest.mark.engine
+
+
+def test_trls_own_terms_are_those_of_the_page(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios_kl_terms.terms, model=str(dense), out=str(tmp_path)).expect()
+    assert_documented(found, "TRL", str(installed("trl")))
+    by = {(row["setting"], row["sampling"]): row for row in found}
+    default = "use_bias_correction_kl=True"
+    assert {setting for setting, _ in by if by[setting, "on-policy"]["default"]} == {default}
+    # The default is the per-token reverse KL, on-policy and off; without the ratio it is the forward one.
+    assert by[default, "on-policy"]["regularises"] == "KL(pi||ref) of tokens, prefixes of pi"
+    assert by[default, "off-policy"]["regularises"] == "KL(pi||ref) of tokens, prefixes of mu"
+    plain = by["use_bias_correction_kl=False", "on-policy"]
+    assert plain["regularises"] == "KL(ref||pi) of tokens, prefixes of pi"
+    assert 0.2 < by[default, "on-policy"]["responses"] < plain["responses"]
 
 
 def test_every_estimator_and_placement_trains(run: Run, dense: Path, tmp_path: Path) -> None:

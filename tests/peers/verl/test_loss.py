@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mismatch_ext.versions import installed
+from tests.peers.kl_terms import assert_documented
 from tests.peers.scenarios import Run, Scenario, named
 
 if TYPE_CHECKING:
     from tests.peers.verl.in_process import scenarios_driver as on_driver
+    from tests.peers.verl.in_process import scenarios_kl_terms as own
     from tests.peers.verl.in_process import scenarios_losses as in_engine
 else:
+    own = named("tests.peers.verl.in_process.scenarios_kl_terms")
     on_driver = named("tests.peers.verl.in_process.scenarios_driver")
     in_engine = named("tests.peers.verl.in_process.scenarios_losses")
 
@@ -128,6 +132,19 @@ def test_every_documented_configuration_is_exact_through_verls_loss(run: Run) ->
         # The truth is that of KL(pi||ref); the others are off it by at least 7 %, so that the comparison can fail.
         assert one["true"] < 1e-12 if one["unbiased"] else one["true"] > 0.05, name
     assert sum(one["unbiased"] for one in found.values()) == 18
+
+
+@pytest.mark.in_process
+def test_verls_own_terms_are_those_of_the_page(run: Run) -> None:
+    found = run(own.terms).expect()
+    assert_documented(found, "verl", str(installed("verl")))
+    by = {(row["setting"].rpartition("=")[2], row["sampling"]): row for row in found}
+    assert {kind for kind, _ in by if by[kind, "on-policy"]["default"]} == {"low_var_kl"}
+    assert by["low_var_kl", "on-policy"]["regularises"] == "KL(ref||pi) of tokens, prefixes of pi"
+    assert by["low_var_kl+", "on-policy"]["regularises"] == "KL(pi||ref) of tokens, prefixes of pi"
+    assert by["kl", "on-policy"]["regularises"] == "0"
+    assert by["rloo", "on-policy"]["regularises"] == "KL(pi||ref) of responses"
+    assert not any(by[kind, "off-policy"]["regularises"] for kind in ("low_var_kl", "low_var_kl+", "kl"))
 
 
 @pytest.mark.parametrize(

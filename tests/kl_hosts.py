@@ -1,0 +1,69 @@
+"""Measure TRL's and verl's own KL terms by exact enumeration: `python -m tests.kl_hosts`.
+
+TRL is measured in every version of the compatibility table, and in the last one before its default changed; a version that
+`.venv` does not hold is installed as `tests.matrix` installs it. What came out is written to mismatch_ext/kl/hosts.json, from
+which docs/kl.md is printed. Tests measure again, and compare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mismatch_ext.kl.hosts import FILE
+from mismatch_ext.versions import installed
+from tests.matrix import ROOT, overlay
+from tests.models import tiny_model
+
+TRL = ("1.16.0", "1.14.2", "1.13.0", "1.9.0")
+SCENARIOS = {"TRL": "tests.peers.trl.scenarios_kl_terms", "verl": "tests.peers.verl.in_process.scenarios_kl_terms"}
+
+
+def measured(host: str, folders: Sequence[Path] = (), **payload: Any) -> list[dict[str, Any]]:
+    """Return the terms of a host, measured in a process of its own with overlays in front on its path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", SCENARIOS[host], "terms", json.dumps(payload, default=str)],
+        cwd=ROOT,
+        env={**environment, "VERL_USE_EXTERNAL_PLUGINS": "none"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise SystemExit(
+            f"{host} with {[str(folder) for folder in folders]} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        )
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def main() -> int:
+    """Measure every host and version, and write the file."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        model = tiny_model("dense", Path(scratch) / "model")
+        for version in tqdm(TRL, unit="version", desc="TRL"):
+            folder = overlay("trl", version)
+            found = measured("TRL", [folder] if folder else [], model=model, out=scratch)
+            if {row["version"] for row in found} != {version}:
+                raise SystemExit(f"asked for TRL {version}, but {folder} gives {found[0]['version']}")
+            rows += found
+    rows += measured("verl")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    print(f"{len(rows)} terms of TRL {', '.join(TRL)} and verl {installed('verl')}: {FILE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

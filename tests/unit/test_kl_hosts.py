@@ -1,0 +1,82 @@
+"""What docs and README say of TRL's and verl's own KL terms is what was measured, and the measure can tell terms apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from mismatch_ext.kl.enumeration import moments
+from mismatch_ext.kl.hosts import HostTerm, hosts_section, judge, problem_of, read_terms, row_term
+
+ROOT = Path(__file__).parents[2]
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    d = logprobs - ref_logprobs
+    return torch.exp(-d) - 1 + d
+
+
+def judged(sampling: str, loss: object) -> HostTerm:
+    found = moments(problem_of(sampling), row_term(loss))  # type: ignore[arg-type]
+    return judge(found, host="TRL", version="0", sampling=sampling)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "differentiable"), [("use_bias_correction_kl=True", True), ("use_bias_correction_kl=False", None)]
+)
+@pytest.mark.parametrize("sampling", ["on-policy", "off-policy"])
+def test_trls_terms_are_the_formulas_that_the_page_gives(
+    setting: str, differentiable: bool | None, sampling: str
+) -> None:
+    def loss(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+        ratio = torch.exp(logprobs - behavior_logprobs) if differentiable else torch.ones_like(logprobs)
+        return (k3(logprobs, ref_logprobs) * ratio).sum()
+
+    by_hand = judged(sampling, loss)
+    measured = [t for t in read_terms() if t.host == "TRL" and (t.setting, t.sampling) == (setting, sampling)]
+    assert {t.version for t in measured} >= {"1.13.0", "1.14.2", "1.16.0"}
+    for term in measured:
+        changed = dataclasses.replace(by_hand, version=term.version, setting=setting, default=term.default)
+        assert vars(changed) == pytest.approx(vars(term), rel=1e-5, abs=1e-8)
+
+
+def test_a_ratio_under_a_stop_gradient_is_another_term() -> None:
+    # The mistake to guard against: off-policy such a ratio corrects the value, and the gradient is the forward KL's.
+    def loss(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+        return (k3(logprobs, ref_logprobs) * torch.exp(logprobs - behavior_logprobs).detach()).sum()
+
+    assert judged("on-policy", loss).regularises == "KL(ref||pi) of tokens, prefixes of pi"
+    assert judged("off-policy", loss).regularises == "KL(ref||pi) of tokens, prefixes of mu"
+
+
+def test_a_term_without_a_gradient_has_no_direction() -> None:
+    term = judged("on-policy", lambda logprobs, ref_logprobs, _: (logprobs - ref_logprobs).sum())
+    assert (term.cos, term.regularises, term.value, term.responses) == (None, "0", 0.0, 1.0)
+
+
+def test_the_default_of_trl_changed_where_the_page_says() -> None:
+    defaults = {t.version: t.setting for t in read_terms() if t.host == "TRL" and t.default}
+    assert "1.9.0" in defaults
+    for version, setting in defaults.items():
+        assert setting == f"use_bias_correction_kl={Version(version) >= Version('1.10')}", version
+
+
+def test_readme_quotes_the_measured_figures() -> None:
+    defaults = [t for t in read_terms() if t.default and t.sampling == "on-policy"]
+    new = {t.responses for t in defaults if t.host == "TRL" and Version(t.version) >= Version("1.10")}
+    old = {t.responses for t in defaults if t.host == "verl" or Version(t.version) < Version("1.10")}
+    assert len(new) == len(old) == 1
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"is {100 * new.pop():.0f} % of the gradient of KL(pi||ref) of responses" in text
+    assert f"forward KL of single tokens, {100 * old.pop():.0f} % off" in text
+
+
+def test_the_section_has_a_row_for_each_term() -> None:
+    _, table, notes = hosts_section()
+    assert len(table.splitlines()) == 2 + len(read_terms())
+    assert "use_bias_correction_kl=True" in notes
