@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -41,8 +40,9 @@ def test_trls_terms_are_the_formulas_that_the_page_gives(
     measured = [t for t in read_terms() if t.host == "TRL" and (t.setting, t.sampling) == (setting, sampling)]
     assert {t.version for t in measured} >= {"1.13.0", "1.14.2", "1.16.0"}
     for term in measured:
-        changed = dataclasses.replace(by_hand, version=term.version, setting=setting, default=term.default)
-        assert vars(changed) == pytest.approx(vars(term), rel=1e-5, abs=1e-8)
+        assert by_hand.regularises == term.regularises
+        for figure in ("value", "responses", "cos", "tokens", "std"):
+            assert getattr(by_hand, figure) == pytest.approx(getattr(term, figure), rel=1e-5, abs=1e-8), figure
 
 
 def test_a_ratio_under_a_stop_gradient_is_another_term() -> None:
