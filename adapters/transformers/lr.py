@@ -73,10 +73,7 @@ class LrCallback(TrainerCallback):
         """
         self.release()
         if hasattr(innermost(optimizer), "optimizer_dict"):
-            raise ConfigError(
-                f"mismatch.lr with optim={_text(args.optim)!r}: it steps each parameter by itself, out of reach of a common "
-                "multiplier; use an optimizer that is not layer-wise."
-            )
+            raise _layerwise(args)
         joining = 0
         if self._saved is None:
             # A schedule that was given to the trainer may have moved before this training.
@@ -146,6 +143,23 @@ class LrCallback(TrainerCallback):
         if self.lr_control is not None:
             self.lr_control.remove()
         self.lr_control = None
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Refuse, by its name and before it is built, an optimizer that the rate of cannot be controlled.
+
+    Raises:
+        ConfigError: It is layer-wise.
+    """
+    if _text(args.optim).endswith("layerwise"):
+        raise _layerwise(args)
+
+
+def _layerwise(args: TrainingArguments) -> ConfigError:
+    return ConfigError(
+        f"mismatch.lr with optim={_text(args.optim)!r}: it steps each parameter by itself, out of reach of a common "
+        "multiplier; use an optimizer that is not layer-wise."
+    )
 
 
 def _warmup_steps(args: TrainingArguments, max_steps: int) -> int:

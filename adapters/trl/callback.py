@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.transformers.lr import LrCallback, check_optimizer
 from mismatch_ext.adapters.trl.header import REPORTED
 from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -57,6 +57,11 @@ class MismatchCallback(TrainerCallback, ExportableState):
                     f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, monitor. "
                     "Remove it, or use MismatchGRPOTrainer."
                 )
+        if self.block.lr is not None and self.block.lr.trigger in ("mismatch_kl", "f_tau"):
+            raise ConfigError(
+                f"mismatch.lr.trigger={self.block.lr.trigger!r} with MismatchCallback: the trainer does not log it; allowed: "
+                "response_length, grad_norm. Use MismatchGRPOTrainer for the others."
+            )
         self._lr = None if self.block.lr is None else LrCallback(self.block.lr)
         self._alarms = AlarmCallback(self.block.monitor, self._event)
         self._recorder: RunRecorder | None = None
@@ -67,6 +72,18 @@ class MismatchCallback(TrainerCallback, ExportableState):
         lr = None if self._lr is None else self._lr.saved_state()
         saved = {"lr": lr, "monitor": self._alarms.monitor.state_dict()}
         return {"args": {"mismatch": self.block.to_dict()}, "attributes": {"saved": saved}}
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check what can be told from the trainer's arguments: TRL has not started its engine yet.
+
+        Raises:
+            ConfigError, RunDirectoryError: As in `on_train_begin`.
+        """
+        self._check_alone(state)
+        # A fraction is one of the steps of a training, of which there is none yet.
+        self._check(args, args.logging_steps if args.logging_steps >= 1 else 1)
+        if state.is_world_process_zero:
+            ensure_writable(self._run_dir(args))
 
     def on_train_begin(
         self,
@@ -81,16 +98,15 @@ class MismatchCallback(TrainerCallback, ExportableState):
         Raises:
             ConfigError: The trainer's arguments leave the callback blind, or its logged rate would not be the applied one.
         """
-        self._check(args, state)
+        self._check_alone(state)
+        self._check(args, state.logging_steps)
         # transformers expects an entry when it saves, which a checkpoint from before this callback does not have. In a new
         # training it is what this callback stood at when the trainer asked, perhaps in a training that failed.
-        entries: Any = state.stateful_callbacks  # a dict; transformers annotates what it is made of
+        entries: Any = state.stateful_callbacks
         entry = entries.setdefault(type(self).__name__, {})
-        if isinstance(entry, list):
-            raise ConfigError(f"{len(entry)} MismatchCallbacks on one trainer: give one, with both sections.")
         saved = entry.get("attributes", {}).get("saved", {}) if state.global_step else {}
         self._logged = False
-        run_dir = Path(self.block.monitor.run_dir or Path(str(args.output_dir)) / "mismatch")
+        run_dir = self._run_dir(args)
         if state.is_world_process_zero:
             ensure_writable(run_dir)
         self._recorder = RunRecorder(
@@ -115,7 +131,17 @@ class MismatchCallback(TrainerCallback, ExportableState):
                 lines.append(f"  lr         {rule_of(self.block.lr)}")
             print("\n".join([*lines, *monitor_lines(self._alarms.monitor, run_dir)]), flush=True)
 
-    def _check(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _run_dir(self, args: TrainingArguments) -> Path:
+        return Path(self.block.monitor.run_dir or Path(str(args.output_dir)) / "mismatch")
+
+    def _check_alone(self, state: TrainerState) -> None:
+        entries: Any = state.stateful_callbacks  # a dict; transformers annotates what it is made of
+        entry = entries.get(type(self).__name__)
+        if isinstance(entry, list):
+            raise ConfigError(f"{len(entry)} MismatchCallbacks on one trainer: give one, with both sections.")
+
+    def _check(self, args: TrainingArguments, logging_steps: float) -> None:
+        """Refuse arguments that leave the callback blind."""
         if getattr(args, "mismatch", None) is not None:
             raise ConfigError(
                 "MismatchCallback on a trainer that has a mismatch block already; leave out the callback."
@@ -123,19 +149,15 @@ class MismatchCallback(TrainerCallback, ExportableState):
         lr = self.block.lr
         if lr is None:
             return
-        if getattr(args, "deepspeed", None):
+        if getattr(args, "deepspeed_plugin", None) is not None:
             raise ConfigError("mismatch.lr with DeepSpeed: its steps cannot be counted from outside; use DDP or FSDP2.")
-        if lr.trigger in ("mismatch_kl", "f_tau"):
-            raise ConfigError(
-                f"mismatch.lr.trigger={lr.trigger!r} with MismatchCallback: the trainer does not log it; allowed: "
-                "response_length, grad_norm. Use MismatchGRPOTrainer for the others."
-            )
+        check_optimizer(args)
         strategy = getattr(args.logging_strategy, "value", args.logging_strategy)
-        if lr.watches and (strategy != "steps" or state.logging_steps != 1):
-            kept = ", which the checkpoint keeps" if state.logging_steps != args.logging_steps else ""
+        if lr.watches and (strategy != "steps" or logging_steps != 1):
+            kept = ", which the checkpoint keeps" if logging_steps != args.logging_steps else ""
             raise ConfigError(
                 f"mismatch.lr with MismatchCallback watches {lr.trigger} in the trainer's logs, but logging_strategy="
-                f"{strategy!r}, logging_steps={state.logging_steps}{kept}; set logging_steps=1, give mismatch.lr.period, or use "
+                f"{strategy!r}, logging_steps={logging_steps}{kept}; set logging_steps=1, give mismatch.lr.period, or use "
                 "MismatchGRPOTrainer."
             )
         if args.lr_scheduler_type in OWN_RATE:

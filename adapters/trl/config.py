@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.transformers.lr import check_optimizer
+from mismatch_ext.adapters.trl.host import sampling_settings
 from mismatch_ext.adapters.trl.options import GrpoOptions
+from mismatch_ext.adapters.trl.refusals import check_sharding
 from transformers import Trainer
 from trl import GRPOConfig, RLOOConfig
 
 from mismatch_ext.config import MismatchConfig, RoutingConfig
+from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
@@ -58,6 +61,8 @@ class MismatchConfigMixin(_Host):
             if block.routing is not None:
                 self._check_routing(block.routing)
         super().__post_init__()
+        if block is not None:
+            self._check_settled(block)
 
     def mismatch_block(self) -> MismatchConfig | None:
         """Return the parsed block, or None when there is none."""
@@ -138,19 +143,30 @@ class MismatchConfigMixin(_Host):
                 f"mismatch.routing.mode='R3' with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: routes are "
                 "followed on engines of one rank only; set it to 1, or mode='R2'."
             )
-        given = self._mapping("generation_kwargs")
-        for key in (key for key in given if key.startswith("routed_experts")):
-            raise ConfigError(
-                f"generation_kwargs[{key!r}]={given[key]!r} with mismatch.routing.mode='R3', which needs the "
-                "routes of all tokens; remove it from generation_kwargs."
-            )
 
-    def _mapping(self, name: str) -> dict[str, Any]:
-        """Return an argument that is a mapping; on a command line it is JSON, which the parent parses after our checks."""
-        given = getattr(self, name)
-        if isinstance(given, str):
-            given = json.loads(given) if given.startswith("{") else None  # the parent refuses the rest
-        return given or {}
+    def _check_settled(self, block: MismatchConfig) -> None:
+        """Refuse what can be told once the parent has parsed dictionaries, and knows processes, optimizer and DeepSpeed."""
+        # Mappings by now: on a command line they are JSON.
+        given: Any = self.generation_kwargs or {}
+        kwargs: Any = self.model_init_kwargs or {}
+        sampling_settings(self, given)
+        if block.precision is not None and canonical(kwargs.get("dtype") or "float32") != "float32":
+            raise ConfigError(
+                f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's "
+                f"master weights stay float32 and autocast computes in {block.precision.dtype}; remove the dtype from "
+                "model_init_kwargs."
+            )
+        if block.routing is not None and block.routing.mode == "R3":
+            for key in (key for key in given if key.startswith("routed_experts")):
+                raise ConfigError(
+                    f"generation_kwargs[{key!r}]={given[key]!r} with mismatch.routing.mode='R3', which needs the "
+                    "routes of all tokens; remove it from generation_kwargs."
+                )
+        if block.lr is not None:
+            check_optimizer(self)
+        deepspeed = self.deepspeed_plugin is not None
+        # Whether FSDP shards is accelerate's to say, once there is an accelerator.
+        check_sharding(block, use_vllm=self.use_vllm, deepspeed=deepspeed, fsdp=False)
 
     def _follow_objective(self, block: MismatchConfig) -> None:
         """Refuse what changes the objective of a trainer that has no seam for it."""
@@ -170,12 +186,6 @@ class MismatchConfigMixin(_Host):
         if self.bf16 is False and dtype == "bfloat16":
             raise ConfigError("bf16=False contradicts mismatch.precision.dtype='bfloat16'; remove bf16.")
         self.fp16, self.bf16 = dtype == "float16", dtype == "bfloat16"
-        kwargs = self._mapping("model_init_kwargs")
-        if canonical(kwargs.get("dtype") or "float32") != "float32":
-            raise ConfigError(
-                f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's master "
-                f"weights stay float32 and autocast computes in {dtype}; remove the dtype from model_init_kwargs."
-            )
 
 
 @dataclass
@@ -189,6 +199,11 @@ class MismatchGRPOConfig(MismatchConfigMixin, GrpoOptions, GRPOConfig):
             self._follow_kl(block.kl)
         if block.correction is not None:
             self._follow_correction(block.correction)
+
+    def _check_settled(self, block: MismatchConfig) -> None:
+        super()._check_settled(block)
+        if block.correction is not None:
+            self._check_own_correction(resolve(block.correction))
 
 
 @dataclass

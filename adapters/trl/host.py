@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, PrecisionError, RoutingError
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.records import SamplingSettings
 
 # Keys of `generation_kwargs` that change the engine's distribution and leave the trainer's as it is.
@@ -22,31 +21,36 @@ ENGINE_ONLY = (
 )  # fmt: skip
 
 
-def sampling_settings(trainer: Any) -> SamplingSettings:
+def sampling_settings(source: Any, generation_kwargs: Mapping[str, Any] | None) -> SamplingSettings:
     """Return what a trainer's engine samples with; `generation_kwargs` come last, as in TRL.
+
+    Args:
+        source: A trainer or its configuration: what has TRL's sampling arguments as attributes.
+        generation_kwargs: The configuration's.
 
     Raises:
         ConfigError: `generation_kwargs` gives the engine another temperature than the trainer scores with, or asks for
             more than the sampled tokens' log-probabilities.
+        RecordError: A setting is out of range.
     """
+    given = generation_kwargs or {}
     settings = {
-        "temperature": trainer.temperature,
-        "top_p": trainer.top_p,
-        "top_k": trainer.top_k,
-        "min_p": trainer.min_p or 0.0,
-        "repetition_penalty": trainer.repetition_penalty,
+        "temperature": source.temperature,
+        "top_p": source.top_p,
+        "top_k": source.top_k,
+        "min_p": source.min_p or 0.0,
+        "repetition_penalty": source.repetition_penalty,
     }
-    settings.update({k: v for k, v in (trainer.args.generation_kwargs or {}).items() if k in settings})
+    settings.update({k: v for k, v in given.items() if k in settings})
     for key, value in (("logprobs", 0), ("n", 1)):
-        given = (trainer.args.generation_kwargs or {}).get(key, value)
-        if given != value:
+        if given.get(key, value) != value:
             raise ConfigError(
-                f"generation_kwargs[{key!r}]={given!r}: with more than one candidate per token or prompt, TRL takes the most "
-                f"likely one's log-probability for the sampled one's; allowed: {value}. Remove it from generation_kwargs."
+                f"generation_kwargs[{key!r}]={given[key]!r}: with more than one candidate per token or prompt, TRL takes the "
+                f"most likely one's log-probability for the sampled one's; allowed: {value}. Remove it from generation_kwargs."
             )
-    if settings["temperature"] != trainer.temperature:
+    if settings["temperature"] != source.temperature:
         raise ConfigError(
-            f"generation_kwargs['temperature']={settings['temperature']} but temperature={trainer.temperature}: the engine "
+            f"generation_kwargs['temperature']={settings['temperature']} but temperature={source.temperature}: the engine "
             "would sample at one temperature and the trainer score at the other; set temperature and remove it from "
             "generation_kwargs."
         )
@@ -82,42 +86,3 @@ def step_of_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: st
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     state = Path(checkpoint or "") / "trainer_state.json"
     return TrainerState.load_from_json(str(state)).global_step if checkpoint and state.is_file() else None
-
-
-def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
-    """Refuse what changes the objective under a trainer of TRL whose own loss would ignore it.
-
-    Raises:
-        ConfigError: `kl` or `correction` with GMPOTrainer, which multiplies its loss by no importance ratio.
-    """
-    for name in ("kl", "correction"):
-        # By name: importing TRL's experimental trainers warns.
-        if getattr(block, name) is not None and "GMPOTrainer" in (kind.__name__ for kind in trainer.__mro__):
-            raise ConfigError(
-                f"mismatch.{name} with {trainer.__name__}: GMPOTrainer's loss has no seam for it; allowed: precision, routing, "
-                "lr and monitor. Remove it, or use MismatchGRPOTrainer."
-            )
-
-
-class EngineRefusals(AbstractContextManager[None]):
-    """Turn vLLM's refusal of what a block asked for into an error that names the setting.
-
-    Args:
-        block: The block.
-    """
-
-    def __init__(self, block: MismatchConfig) -> None:
-        self.block = block
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        dtype = self.block.precision.dtype if self.block.precision is not None else None
-        if isinstance(error, ValueError) and dtype is not None and dtype in str(error):
-            raise PrecisionError(
-                f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
-                "Choose a dtype that both sides support."
-            ) from error
-        if isinstance(error, ValueError) and self.block.routing is not None and "outed-experts" in str(error):
-            raise RoutingError(
-                f"mismatch.routing.mode={self.block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "
-                "Remove mismatch.routing if the model is not a mixture of experts."
-            ) from error

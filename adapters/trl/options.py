@@ -62,8 +62,6 @@ class GrpoOptions(_Host):
                 "mismatch.correction with loss_type='vespo': VESPO takes the logarithm of the weights, so that only plain "
                 "token weights have a meaning there; use the preset token_truncate or token_mask."
             )
-        if options is None:
-            self._check_own_correction(settings)
         options = own_options() if options is None else options
         if settings.off_policy_threshold is not None:
             options["off_policy_mask_threshold"] = settings.off_policy_threshold
@@ -77,7 +75,9 @@ class GrpoOptions(_Host):
             setattr(self, name, value)
 
     def _check_own_correction(self, settings: Settings) -> None:
-        """Refuse what weights of our own would silently not do."""
+        """Refuse what weights of our own would silently not do; the number of processes must be known."""
+        if native_options(settings) is not None:
+            return
         if settings.compat & {"unscored_is_one"}:
             raise ConfigError(
                 "mismatch.correction.compat='unscored_is_one': rollouts without a log-probability are refused before they are "

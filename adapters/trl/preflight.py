@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
@@ -16,6 +16,7 @@ from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.header import FIXES, SEAMS, run_header
 from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
+from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, PrecisionError, ReadinessError
+from mismatch_ext.errors import ReadinessError
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
@@ -51,6 +52,9 @@ class PreflightMixin(_Host):
     _sync_audited: bool
     _unwritten: list[str]
     _routing: RoutingReplay | None
+    # Whether TRL's constructor runs; what is to be warned of the weights, once there is a run to warn in.
+    _constructing = False
+    _readiness: str | None = None
     _alarms: AlarmCallback
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
     model: nn.Module
@@ -85,21 +89,33 @@ class PreflightMixin(_Host):
         defaults.
         """
         super().create_accelerator_and_postprocess()
-        precision = self._block.precision if self._block is not None else None
-        if precision is None or precision.dtype != "float16":
+        if self._block is None:
             return
-        if self.is_deepspeed_enabled:
-            raise PrecisionError(
-                "mismatch.precision.dtype='float16' with DeepSpeed: DeepSpeed keeps a loss scaler of its own that "
-                "cannot be audited here; use DDP or FSDP2, or set fp16 in the DeepSpeed config without "
-                "mismatch.precision."
-            )
-        self.accelerator.native_amp = True
-        self.accelerator.scaler = LossScaler(self.accelerator.device.type, **dataclasses.asdict(precision.loss_scale))
+        check_sharding(
+            self._block, use_vllm=self.use_vllm, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled
+        )
+        precision = self._block.precision
+        if precision is not None and precision.dtype == "float16":
+            self.accelerator.native_amp = True
+            scale = dataclasses.asdict(precision.loss_scale)
+            self.accelerator.scaler = LossScaler(self.accelerator.device.type, **scale)
+        if self._constructing:
+            self._check_model()
+
+    def _check_model(self) -> None:
+        """Refuse a model that the block does not fit: TRL has loaded it, and has not started its engine."""
+        # As TRL decides whether it builds one.
+        self._check_reference(self.args.beta != 0.0 and not is_peft_model(self.model))
+        if self._config.routing is not None:
+            with RoutingRefusals(self._config.routing):
+                self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
+        if self._config.precision is not None:
+            audit(PrecisionPolicy(self._config.precision.dtype), self._read_trainer(), None, None).raise_for_findings()
+            self._readiness = self._scan_readiness()
 
     def _begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
-        self._sampling = sampling_settings(self)
+        self._sampling = sampling_settings(self, self.args.generation_kwargs)
         self._recorder = RunRecorder(
             self._run_dir,
             monitor=self._config.monitor,
@@ -109,13 +125,11 @@ class PreflightMixin(_Host):
             world_size=self.accelerator.num_processes,
             gather=gather_object,
         )
-        self._alarms = AlarmCallback(self._config.monitor, self._recorder.event)
         self.add_callback(self._alarms)
-        if self._config.routing is not None:
-            self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
-        self._check_reference()
+        self._check_reference(self.ref_model is not None)
         self._audit()
-        self._scan_readiness()
+        if self._readiness is not None:
+            self._warn("readiness", self._readiness)
         if self.use_vllm:
             self._wrap_engine(patch_digest)
         if self.accelerator.is_main_process:
@@ -124,26 +138,12 @@ class PreflightMixin(_Host):
                 banner(self._config, self._header(), watched, self._run_dir, seams=SEAMS, measured=measured), flush=True
             )
 
-    def _check_reference(self) -> None:
-        """Refuse a reference model of zeros: on all ranks but the first, accelerate's default for FSDP2 loads no weights."""
+    def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is None or self.ref_model is None or self.accelerator.num_processes == 1:
-            return
-        if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
-            raise ConfigError(
-                "a reference model with FSDP2 and fsdp_cpu_ram_efficient_loading=true: TRL shards it as each rank has loaded it, "
-                "which is zeros on all but the first, so that the KL would be to a broken model; set it to false in accelerate's "
-                "config."
-            )
+        check_reference(plugin, self.accelerator.num_processes, reference)
 
     def _wrap_engine(self, patch_digest: str) -> None:
         """Put the engine behind checks of its weights and rollouts."""
-        if self._config.monitor.weight_sync != "off" and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ConfigError(
-                f"mismatch.monitor.weight_sync={self._config.monitor.weight_sync!r} with sharded parameters (FSDP or "
-                "DeepSpeed): this release verifies weights of unsharded models only; set mismatch.monitor.weight_sync='off' "
-                "to go on unverified."
-            )
         vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
         self.vllm_generation = CheckedGeneration(
             self.vllm_generation,
@@ -165,7 +165,7 @@ class PreflightMixin(_Host):
 
     def _audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back; refuse what is not as asked."""
-        trainer = read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
+        trainer = self._read_trainer()
         self._readings = {"trainer": trainer}
         if not self.use_vllm:
             return  # one model samples and trains
@@ -176,20 +176,26 @@ class PreflightMixin(_Host):
         self._audit_report = audit(policy, trainer, reading, sync, FIXES)
         self._audit_report.raise_for_findings()
 
-    def _scan_readiness(self) -> None:
-        """Check that the weights fit the dtype that both sides will compute in."""
+    def _read_trainer(self) -> TrainerReading:
+        return read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
+
+    def _scan_readiness(self) -> str | None:
+        """Check that the weights fit the dtype that both sides will compute in; return what is to be warned of."""
         precision = self._config.precision
         if precision is None or precision.readiness == "off":
-            return
-        weights = scan_weights(self.accelerator.unwrap_model(self.model).named_parameters(), precision.dtype)
-        report = ReadinessReport.of(weights=weights, activations=[], dtype=precision.dtype)
+            return None
+        parameters = self.accelerator.unwrap_model(self.model).named_parameters()
+        # One after the other to where the model is going: its weights are still in the host's memory, where a scan is slow.
+        device = self.accelerator.device
+        there = ((name, p.detach().to(device) if p.is_floating_point() else p) for name, p in parameters)
+        report = ReadinessReport.of(weights=scan_weights(there, precision.dtype), activations=[], dtype=precision.dtype)
+        reasons = "; ".join(report.reasons)
         if report.verdict == "not ready":
-            message = f"the checkpoint is not ready for {precision.dtype}: {'; '.join(report.reasons)}"
+            message = f"the checkpoint is not ready for {precision.dtype}: {reasons}"
             if precision.readiness == "error":
                 raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
-            self._warn("readiness", message)
-        elif report.verdict == "risky":
-            self._warn("readiness", f"the checkpoint is risky in {precision.dtype}: {'; '.join(report.reasons)}")
+            return message
+        return f"the checkpoint is risky in {precision.dtype}: {reasons}" if report.verdict == "risky" else None
 
     def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Warn, and keep the warning in the run's metrics file."""

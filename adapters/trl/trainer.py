@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
+from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.host import EngineRefusals, check_objective, ratio_bias
+from mismatch_ext.adapters.trl.host import ratio_bias
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
+from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_stitching
 from mismatch_ext.adapters.trl.routing import KEY
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
@@ -69,6 +70,9 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         check_objective(type(self), self._block)
         for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
             require(peer)
+        check_stitching(self._block, kwargs)
+        # Imports the functions that alarms call; the recorder comes with the run.
+        self._alarms = AlarmCallback(self._config.monitor, lambda *event: self._recorder.event(*event))
         self._run_dir = Path(self._config.monitor.run_dir or Path(config.output_dir) / "mismatch")
         ensure_writable(self._run_dir)
         self._eval_split = "eval/default"
@@ -86,18 +90,13 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
                     "over other completions of a micro-batch, and there are none; the KL term is right but spreads more.",
                     stacklevel=2,
                 )
-        self._check_routing(model, config, kwargs)
         patched = applied(*self._construction_patches(config))
-        with config.claimed(), patched as patches, EngineRefusals(self._config):
+        building = overridden(self, _constructing=True)
+        with config.claimed(), building, patched as patches, EngineRefusals(self._config):
             with self._kl_reward(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = patches.describe(), patches.digest
         if self._config.lr is not None:
-            if self.is_deepspeed_enabled:
-                raise ConfigError(
-                    "mismatch.lr with DeepSpeed: its optimizer's steps cannot be counted from outside; use DDP or FSDP2, or "
-                    "remove mismatch.lr."
-                )
             self._lr = LrCallback(self._config.lr)
             self.add_callback(self._lr)
         if self._config.correction is not None:
@@ -106,19 +105,6 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
                 self._correction = CorrectionTerm(settings, self.accelerator.gather)
         self._begin(patch_digest)
 
-    def _check_routing(self, model: Any, config: Any, kwargs: Any) -> None:
-        """Refuse what routing cannot follow; a model that is loaded already, before an engine is started."""
-        if self._config.routing is None:
-            return
-        for key in ("tools", "rollout_func", "environment_factory"):
-            if kwargs.get(key):
-                raise ConfigError(
-                    f"mismatch.routing with {key}: completions are stitched from several generations, whose routes are not "
-                    "joined yet; remove mismatch.routing."
-                )
-        if isinstance(model, torch.nn.Module):
-            moe_layout(model)
-
     @contextlib.contextmanager
     def _kl_reward(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """Yield the constructor's arguments, with the KL penalty among the reward functions when it is to be there."""
@@ -126,7 +112,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
             yield args, kwargs
             return
         functions = kwargs["reward_funcs"] if "reward_funcs" in kwargs else args[0] if args else None
-        if functions is None or any(kwargs.get(key) for key in ("tools", "rollout_func", "environment_factory")):
+        if functions is None or any(kwargs.get(key) for key in STITCHING):
             raise ConfigError(
                 "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the "
                 "policy's is not known when rewards are computed; use reward_path='surrogate'."

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -261,6 +262,23 @@ def stopped(dense: str, out: str) -> dict[str, Any]:
     return {**result, "step": trainer.state.global_step, "saved": sorted(os.listdir(out))}
 
 
+def refused(dense: str, out: str) -> dict[str, str]:
+    """Return how what sharded weights do not allow is refused, with an engine that fails where it would be started."""
+    found = {}
+    for name, block, loading, given in (
+        ("weights", {"monitor": {"weight_sync": "error"}}, "false", {"use_vllm": True}),
+        ("reference", {"kl": {"coef": 0.1}, "monitor": {"weight_sync": "off"}}, "true", {"use_vllm": True}),
+    ):
+        variables = {"FSDP_CPU_RAM_EFFICIENT_LOADING": loading}
+        started = mock.patch("vllm.LLM.__init__", side_effect=AssertionError("an engine was started"))
+        with mock.patch.dict(os.environ, variables), started:
+            try:
+                build(dense, f"{out}/{name}", block, model_init_kwargs=None, **given)
+            except Exception as error:  # noqa: BLE001 - what is raised is the result
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def transformers(model: str, dense: str, out: str) -> dict[str, Any]:
     """Run all that generates by transformers and goes through: starting the processes takes longer than each of it."""
     return {
@@ -270,6 +288,7 @@ def transformers(model: str, dense: str, out: str) -> dict[str, Any]:
         "resumed": resumed(model, dense, f"{out}/resumed"),
         "rate": rate(dense, f"{out}/rate"),
         "stopped": stopped(dense, f"{out}/stopped"),
+        "refused": refused(dense, f"{out}/refused") if SHARDED else {},
     }
 
 

@@ -320,15 +320,8 @@ def full_kl(model: str, out: str) -> dict[str, Any]:
     return {**outcome(trainer), "kl": logged(trainer, "kl")}
 
 
-def refused(model: str, out: str, routing: Any, how: str = "", **overrides: Any) -> dict[str, Any]:
-    """Build what must be refused."""
-    if how == "tools":
-        config = MismatchGRPOConfig(**arguments(out, mismatch={"routing": routing}, use_vllm=False, bf16=False))
-        MismatchGRPOTrainer(model=model, reward_funcs=graded, args=config, train_dataset=rows(), tools=[len])
-    elif how == "bypassed":
-        trainer = build(model, out, routing, **overrides)
-        trainer._compute_loss = lambda model, inputs: model(input_ids=inputs["prompt_ids"]).logits.sum() * 0
-        trainer.train()
-    else:
-        build(model, out, routing, **overrides)
-    return {}
+def bypassed(model: str, out: str) -> None:
+    """Train with a loss that runs the model by itself."""
+    trainer = build(model, out, R3)
+    trainer._compute_loss = lambda model, inputs: model(input_ids=inputs["prompt_ids"]).logits.sum() * 0
+    trainer.train()

@@ -128,15 +128,6 @@ def mixin(model: str, out: str, block: Any) -> dict[str, Any]:
     return outcome(trainer, own_called=Own.called)
 
 
-def unclaimed(model: str, out: str) -> dict[str, Any]:
-    """Give the block to a trainer that does not know it."""
-    GRPOTrainer(
-        model=model, reward_funcs=graded, train_dataset=rows(),
-        args=MismatchGRPOConfig(**arguments(out, mismatch={"precision": {"dtype": "float16"}})),
-    )  # fmt: skip
-    return {}
-
-
 def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
     """Train LoRA adapters, on the embeddings too, which TRL merges for each weight update and unmerges after it."""
     from peft import LoraConfig

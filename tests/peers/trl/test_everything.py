@@ -150,7 +150,7 @@ def test_a_callback_alone_controls_and_survives_kill_9(run: Run, dense: Path, tm
     assert data.series("mismatch/lr_multiplier")[1] == [1.0] * 7 + [0.5] * 2
 
 
-def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(run: Run, dense: Path, tmp_path: Path) -> None:
+def test_a_callback_finds_a_surge_in_the_logs(run: Run, dense: Path, tmp_path: Path) -> None:
     # Any gradient norm at or above 1.0001 of the first surges: the reactive rule takes each as it comes.
     lr = {
         "rule": "reactive",
@@ -164,7 +164,3 @@ def test_a_callback_finds_a_surge_in_the_logs_and_refuses_to_be_blind(run: Run, 
     assert last["mismatch/lr_surges"] >= 1
     short = run(scenarios.by_callback, block={"lr": {}}, max_steps=1, **given)
     assert "a baseline of 50 batches, and this training has 1 steps" in short.stderr
-    blind = run(scenarios.by_callback, block={"lr": {}}, max_steps=2, logging_steps=2, **given)
-    assert blind.code != 0 and "set logging_steps=1" in blind.stderr
-    needs = run(scenarios.by_callback, block={"routing": {"mode": "R3"}}, max_steps=2, **given)
-    assert needs.code != 0 and "mismatch.routing with MismatchCallback" in needs.stderr

@@ -155,9 +155,3 @@ def test_the_whole_batch_of_a_step_leads_it(run: Run, dense: Path, tmp_path: Pat
     result = run(scenarios.whole_batch, model=dense, out=tmp_path).expect()
     assert result["taken"] == pytest.approx(result["logged"], rel=1e-12)
     assert len(result["taken"]) == 3
-
-
-def test_what_cannot_lead_the_rate_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
-    ran = run(scenarios.train, model=dense, out=tmp_path, lr={"trigger": "mismatch_kl"})
-    assert ran.code != 0
-    assert "use_vllm=False with mismatch.lr.trigger='mismatch_kl'" in ran.stderr

@@ -46,8 +46,6 @@ def test_rloo_with_a_block_that_changes_nothing_is_stock(run: Run, dense: Path, 
     ours = run(scenarios.rloo, out=tmp_path / "ours", block={"lr": {"period": 100}}, **given).expect()
     assert ours["parameters"] == stock["parameters"]
     assert [entry["loss"] for entry in ours["history"]] == [entry["loss"] for entry in stock["history"]]
-    refused = run(scenarios.rloo, out=tmp_path / "kl", block={"kl": {"coef": 0.1}}, **given)
-    assert refused.code != 0 and "mismatch.kl with MismatchRLOOConfig" in refused.stderr
 
 
 def test_gmpo_takes_what_its_loss_has_a_seam_for(run: Run, moe: Path, tmp_path: Path) -> None:
@@ -55,5 +53,3 @@ def test_gmpo_takes_what_its_loss_has_a_seam_for(run: Run, moe: Path, tmp_path: 
     last = ran.expect()["history"][-1]
     assert last["mismatch/lr_multiplier"] == 0.25 and last["mismatch/logp_abs_diff_max"] < 1e-5
     assert last["mismatch/routing/set_mismatch_frac"] == 0.0
-    refused = run(scenarios.gmpo, model=moe, out=tmp_path, block={"correction": {"preset": "token_truncate"}})
-    assert refused.code != 0 and "mismatch.correction with Trainer: GMPOTrainer's loss" in refused.stderr

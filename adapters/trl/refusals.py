@@ -1,0 +1,145 @@
+"""What is refused before TRL builds model and engine, or between the two: on an accelerator the engine's start takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mismatch_ext.config import MismatchConfig, RoutingConfig
+from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, ReplayError, RoutingError
+
+# Arguments of TRL's trainers by which a completion is stitched from several generations.
+STITCHING = ("tools", "rollout_func", "environment_factory")
+
+
+def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
+    """Refuse what changes the objective under a trainer of TRL whose own loss would ignore it.
+
+    Raises:
+        ConfigError: `kl` or `correction` with GMPOTrainer, which multiplies its loss by no importance ratio.
+    """
+    for name in ("kl", "correction"):
+        # By name: importing TRL's experimental trainers warns.
+        if getattr(block, name) is not None and "GMPOTrainer" in (kind.__name__ for kind in trainer.__mro__):
+            raise ConfigError(
+                f"mismatch.{name} with {trainer.__name__}: GMPOTrainer's loss has no seam for it; allowed: precision, routing, "
+                "lr and monitor. Remove it, or use MismatchGRPOTrainer."
+            )
+
+
+def check_stitching(block: MismatchConfig, given: Mapping[str, Any]) -> None:
+    """Refuse what routing cannot follow.
+
+    Args:
+        block: The block.
+        given: Keyword arguments of the trainer.
+
+    Raises:
+        ConfigError: Completions would be stitched from several generations.
+    """
+    if block.routing is None:
+        return
+    for key in STITCHING:
+        if given.get(key):
+            raise ConfigError(
+                f"mismatch.routing with {key}: completions are stitched from several generations, whose routes are not "
+                "joined yet; remove mismatch.routing."
+            )
+
+
+def check_sharding(block: MismatchConfig, *, use_vllm: bool, deepspeed: bool, fsdp: bool) -> None:
+    """Refuse what DeepSpeed's own optimizer and sharded parameters keep from working.
+
+    Args:
+        block: The block.
+        use_vllm: Whether an engine generates, whose weights are verified.
+        deepspeed: Whether DeepSpeed trains.
+        fsdp: Whether FSDP shards the model.
+
+    Raises:
+        PrecisionError: float16, whose loss scaler DeepSpeed keeps to itself.
+        ConfigError: A section that cannot work there.
+    """
+    if deepspeed and block.precision is not None and block.precision.dtype == "float16":
+        raise PrecisionError(
+            "mismatch.precision.dtype='float16' with DeepSpeed: DeepSpeed keeps a loss scaler of its own that "
+            "cannot be audited here; use DDP or FSDP2, or set fp16 in the DeepSpeed config without "
+            "mismatch.precision."
+        )
+    if deepspeed and block.lr is not None:
+        raise ConfigError(
+            "mismatch.lr with DeepSpeed: its optimizer's steps cannot be counted from outside; use DDP or FSDP2, or "
+            "remove mismatch.lr."
+        )
+    if use_vllm and (deepspeed or fsdp) and block.monitor.weight_sync != "off":
+        raise ConfigError(
+            f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with sharded parameters (FSDP or "
+            "DeepSpeed): this release verifies weights of unsharded models only; set mismatch.monitor.weight_sync='off' "
+            "to go on unverified."
+        )
+
+
+def check_reference(plugin: Any, processes: int, reference: bool) -> None:
+    """Refuse a reference model of zeros: on all ranks but the first, accelerate's default for FSDP2 loads no weights.
+
+    Args:
+        plugin: accelerate's FSDP plugin, or None.
+        processes: Number of ranks.
+        reference: Whether there is a reference model, or will be.
+
+    Raises:
+        ConfigError: TRL would shard such a model.
+    """
+    if plugin is None or not reference or processes == 1:
+        return
+    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
+        raise ConfigError(
+            "a reference model with FSDP2 and fsdp_cpu_ram_efficient_loading=true: TRL shards it as each rank has loaded it, "
+            "which is zeros on all but the first, so that the KL would be to a broken model; set it to false in accelerate's "
+            "config."
+        )
+
+
+class RoutingRefusals(AbstractContextManager[None]):
+    """Turn the refusal of a model whose routing cannot be replayed into an error that names the setting.
+
+    Args:
+        routing: The `routing` section.
+    """
+
+    def __init__(self, routing: RoutingConfig) -> None:
+        self.routing = routing
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ReplayError):
+            raise ReplayError(
+                f"mismatch.routing.mode={self.routing.mode!r}: {error} Remove mismatch.routing if the model is not a mixture of "
+                "experts."
+            ) from error
+
+
+class EngineRefusals(AbstractContextManager[None]):
+    """Turn vLLM's refusal of what a block asked for into an error that names the setting.
+
+    Args:
+        block: The block.
+    """
+
+    def __init__(self, block: MismatchConfig) -> None:
+        self.block = block
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, ValueError) or isinstance(error, MismatchError):
+            return  # an error of ours names its setting already
+        dtype = self.block.precision.dtype if self.block.precision is not None else None
+        if dtype is not None and dtype in str(error):
+            raise PrecisionError(
+                f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
+                "Choose a dtype that both sides support."
+            ) from error
+        if self.block.routing is not None and "outed-experts" in str(error):
+            raise RoutingError(
+                f"mismatch.routing.mode={self.block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "
+                "Set mode='R2', which records it in the trainer, or remove mismatch.routing."
+            ) from error

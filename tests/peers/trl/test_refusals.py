@@ -1,0 +1,381 @@
+"""What TRL's adapter refuses, and when: by the configuration, before the model is loaded, before the engine is started.
+
+All in one process, with the real TRL and transformers. Nothing here starts an engine: the first attempt is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mismatch_ext.correction import PRESETS
+from mismatch_ext.errors import (
+    ConfigError,
+    MismatchError,
+    PeerVersionError,
+    PrecisionError,
+    ReadinessError,
+    RecordError,
+    ReplayError,
+    RoutingError,
+    RunDirectoryError,
+)
+from mismatch_ext.versions import PEERS
+
+Make = Callable[..., Any]
+R3 = {"routing": {"mode": "R3"}}
+FP16 = {"precision": {"dtype": "float16"}}
+SURGE = {"lr": {}}
+NOWHERE = "/nowhere/model"  # whoever loads it fails with an OSError
+
+
+class EngineStarted(Exception):
+    """TRL has come to start its engine: nothing was refused before."""
+
+
+@pytest.fixture(scope="module")
+def peers() -> Any:
+    """Return the scenarios' arguments and rewards, and with them the real TRL: importing it takes long."""
+    return importlib.import_module("tests.peers.trl.scenarios_training")
+
+
+@pytest.fixture(autouse=True)
+def no_engine(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine that would be started fail."""
+
+    def started(*args: Any, **kwargs: Any) -> None:
+        raise EngineStarted
+
+    monkeypatch.setattr("vllm.LLM.__init__", started)
+
+
+@pytest.fixture
+def configure(peers: Any, tmp_path: Path) -> Make:
+    """Return a function that makes a configuration: with an engine, unless told otherwise."""
+    adapter = importlib.import_module("mismatch_ext.adapters.trl")
+
+    def make(block: Any, kind: str = "MismatchGRPOConfig", **overrides: Any) -> Any:
+        given = peers.arguments(str(tmp_path / "run"), mismatch=block, **{"bf16": None, **overrides})
+        if kind == "MismatchRLOOConfig":
+            given = {k: v for k, v in given.items() if not k.startswith("vllm_importance")}
+        return getattr(adapter, kind)(**given)
+
+    return make
+
+
+@pytest.fixture
+def construct(peers: Any, configure: Make) -> Make:
+    """Return a function that constructs a trainer with a block."""
+    adapter = importlib.import_module("mismatch_ext.adapters.trl")
+
+    def make(model: Any, block: Any, options: dict[str, Any] | None = None, **overrides: Any) -> Any:
+        return adapter.MismatchGRPOTrainer(
+            model=str(model) if isinstance(model, Path) else model,
+            reward_funcs=peers.graded,
+            args=configure(block, **overrides),
+            train_dataset=peers.rows(),
+            **(options or {}),
+        )
+
+    return make
+
+
+# By the configuration.
+
+
+@pytest.mark.parametrize(
+    ("block", "overrides", "error", "words"),
+    [
+        (
+            {},
+            {"generation_kwargs": {"temperature": 0.5}},
+            ConfigError,
+            ["generation_kwargs['temperature']=0.5 but temperature=1.0", "set temperature and remove it"],
+        ),
+        ({}, {"generation_kwargs": {"logprobs": 5}}, ConfigError, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
+        ({}, {"generation_kwargs": {"n": 2}}, ConfigError, ["generation_kwargs['n']=2", "allowed: 1"]),
+        ({}, {"generation_kwargs": '{"n": 2}'}, ConfigError, ["generation_kwargs['n']=2"]),  # as on a command line
+        ({}, {"top_p": 1.5}, RecordError, ["sampling top_p=1.5", "allowed: 0 < x <= 1"]),
+        ({}, {"vllm_mode": "server"}, ConfigError, ["vllm_mode='server'", "'colocate'"]),
+        ({}, {"vllm_enable_sleep_mode": True}, ConfigError, ["vllm_enable_sleep_mode=True", "weight_sync='off'"]),
+        ({}, {"use_vllm": False}, ConfigError, ["use_vllm=False with a mismatch block without"]),
+        (FP16, {"bf16": True}, ConfigError, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
+        (
+            FP16,
+            {"model_init_kwargs": {"dtype": "bfloat16"}},
+            ConfigError,
+            ["model_init_kwargs['dtype']='bfloat16'", "master weights stay float32"],
+        ),
+        (FP16, {"model_init_kwargs": '{"dtype": "bfloat16"}'}, ConfigError, ["master weights stay float32"]),
+        (SURGE, {"optim": "galore_adamw_layerwise"}, ConfigError, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
+        (
+            {"lr": {"trigger": "mismatch_kl"}},
+            {"use_vllm": False},
+            ConfigError,
+            ["use_vllm=False with mismatch.lr.trigger='mismatch_kl'"],
+        ),
+        ({"kl": {"coef": 0.1}}, {"kind": "MismatchRLOOConfig"}, ConfigError, ["mismatch.kl with MismatchRLOOConfig"]),
+        (R3, {"vllm_tensor_parallel_size": 2}, ConfigError, ["vllm_tensor_parallel_size=2"]),
+        (
+            R3,
+            {"use_vllm": False, "use_transformers_continuous_batching": True},
+            ConfigError,
+            ["use_transformers_continuous_batching=True"],
+        ),
+        (
+            {"routing": {"mode": "R3", "native_gap_rate": 0.5}},
+            {"use_vllm": False},
+            ConfigError,
+            ["native_gap_rate=0.5 with use_vllm=False"],
+        ),
+        ({"routing": {"mode": "R3", "reference": True}}, {}, ConfigError, ["reference=True with beta=0"]),
+        *(
+            (R3, {"generation_kwargs": given}, ConfigError, ["generation_kwargs['routed_experts_prompt_start']=3"])
+            for given in ({"routed_experts_prompt_start": 3}, '{"routed_experts_prompt_start": 3}')
+        ),
+    ],
+)
+def test_the_configuration_refuses(
+    configure: Make, block: Any, overrides: dict[str, Any], error: type[MismatchError], words: list[str]
+) -> None:
+    with pytest.raises(error) as refusal:
+        configure(block, **overrides)
+    assert type(refusal.value) is error and all(word in str(refusal.value) for word in words), refusal.value
+
+
+@pytest.mark.parametrize(
+    ("block", "launch", "error", "words"),
+    [
+        (FP16, {"deepspeed": True}, PrecisionError, ["float16", "DeepSpeed", "loss scaler of its own"]),
+        (SURGE, {"deepspeed": True}, ConfigError, ["mismatch.lr with DeepSpeed"]),
+        ({}, {"deepspeed": True}, ConfigError, ["mismatch.monitor.weight_sync='error' with sharded parameters"]),
+        ({}, {"fsdp": True}, ConfigError, ["mismatch.monitor.weight_sync='error' with sharded parameters"]),
+    ],
+)
+def test_what_does_not_go_with_deepspeed_or_shards(
+    peers: Any, block: Any, launch: dict[str, bool], error: type[MismatchError], words: list[str]
+) -> None:
+    # DeepSpeed itself is not installed here; FSDP's refusal in a real launch is in test_ranks.
+    from mismatch_ext.adapters.trl.refusals import check_sharding
+
+    from mismatch_ext.config import MismatchConfig
+
+    with pytest.raises(error) as refusal:
+        check_sharding(MismatchConfig.parse(block), **{"use_vllm": True, "deepspeed": False, "fsdp": False, **launch})
+    assert type(refusal.value) is error and all(word in str(refusal.value) for word in words), refusal.value
+
+
+# By the trainer, before it loads the model.
+
+
+@pytest.mark.parametrize(
+    ("block", "options", "overrides", "words"),
+    [
+        (R3, {"tools": [len]}, {}, ["mismatch.routing with tools"]),
+        (R3, {"rollout_func": len}, {}, ["mismatch.routing with rollout_func"]),
+        (R3, {"environment_factory": dict}, {}, ["mismatch.routing with environment_factory"]),
+        (
+            {"kl": {"coef": 0.1, "reward_path": "rewards"}},
+            {"tools": [len]},
+            {},
+            ["mismatch.kl.reward_path='rewards' with tools", "use reward_path='surrogate'"],
+        ),
+        (
+            {"monitor": {"alarms": {"reward": {"below": 0.0, "action": "call", "call": "no.such:function"}}}},
+            {},
+            {"use_vllm": False},
+            ["mismatch.monitor.alarms.reward.call: 'no.such:function' cannot be imported"],
+        ),
+    ],
+)
+def test_a_trainer_refuses_before_it_loads_its_model(
+    construct: Make, block: Any, options: dict[str, Any], overrides: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        construct(NOWHERE, block, options, **overrides)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    construct: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("taken")
+    with pytest.raises(RunDirectoryError, match="mismatch.monitor.run_dir"):
+        construct(NOWHERE, {"monitor": {"run_dir": str(tmp_path / "file" / "sub")}})
+    assert (tmp_path / "file").read_text() == "taken"
+
+
+def test_a_peer_outside_its_range_is_refused_by_the_range_before_the_model_is_loaded(
+    construct: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another trl as importlib.metadata sees it: a later dist-info in front on the path.
+    info = tmp_path / "site" / "trl-9.9.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9.9\n")
+    monkeypatch.syspath_prepend(info.parent)
+    with pytest.raises(PeerVersionError) as refusal:
+        construct(NOWHERE, FP16)
+    assert f"trl 9.9.9 is outside the supported range {PEERS['trl'].supports}" in str(refusal.value)
+
+
+def test_gmpo_is_refused_what_its_loss_has_no_seam_for_before_the_model_is_loaded(peers: Any, configure: Make) -> None:
+    from tests.peers.trl.scenarios_online import gmpo
+
+    with pytest.raises(ConfigError, match="mismatch.correction with Trainer: GMPOTrainer's loss"):
+        gmpo(NOWHERE, str(configure({}).output_dir), {"correction": {"preset": "token_truncate"}})
+
+
+# By the trainer, before it starts the engine.
+
+
+def changed(dense: Path, name: str, value: float) -> Any:
+    """Return the tiny model with one weight changed."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_submodule(name).weight[3, 4] = value
+    return model
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_routing_refuses_a_dense_model_before_the_engine(
+    construct: Make, dense: Path, use_vllm: bool, loaded: bool
+) -> None:
+    model = changed(dense, "model.layers.1.mlp.up_proj", 0.0) if loaded else dense
+    with pytest.raises(ReplayError) as refusal:
+        construct(model, R3, use_vllm=use_vllm, bf16=None if use_vllm else False)
+    for words in ("mismatch.routing.mode='R3': qwen3: no module of the model has experts", "Remove mismatch.routing"):
+        assert words in str(refusal.value)
+
+
+def test_a_checkpoint_that_does_not_fit_float16_is_refused_before_the_engine(construct: Make, dense: Path) -> None:
+    model = changed(dense, "model.layers.1.mlp.up_proj", 1e5)  # float16 ends at 65504
+    with pytest.raises(ReadinessError) as refusal:
+        construct(model, FP16)
+    assert "up_proj" in str(refusal.value) and "mismatch.precision.readiness='warn'" in str(refusal.value)
+    with pytest.raises(EngineStarted):
+        construct(model, {"precision": {"dtype": "float16", "readiness": "warn"}})
+
+
+def test_half_precision_masters_are_refused_before_the_engine(construct: Make, dense: Path) -> None:
+    with pytest.raises(PrecisionError) as refusal:
+        construct(changed(dense, "model.layers.1.mlp.up_proj", 0.0).to(torch.bfloat16), FP16)
+    assert "trainer parameters: expected float32, found bfloat16" in str(refusal.value)
+
+
+def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine(
+    peers: Any, configure: Make, dense: Path
+) -> None:
+    from trl import GRPOTrainer
+
+    with pytest.raises(ConfigError, match="use MismatchGRPOTrainer"):
+        GRPOTrainer(model=str(dense), reward_funcs=peers.graded, train_dataset=peers.rows(), args=configure(FP16))
+
+
+def test_what_vllm_refuses_names_the_setting(peers: Any) -> None:
+    import inspect
+
+    from mismatch_ext.adapters.trl.refusals import EngineRefusals
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    from mismatch_ext.config import MismatchConfig
+
+    words = "No supported MoE router found for routed-experts capture."
+    assert words in inspect.getsource(routed_experts_capturer)
+    with pytest.raises(RoutingError, match="vLLM refuses to record this model's routing.*Set mode='R2'"):
+        with EngineRefusals(MismatchConfig.parse(R3)):
+            raise ValueError(words)
+    # A refusal of ours that names a dtype is not vLLM's.
+    with pytest.raises(ConfigError, match="^float16$"), EngineRefusals(MismatchConfig.parse(FP16)):
+        raise ConfigError("float16")
+
+
+# By the callback, in a trainer of TRL's own.
+
+
+@pytest.mark.parametrize(
+    ("block", "overrides", "words"),
+    [
+        (SURGE, {"logging_steps": 2}, ["logging_steps=2", "set logging_steps=1"]),
+        (SURGE, {"logging_strategy": "epoch"}, ["logging_strategy='epoch'"]),
+        (SURGE, {"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type='reduce_lr_on_plateau'"]),
+        (SURGE, {"optim": "galore_adamw_layerwise"}, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
+        ({**SURGE, "twice": True}, {}, ["2 MismatchCallbacks on one trainer"]),
+    ],
+)
+def test_the_callback_refuses_a_trainer_before_the_engine(
+    peers: Any, dense: Path, tmp_path: Path, block: Any, overrides: dict[str, Any], words: list[str]
+) -> None:
+    from mismatch_ext.adapters.trl import MismatchCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    number = 2 if block.pop("twice", False) else 1
+    arguments = peers.arguments(str(tmp_path), **overrides)
+    if "reduce_lr_on_plateau" in arguments.values():
+        arguments |= {"eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(ConfigError) as refusal:
+        GRPOTrainer(
+            model=str(dense),
+            reward_funcs=peers.graded,
+            args=GRPOConfig(**arguments),
+            train_dataset=peers.rows(),
+            eval_dataset=peers.rows(2),
+            callbacks=[MismatchCallback(block) for _ in range(number)],
+        )
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (R3, ["mismatch.routing with MismatchCallback", "allowed: lr, monitor"]),
+        ({"lr": {"trigger": "f_tau"}}, ["mismatch.lr.trigger='f_tau' with MismatchCallback", "grad_norm"]),
+    ],
+)
+def test_the_callback_refuses_what_no_trainer_logs(peers: Any, block: Any, words: list[str]) -> None:
+    from mismatch_ext.adapters.trl import MismatchCallback
+
+    with pytest.raises(ConfigError) as refusal:
+        MismatchCallback(block)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_the_callback_beside_a_block_is_refused(peers: Any, construct: Make, dense: Path) -> None:
+    from mismatch_ext.adapters.trl import MismatchCallback
+
+    with pytest.raises(ConfigError, match="on a trainer that has a mismatch block already"):
+        construct(dense, SURGE, {"callbacks": [MismatchCallback({"monitor": {}})]})
+
+
+# And nothing else.
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_correction_preset_comes_to_its_engine(construct: Make, dense: Path, preset: str) -> None:
+    with pytest.raises(EngineStarted):
+        construct(dense, {"correction": {"preset": preset}}, vllm_importance_sampling_mode="sequence_mask")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        FP16,
+        {"precision": {"dtype": "float32"}},
+        R3,
+        {"kl": {"coef": 0.1}},
+        {"kl": {"coef": 0.1, "reward_path": "rewards"}},
+        SURGE,
+    ],
+    ids=str,
+)
+def test_every_section_comes_to_its_engine(construct: Make, moe: Path, block: Any) -> None:
+    with pytest.raises(EngineStarted):
+        construct(moe, block)
