@@ -104,8 +104,9 @@ class PreflightMixin(_Host):
 
     def _check_model(self) -> None:
         """Refuse a model that the block does not fit: TRL has loaded it, and has not started its engine."""
+        args: Any = self.args  # TRL's, which transformers takes for its own
         # As TRL decides whether it builds one.
-        self._check_reference(self.args.beta != 0.0 and not is_peft_model(self.model))
+        self._check_reference(args.beta != 0.0 and not is_peft_model(self.model))
         if self._config.routing is not None:
             with RoutingRefusals(self._config.routing):
                 self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
@@ -115,7 +116,8 @@ class PreflightMixin(_Host):
 
     def _begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
-        self._sampling = sampling_settings(self, self.args.generation_kwargs)
+        args: Any = self.args
+        self._sampling = sampling_settings(self, args.generation_kwargs)
         self._recorder = RunRecorder(
             self._run_dir,
             monitor=self._config.monitor,

@@ -263,17 +263,18 @@ def stopped(dense: str, out: str) -> dict[str, Any]:
 
 
 def refused(dense: str, out: str) -> dict[str, str]:
-    """Return how what sharded weights do not allow is refused, with an engine that fails where it would be started."""
+    """Return how what several ranks, or shards, do not allow is refused; an engine that would be started fails."""
     found = {}
-    for name, block, loading, given in (
-        ("weights", {"monitor": {"weight_sync": "error"}}, "false", {"use_vllm": True}),
-        ("reference", {"kl": {"coef": 0.1}, "monitor": {"weight_sync": "off"}}, "true", {"use_vllm": True}),
-    ):
-        variables = {"FSDP_CPU_RAM_EFFICIENT_LOADING": loading}
+    blocks: dict[str, Any] = {"normalize": {"correction": {"preset": "slime_mis"}}}
+    if SHARDED:
+        blocks["weights"] = {"monitor": {"weight_sync": "error"}}
+        blocks["reference"] = {"kl": {"coef": 0.1}, "monitor": {"weight_sync": "off"}}
+    for name, block in blocks.items():
+        variables = {"FSDP_CPU_RAM_EFFICIENT_LOADING": str(name == "reference").lower()}
         started = mock.patch("vllm.LLM.__init__", side_effect=AssertionError("an engine was started"))
         with mock.patch.dict(os.environ, variables), started:
             try:
-                build(dense, f"{out}/{name}", block, model_init_kwargs=None, **given)
+                build(dense, f"{out}/{name}", block, model_init_kwargs=None, use_vllm=True)
             except Exception as error:  # noqa: BLE001 - what is raised is the result
                 found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -288,7 +289,7 @@ def transformers(model: str, dense: str, out: str) -> dict[str, Any]:
         "resumed": resumed(model, dense, f"{out}/resumed"),
         "rate": rate(dense, f"{out}/rate"),
         "stopped": stopped(dense, f"{out}/stopped"),
-        "refused": refused(dense, f"{out}/refused") if SHARDED else {},
+        "refused": refused(dense, f"{out}/refused"),
     }
 
 
