@@ -6,35 +6,23 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mismatch_ext.adapters.verl.reports import Checked
 from omegaconf import DictConfig
 
 from mismatch_ext.banner import Seams
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import VERL
-from mismatch_ext.precision.audit import AuditReport
-from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.versions import installed
 
 REPORTED = ("mismatch-ext", "torch", "transformers", "verl", "ray")
 
-MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
-FIXES = TrainerFixes(
-    masters="Set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
-    autocast_off=f"Set {MIXED}.param_dtype=fp32, or leave it out",
-    autocast=f"Set {MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
-    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
-    reduction=f"Set {MIXED}.reduce_dtype=fp32",
-)
-
 
 def run_header(
     config: DictConfig,
     block: MismatchConfig,
-    readings: Mapping[str, Any],
-    report: Mapping[str, Any],
+    checked: Checked,
     patches: list[dict[str, Any]],
-    audit: AuditReport | None,
     sampling: SamplingSettings,
 ) -> dict[str, Any]:
     """Return the header of a metrics stream: versions, dtypes of both sides, patches and the block.
@@ -42,33 +30,32 @@ def run_header(
     Args:
         config: verl's configuration.
         block: The parsed block.
-        readings: What was read back, by side.
-        report: The first worker's.
-        patches: Descriptions of the patches in use.
-        audit: The precision audit, or None when no precision was asked for.
+        checked: What the processes were found to run with.
+        patches: Descriptions of the patches in use in the driver.
         sampling: Settings that the engine samples with.
     """
+    worker, engine = checked.worker, checked.engine
     trainer = config.trainer
     header = {
         "run": {
             "name": f"{trainer.project_name}/{trainer.experiment_name}",
             "host": f"verl {installed('verl')} PPOTrainerSync",
             "model": str(config.actor_rollout_ref.model.path),
-            "parameters": sum(readings["trainer"].parameter_dtypes.values()),
-            "device": str(readings["trainer"].device),
+            "parameters": sum(checked.trainer.parameter_dtypes.values()),
+            "device": str(checked.trainer.device),
             "seed": int(config.actor_rollout_ref.rollout.seed),
         },
-        "names": dataclasses.replace(VERL, next_rate=not logs_applied_rate(report)).to_dict(),
-        "trainer": dataclasses.asdict(readings["trainer"]),
-        "engine": dataclasses.asdict(readings["engine"]),
+        "names": dataclasses.replace(VERL, next_rate=not logs_applied_rate(worker)).to_dict(),
+        "trainer": dataclasses.asdict(checked.trainer),
+        "engine": dataclasses.asdict(engine),
         "sampling": dataclasses.asdict(sampling),
-        "worker": {key: report[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in report},
-        "patches": patches,
+        "worker": {key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker},
+        "patches": patches + worker.get("patches", []),
         "config": block.to_dict(),
-        "versions": {name: installed(name) or "not installed" for name in (*REPORTED, readings["engine"].engine)},
+        "versions": {name: installed(name) or "not installed" for name in (*REPORTED, engine.engine)},
     }
-    if audit is not None:
-        header["audit"] = audit.to_dict()
+    if checked.audit is not None:
+        header["audit"] = checked.audit.to_dict()
     return header
 
 

@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.sglang.server import check_server
-from mismatch_ext.adapters.verl.block import digest
-from mismatch_ext.adapters.verl.header import FIXES, run_header, seams_of
+from mismatch_ext.adapters.verl.header import run_header, seams_of
+from mismatch_ext.adapters.verl.reports import Checked, check_reports, check_vocabulary, compute_dtype
 from mismatch_ext.adapters.verl.servers import answered, ask_probes, read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.watchdog import Watchdog
 
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, EngineError
+from mismatch_ext.errors import EngineError
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.patching import PatchSet
-from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.weight_sync import SyncObservation, WeightSyncChecker
@@ -33,11 +30,6 @@ ANSWER_TIMEOUT = 120.0
 """Seconds that a rollout server may take to answer a question."""
 
 
-def compute_dtype(trainer: TrainerReading) -> str:
-    """Return the dtype that a trainer computes in."""
-    return trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
-
-
 class PreflightMixin(_Host):
     """Looks at workers and rollout servers through verl's own worker group and replicas."""
 
@@ -46,7 +38,7 @@ class PreflightMixin(_Host):
     _recorder: RunRecorder | None
     _run_dir: Path
     _watchdog: Watchdog
-    _audit_report: AuditReport | None = None
+    _checked: Checked
     _checkers: Sequence[WeightSyncChecker] = ()
     _patches: PatchSet
     _trainer_probes: torch.Tensor | None = None
@@ -64,54 +56,12 @@ class PreflightMixin(_Host):
             MismatchError: One does not; names the process and what it runs with.
         """
         self._watchdog.phase("checking workers and rollout servers")
-        wanted = digest(self._block)
-        self._reports = self.actor_rollout_wg.mismatch_report()
-        self._rollouts = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
-        named = [(f"worker of rank {report['rank']}", report) for report in self._reports]
-        named += [(f"rollout worker {number}", report) for number, report in enumerate(self._rollouts)]
-        for name, report in named:
-            if report["block"] != wanted:
-                raise ConfigError(
-                    f"the {name} runs with mismatch block {report['block']}, the trainer with {wanted}: the environment of that "
-                    "process differs. Start Ray by main_ppo, or with the same MISMATCH_EXT_BLOCK everywhere."
-                )
-        routing = self._block.routing
-        for name, report in named[: len(self._reports)]:
-            for section, asked, found in (
-                ("routing.mode", None if routing is None else routing.mode, report.get("routing")),
-                ("lr", self._block.lr is not None, report.get("lr") is not None),
-            ):
-                if asked != found:
-                    raise ConfigError(
-                        f"mismatch.{section}: {asked!r} was asked for, and the {name} runs with {found!r}."
-                    )
-        for name, report in named[len(self._reports) :]:
-            if routing is not None and routing.mode == "R3" and not report["records_routing"]:
-                raise EngineError(
-                    f"mismatch.routing.mode='R3', but the {name} does not record routing: {report['reading']['engine']} "
-                    f"{report['reading']['version']} was started without enable_return_routed_experts. Look for "
-                    "rollout.engine_kwargs that switch it off."
-                )
-        trainers = [TrainerReading(**report["trainer"]) for report in self._reports]
-        engines = [EngineReading(**report["reading"]) for report in self._rollouts]
-        self._readings: dict[str, Any] = {"trainer": trainers[0], "engine": engines[0]}
-        for report in self._rollouts:
-            if "server" in report:
-                check_server(
-                    report["server"],
-                    config=self._block,
-                    trainer_dtype=compute_dtype(trainers[0]),
-                    sends_all_weights=True,
-                ).raise_for_problems()
-        if self._block.precision is not None:
-            policy = PrecisionPolicy(self._block.precision.dtype)
-            for trainer in trainers:
-                for engine in engines:
-                    self._audit_report = audit(policy, trainer, engine, None, FIXES)
-                    self._audit_report.raise_for_findings()
+        workers = self.actor_rollout_wg.mismatch_report()
+        rollouts = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
+        self._checked = check_reports(self._block, workers, rollouts)
         self._probes = self._draw_probes()
-        surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
-        self._surplus = surplus
+        self._surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
+        check_vocabulary(self._surplus)
 
     def _draw_probes(self) -> torch.Tensor:
         """Draw the fixed probe sequences `[N, T]`; every token id is as likely, so that rare embeddings are probed too."""
@@ -146,7 +96,7 @@ class PreflightMixin(_Host):
         self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
         replicas = self.llm_server_manager.get_replicas()
         if not self._checkers:
-            dtype, compute = self._readings["engine"].model_dtype, compute_dtype(self._readings["trainer"])
+            dtype, compute = self._checked.engine.model_dtype, compute_dtype(self._checked.trainer)
             self._checkers = [WeightSyncChecker(dtype, trainer_dtype=compute) for _ in replicas]
         changed = self._trainer_probes is None or not torch.equal(now, self._trainer_probes)
         asked = [ask_probes(replica, self._probes.tolist()) for replica in replicas]
@@ -203,7 +153,7 @@ class PreflightMixin(_Host):
             self._header(),
             self._monitor,
             self._run_dir,
-            seams=seams_of(self._reports[0]),
+            seams=seams_of(self._checked.worker),
             measured="at every step",
         )
         print(said, flush=True)
@@ -218,15 +168,7 @@ class PreflightMixin(_Host):
         )
 
     def _header(self) -> dict[str, Any]:
-        return run_header(
-            self.config,
-            self._block,
-            self._readings,
-            self._reports[0],
-            self._patches.describe() + self._reports[0].get("patches", []),
-            self._audit_report,
-            self._sampling(),
-        )
+        return run_header(self.config, self._block, self._checked, self._patches.describe(), self._sampling())
 
     def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Say it, and keep it in the run's metrics file."""

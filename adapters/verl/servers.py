@@ -8,44 +8,36 @@ from typing import Any
 
 import ray
 import torch
+from mismatch_ext.adapters.verl.reports import RolloutAnswer
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError
 
 
-def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[dict[str, Any]]:
+def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer]:
     """Ask every rollout server what it runs with: each of vLLM's workers, and SGLang's server for all of its own.
 
     Args:
         replicas: verl's rollout replicas.
         timeout: Seconds to wait for each server.
 
-    Raises:
-        EngineError: A server does not answer, or is not ours.
+    Returns:
+        What each server answered, or why it did not.
     """
-    reports: list[dict[str, Any]] = []
-    for number, replica in enumerate(replicas):
-        sglang = replica.config.name == "sglang"
-        asked = [replica.servers[0].mismatch_report.remote()] if sglang else _ask_workers(replica, timeout)
-        try:
-            answers = ray.get(asked, timeout=timeout + 10)
-        except Exception as error:
-            raise EngineError(
-                f"rollout server {number} does not say what it runs with: {type(error).__name__}: {error}. "
-                + (
-                    "Its process needs the mismatch block, and the server class of this package in verl's registry."
-                    if sglang
-                    else "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its "
-                    "mismatch block."
-                )
-            ) from error
-        found = answers if sglang else [report for answer in answers for report in answer]
-        if not sglang and len(found) != replica.world_size:
-            raise EngineError(
-                f"rollout server {number} has {replica.world_size} workers, and {len(found)} of them say what they run with."
-            )
-        reports += found
-    return reports
+    return [_read(replica, timeout) for replica in replicas]
+
+
+def _read(replica: Any, timeout: float) -> RolloutAnswer:
+    engine = str(replica.config.name)
+    sglang = engine == "sglang"
+    asked = [replica.servers[0].mismatch_report.remote()] if sglang else _ask_workers(replica, timeout)
+    expected = 1 if sglang else int(replica.world_size)
+    try:
+        answers = ray.get(asked, timeout=timeout + 10)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the check of reports says it
+        return RolloutAnswer(engine=engine, expected=expected, failure=error)
+    reports = answers if sglang else [report for answer in answers for report in answer]
+    return RolloutAnswer(engine=engine, expected=expected, reports=reports)
 
 
 def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:

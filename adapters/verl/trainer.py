@@ -21,7 +21,7 @@ from mismatch_ext.adapters.verl.routing import NATIVE
 from mismatch_ext.adapters.verl.saving import SavingMixin
 from mismatch_ext.adapters.verl.settings import TRAINER
 from mismatch_ext.adapters.verl.steering import Gap, leading_statistics, merged
-from mismatch_ext.adapters.verl.watchdog import Watchdog
+from mismatch_ext.adapters.verl.watchdog import STARTING, Watchdog
 from mismatch_ext.adapters.verl.worker import MismatchWorker
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
@@ -87,7 +87,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
 
     def init(self) -> None:
         """Initialise as verl does, watched: a rollout server that fails to start leaves its caller waiting."""
-        self._watchdog.phase("starting workers and rollout servers")
+        self._watchdog.phase("starting workers and rollout servers", at_least=STARTING)
         with self._watchdog.watching(), self._failing_loudly():
             super().init()
 

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+STARTING = 600.0
+"""Seconds that servers have to start, whatever a phase of a step may take: they load weights and compile."""
+
 GRACE = 30.0
 """Seconds that the trainer has to fail by itself once what it waits for is gone; then its process is ended."""
 
@@ -19,7 +22,7 @@ class Watchdog:
     verl's weight update waits for ever for a rollout worker that has failed, and so does its sampling.
 
     Args:
-        timeout: Seconds that one phase may take; 0 watches nothing.
+        timeout: Seconds that one phase may take where it names no longer time; 0 watches nothing.
         release: Ends what the trainer may be waiting for, so that its call fails.
         end: Ends this process where that did not help.
         grace: Seconds before it does.
@@ -36,12 +39,17 @@ class Watchdog:
         self.timeout = timeout
         self.message: str | None = None
         self._release, self._end, self._grace = release, end, grace
-        self._phase, self._since = "start", time.monotonic()
+        self._phase, self._since, self._limit = "start", time.monotonic(), timeout
         self._stop = threading.Event()
 
-    def phase(self, name: str) -> None:
-        """Say what begins now; the time of the phase before is over."""
-        self._phase, self._since = name, time.monotonic()
+    def phase(self, name: str, at_least: float = 0.0) -> None:
+        """Say what begins now; the time of the phase before is over.
+
+        Args:
+            name: What the trainer is doing, to follow "while it was".
+            at_least: Seconds that it may take where the timeout is shorter.
+        """
+        self._phase, self._since, self._limit = name, time.monotonic(), max(self.timeout, at_least)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -50,7 +58,7 @@ class Watchdog:
             yield
             return
         thread = threading.Thread(target=self._watch, name="mismatch-watchdog", daemon=True)
-        self.phase(self._phase)
+        self._since = time.monotonic()
         thread.start()
         try:
             yield
@@ -60,7 +68,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.timeout / 10)):
             waited = time.monotonic() - self._since
-            if waited < self.timeout:
+            if waited < self._limit:
                 continue
             self.message = (
                 f"verl made no progress for {waited:.0f} s while it was {self._phase} (mismatch.monitor.stall_timeout is "

@@ -28,9 +28,6 @@ from mismatch_ext.versions import require
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.megatron_engine import MismatchMegatronEngine
 
-# Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off.
-SURPLUS_MASS = 1e-4
-
 register_engine()
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -144,11 +141,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
-        """Measure the probability of ids that the rollout masks, its tokenizer having no text for them; None if there are none.
-
-        Raises:
-            ConfigError: It is large enough to be taken for a gap between rollout and trainer.
-        """
+        """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none."""
         if self._megatron:
             return None  # probes are scored in FSDP2 models alone
         with self._scoring() as score:
@@ -156,16 +149,7 @@ class MismatchWorker(ActorRolloutRefWorker):
                 lambda model, ids, autocast: vocabulary_surplus(model, tokenizer_size, ids, autocast),
                 torch.tensor(token_ids),
             )
-        if found is None:
-            return None
-        if found.mass_mean > SURPLUS_MASS:
-            raise ConfigError(
-                f"the model's vocabulary has {found.model_size} ids, its tokenizer {found.tokenizer_size}: verl's rollout masks "
-                f"the {found.model_size - found.tokenizer_size} ids between them and the trainer does not, and the policy gives "
-                f"them probability {found.mass_mean:.3g} on average (allowed: {SURPLUS_MASS:g}), so that all log-probabilities "
-                "differ by that mass. Resize the model's embeddings to the tokenizer."
-            )
-        return asdict(found)
+        return None if found is None else asdict(found)
 
     def _scoring(self) -> Any:
         return _Scoring(self._engine)

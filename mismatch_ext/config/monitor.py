@@ -60,8 +60,8 @@ class MonitorConfig:
     """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
     stall_timeout: float = 7200.0
     """Seconds that one phase of a step (sampling, a scoring pass, an update, a weight update, a validation) may take under verl,
-    which waits for ever for a worker that has failed, before the run is ended with an error; 0 never ends it. Other hosts raise
-    such errors by themselves."""
+    which waits for ever for a worker that has failed, before the run is ended with an error; 0 never ends it. Servers have
+    ten minutes to start even where this is less. Other hosts raise such errors by themselves."""
     alarms: dict[str, AlarmConfig] = field(default_factory=dict, hash=False)
     """Alarms by metric as it is logged; the prefix `mismatch/` may be left out. They are laid over the built-in ones.
     Evaluation metrics are not watched."""

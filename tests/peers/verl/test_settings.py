@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 pytest.importorskip("verl")  # part of `make setup`
 
+import ray
 import verl.utils.config
 from hydra import compose, initialize_config_module
 from mismatch_ext.adapters.verl import block, plugin, settings, steering
@@ -22,7 +24,7 @@ from mismatch_ext.adapters.verl.watchdog import Watchdog
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, MismatchError
+from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError
 
 ROOT = Path(__file__).resolve().parents[3]
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
@@ -208,14 +210,31 @@ SGLANG = ("actor_rollout_ref.rollout.name=sglang", "+mismatch.routing.mode=R3")
 
 
 @pytest.fixture
-def sglang_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that lets the metadata say which SGLang is installed: this environment has none."""
+def installed_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that lets the metadata say which version of a distribution is installed."""
     real = metadata.version
 
-    def install(version: str) -> None:
-        monkeypatch.setattr(metadata, "version", lambda name: version if name == "sglang" else real(name))
+    def install(distribution: str, version: str) -> None:
+        monkeypatch.setattr(metadata, "version", lambda name: version if name == distribution else real(name))
 
     return install
+
+
+@pytest.fixture
+def sglang_is(installed_is: Callable[[str, str], None]) -> Callable[[str], None]:
+    """Return a function that lets the metadata say which SGLang is installed: this environment has none."""
+    return partial(installed_is, "sglang")
+
+
+def test_a_version_of_vllm_that_was_not_tested_is_refused_before_ray_starts(
+    installed_is: Callable[[str, str], None],
+) -> None:
+    installed_is("vllm", "0.29.0")
+    config = configured("+mismatch.monitor={}")
+    with pytest.raises(PeerVersionError, match="vllm 0.29.0 is outside the supported range"):
+        # verl's driver calls it by this name before it starts Ray.
+        verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    assert not ray.is_initialized()
 
 
 def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:
@@ -285,6 +304,16 @@ def test_a_stalled_phase_is_released_then_ended() -> None:
         watchdog.phase("waiting for nobody")
         assert released.wait(10) and ended.wait(10)
     assert watchdog.message is not None and "while it was waiting for nobody" in watchdog.message
+
+
+def test_servers_have_longer_to_start_than_a_phase_of_a_step_may_take() -> None:
+    released = threading.Event()
+    watchdog = Watchdog(0.2, released.set, end=lambda code: None, grace=0.2)
+    watchdog.phase("starting", at_least=600.0)
+    with watchdog.watching():
+        assert not released.wait(1.0)
+        watchdog.phase("waiting for nobody")
+        assert released.wait(10)
 
 
 def test_phases_that_follow_one_another_are_no_stall() -> None:

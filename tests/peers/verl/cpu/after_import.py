@@ -1,4 +1,4 @@
-"""Changes to modules that are not imported yet, and would be slow or circular to import now."""
+"""Changes to modules that are not imported yet, and would be slow or circular to import now; and modules that are missing."""
 
 from __future__ import annotations
 
@@ -35,3 +35,17 @@ class AfterImport(MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+class Missing(MetaPathFinder):
+    """Lets the import of a module, and of all below it, fail in some processes."""
+
+    def __init__(self, name: str, here: Callable[[], bool], message: str) -> None:
+        self.name, self.here, self.message = name, here, message
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """Fail for the module and all that is below it."""
+        if (name == self.name or name.startswith(f"{self.name}.")) and self.here():
+            raise ImportError(f"{self.message}: {name}")
+        return None

@@ -29,15 +29,9 @@ def write_prompts(path: Path, rows: int, digits: tuple[int, int] = FAMILIAR_DIGI
 
 
 def write_start(folder: Path) -> Path:
-    """Write the module that Python imports when it starts, which loads the fault that the environment names."""
+    """Write the module that Python imports when it starts."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (
-        "import os",
-        "",
-        'if os.environ.get("VERL_CPU_FAULT"):',
-        "    import tests.peers.verl.cpu.faults  # noqa: F401",
-    )
-    (folder / "sitecustomize.py").write_text("\n".join(lines) + "\n")
+    (folder / "sitecustomize.py").write_text("import tests.peers.verl.cpu.at_start  # noqa: F401\n")
     return folder
 
 

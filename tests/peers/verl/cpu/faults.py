@@ -1,44 +1,38 @@
-"""Faults in verl's processes, injected where VERL_CPU_FAULT names one. Loaded when Python starts, before verl and vLLM."""
+"""Faults in verl's processes, injected where VERL_CPU_FAULT names one. Loaded when Python starts, before verl and vLLM.
+
+A fault of a rollout may strike later than in the first step, `NAME@STEP`: what happened before it is then a run like any other.
+"""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
 import os
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from typing import Any
 
-from tests.peers.verl.cpu.after_import import AfterImport
+from tests.peers.verl.cpu.after_import import AfterImport, Missing
 
 FAULT = "VERL_CPU_FAULT"
 MESSAGE = "injected by VERL_CPU_FAULT"
-
-
-class Missing(MetaPathFinder):
-    """Lets the import of a package fail in some processes."""
-
-    def __init__(self, package: str, here: Callable[[], bool]) -> None:
-        self.package, self.here = package, here
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """Fail for the package and all that is in it."""
-        if (name == self.package or name.startswith(f"{self.package}.")) and self.here():
-            raise ImportError(f"{MESSAGE}: {name}")
-        return None
+NAME, _, _at = os.environ.get(FAULT, "").partition("@")
+STEP = int(_at or 1)
+SAMPLED = 16
+"""Answers that a step asks for, as `main_ppo.py` sets it."""
 
 
 def no_plugin_in_the_worker() -> None:
     """Let our package fail in the Ray worker of the actor, which verl gives a rank, and load everywhere else."""
-    Missing("mismatch_ext.adapters.verl", lambda: "RANK" in os.environ and multiprocessing.parent_process() is None)
+    Missing(
+        "mismatch_ext.adapters.verl",
+        lambda: "RANK" in os.environ and multiprocessing.parent_process() is None,
+        MESSAGE,
+    )
 
 
 def no_plugin_in_the_rollout() -> None:
     """Let our package fail in vLLM's engine, a child of the rollout server, and load everywhere else."""
-    Missing("mismatch_ext.adapters.verl", lambda: multiprocessing.parent_process() is not None)
+    Missing("mismatch_ext.adapters.verl", lambda: multiprocessing.parent_process() is not None, MESSAGE)
 
 
 def no_routed_experts() -> None:
@@ -66,7 +60,7 @@ def _spoil_one_answer(spoil: Callable[[Any], None]) -> None:
 
         async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
             output = await original(self, sampling_params, **kwargs)
-            if kwargs["session_id"] == 1 and not spoiled:
+            if kwargs["global_steps"] >= STEP and kwargs["session_id"] == 1 and not spoiled:
                 spoiled.append(True)
                 spoil(output)
             return output
@@ -119,13 +113,17 @@ def null_logprob() -> None:
 
     def change(module: Any) -> None:
         original = module.TokenizerManager.generate_request
-        spoiled = []
+        asked: list[bool] = []
+        spoiled: list[bool] = []
 
         @functools.wraps(original)
         async def generate_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.sampling_params.get("max_new_tokens") != 1:  # as probes of the weights are asked for
+                asked.append(True)
+            late = len(asked) > (STEP - 1) * SAMPLED
             async for output in original(self, request, *args, **kwargs):
                 logprobs = output["meta_info"].get("output_token_logprobs") or []
-                if len(logprobs) > 1 and not spoiled:
+                if late and len(logprobs) > 1 and not spoiled:
                     spoiled.append(True)
                     logprobs[1] = (None, *logprobs[1][1:])
                 yield output
@@ -148,5 +146,5 @@ FAULTS = {
     )
 }
 
-if name := os.environ.get(FAULT):
-    FAULTS[name]()
+if NAME:
+    FAULTS[NAME]()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.peers.verl.cpu import faults  # noqa: F401  injects the one that is asked for
+from tests.peers.verl.cpu import at_start  # noqa: F401  Python itself starts with the stand-ins' module
 from tests.peers.verl.cpu.after_import import AfterImport
 
 

@@ -1,0 +1,251 @@
+"""What every process of a run says it runs with, and whether that is the block: a function of reports, before the first step.
+
+The processes are asked in `preflight.py` and `servers.py`. Nothing here asks anybody, so that each refusal is tested on reports
+that real processes sent (`tests/data/verl`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mismatch_ext.adapters.sglang.server import check_server
+from mismatch_ext.adapters.verl.block import digest
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
+from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
+from mismatch_ext.precision.fixes import TrainerFixes
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.versions import PEERS, in_range
+
+Report = Mapping[str, Any]
+
+LOSS = "mismatch_ext.adapters.verl.loss"
+"""Module of the loss that holds what verl's own has no words for."""
+
+SURPLUS_MASS = 1e-4
+"""Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
+
+MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+FIXES = TrainerFixes(
+    masters="Set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
+    autocast_off=f"Set {MIXED}.param_dtype=fp32, or leave it out",
+    autocast=f"Set {MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
+    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
+    reduction=f"Set {MIXED}.reduce_dtype=fp32",
+)
+"""What to change in verl where its trainer is not as asked for."""
+
+NEEDED = {
+    "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its mismatch block.",
+    "sglang": "Its process needs the mismatch block, and the server class of this package in verl's registry.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutAnswer:
+    """What one of verl's rollout servers said.
+
+    Args:
+        engine: "vllm" or "sglang".
+        expected: How many reports it owes: one for each of vLLM's workers, one for an SGLang server.
+        reports: Those that came.
+        failure: What went wrong instead; None when it answered.
+    """
+
+    engine: str
+    expected: int
+    reports: Sequence[Report] = ()
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a run with the block was found to run with, for its banner and the header of its metrics.
+
+    Args:
+        worker: The first worker's report; the others agree with it.
+        trainer: What that worker computes with.
+        engine: What the first rollout worker computes with; the others agree with it.
+        audit: The precision audit, or None when no precision was asked for.
+    """
+
+    worker: Report
+    trainer: TrainerReading
+    engine: EngineReading
+    audit: AuditReport | None
+
+
+def compute_dtype(trainer: TrainerReading) -> str:
+    """Return the dtype that a trainer computes in."""
+    return trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
+
+
+def check_reports(block: MismatchConfig, workers: Sequence[Report], rollouts: Sequence[RolloutAnswer]) -> Checked:
+    """Check that every worker and every rollout server runs a block, in the dtypes that it asks for.
+
+    Args:
+        block: The driver's block.
+        workers: What the actor's workers report, in the order of ranks.
+        rollouts: What each rollout server answered.
+
+    Returns:
+        What is active.
+
+    Raises:
+        MismatchError: A process does not; names it and what it runs with.
+    """
+    trainers = [(f"worker of rank {report['rank']}", report) for report in workers]
+    if not trainers:
+        raise ConfigError(
+            "no worker of the actor says what it runs with, so that nothing of the block is known to be active."
+        )
+    for number, answer in enumerate(rollouts):
+        _check_answer(number, answer)
+    engines = [(f"rollout worker {i}", r) for i, r in enumerate(r for answer in rollouts for r in answer.reports)]
+    if not engines:
+        raise EngineError("no rollout server says what it runs with: verl has started none for this actor.")
+    for name, report in (*trainers, *engines):
+        _check_block(name, report, digest(block))
+    for name, report in trainers:
+        _check_worker(block, name, report)
+    for name, report in engines:
+        _check_rollout(block, name, report)
+    _check_agreement(trainers, _WORKER)
+    _check_agreement(engines, _ROLLOUT)
+    readings = [TrainerReading(**report["trainer"]) for _, report in trainers]
+    for _, report in engines:
+        if "server" in report:
+            verdict = check_server(
+                report["server"], config=block, trainer_dtype=compute_dtype(readings[0]), sends_all_weights=True
+            )
+            verdict.raise_for_problems()
+    found = [EngineReading(**report["reading"]) for _, report in engines]
+    return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=_audit(block, readings, found))
+
+
+def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
+    """Check that ids which the rollout masks, its tokenizer having no text for them, have next to no probability.
+
+    Args:
+        surplus: What a worker measured, `mismatch_vocabulary`; None where there are no such ids.
+
+    Raises:
+        ConfigError: They have enough of it to be taken for a gap between rollout and trainer.
+    """
+    if surplus is None or surplus["mass_mean"] <= SURPLUS_MASS:
+        return
+    model, tokenizer = surplus["model_size"], surplus["tokenizer_size"]
+    raise ConfigError(
+        f"the model's vocabulary has {model} ids, its tokenizer {tokenizer}: verl's rollout masks the {model - tokenizer} ids "
+        f"between them and the trainer does not, and the policy gives them probability {surplus['mass_mean']:.3g} on average "
+        f"(allowed: {SURPLUS_MASS:g}), so that all log-probabilities differ by that mass. Resize the model's embeddings to the "
+        "tokenizer."
+    )
+
+
+def _check_answer(number: int, answer: RolloutAnswer) -> None:
+    if (error := answer.failure) is not None:
+        raise EngineError(
+            f"rollout server {number} does not say what it runs with: {type(error).__name__}: {error}. {NEEDED[answer.engine]}"
+        ) from error
+    if len(answer.reports) != answer.expected:
+        raise EngineError(
+            f"rollout server {number} has {answer.expected} workers, and {len(answer.reports)} of them say what they run with."
+        )
+
+
+def _check_block(name: str, report: Report, wanted: str) -> None:
+    if report["block"] != wanted:
+        raise ConfigError(
+            f"the {name} runs with mismatch block {report['block']}, the trainer with {wanted}: the environment of that process "
+            "differs. Start Ray by main_ppo, or with the same MISMATCH_EXT_BLOCK everywhere."
+        )
+
+
+def _check_worker(block: MismatchConfig, name: str, report: Report) -> None:
+    for section, asked, found in (
+        ("routing.mode", None if block.routing is None else block.routing.mode, report.get("routing")),
+        ("lr", block.lr is not None, report.get("lr") is not None),
+    ):
+        if asked != found:
+            raise ConfigError(f"mismatch.{section}: {asked!r} was asked for, and the {name} runs with {found!r}.")
+    if block.routing is not None and report["strategy"] == "megatron" and not report.get("patches"):
+        raise ConfigError(
+            f"mismatch.routing: the {name} runs verl's Megatron replay without this package's checks, whose patches are missing "
+            "there: it would replay any id, and a router without routes would choose for itself."
+        )
+    kl = block.kl
+    in_loss = kl is not None and kl.preset is None and not (kl.placement == "reward" and kl.reward_path == "rewards")
+    if in_loss and report["loss"] != LOSS:
+        raise ConfigError(
+            f"mismatch.kl: a term of the loss was asked for, and the {name} runs with the loss of {report['loss']}, not of "
+            f"{LOSS}. Something else has called set_loss_fn on that worker."
+        )
+
+
+def _check_rollout(block: MismatchConfig, name: str, report: Report) -> None:
+    engine, version = report["reading"]["engine"], report["reading"]["version"]
+    if not in_range(version, PEERS[engine].supports):
+        raise PeerVersionError(
+            f"the {name} runs {engine} {version}, which is outside the supported range {PEERS[engine].supports}. Install a "
+            "version in that range where that process runs."
+        )
+    if block.routing is not None and block.routing.mode == "R3" and not report["records_routing"]:
+        raise EngineError(
+            f"mismatch.routing.mode='R3', but the {name} does not record routing: {engine} {version} was started without "
+            "enable_return_routed_experts. Look for rollout.engine_kwargs that switch it off."
+        )
+
+
+# What all processes of a kind have in common. How many parameters of which dtype a rank holds follows from its shards.
+_WORKER: tuple[tuple[str, ...], ...] = (
+    ("versions",),
+    ("engine",),
+    ("strategy",),
+    ("loss",),
+    *(("trainer", name) for name in ("autocast_dtype", "scaler", "reduce_dtype")),
+    ("lr",),
+    ("patches",),
+)
+_ROLLOUT: tuple[tuple[str, ...], ...] = (
+    *(
+        ("reading", name)
+        for name in ("engine", "version", "model_dtype", "kv_cache_dtype", "logprobs_mode", "quantization")
+    ),
+    ("records_routing",),
+)
+
+
+def _check_agreement(named: Sequence[tuple[str, Report]], paths: Sequence[tuple[str, ...]]) -> None:
+    """Refuse processes of a kind that differ: what is said of the first would not hold for the others."""
+    first, given = named[0]
+    for name, report in named[1:]:
+        for path in paths:
+            one, other = _at(given, path), _at(report, path)
+            if one != other:
+                raise ConfigError(
+                    f"the {name} runs with {'.'.join(path)}={other!r}, the {first} with {one!r}: all have to agree. Install and "
+                    "configure the same on every node."
+                )
+
+
+def _at(report: Report, path: tuple[str, ...]) -> Any:
+    found: Any = report
+    for name in path:
+        found = found.get(name)
+    return found
+
+
+def _audit(
+    block: MismatchConfig, trainers: Sequence[TrainerReading], engines: Sequence[EngineReading]
+) -> AuditReport | None:
+    if block.precision is None:
+        return None
+    policy = PrecisionPolicy(block.precision.dtype)
+    reports = [audit(policy, trainer, engine, None, FIXES) for trainer in trainers for engine in engines]
+    for report in reports:
+        report.raise_for_findings()
+    return reports[0]

@@ -1,0 +1,30 @@
+"""verl's own trainer with SGLang's servers in float16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tests.models import tiny_model
+from tests.peers.engines.sglang_environment import MAIN
+from tests.peers.verl.main_ppo_sglang import run_verl_sglang
+
+R3 = "+mismatch.routing.mode=R3"
+
+
+def test_float16_with_replay_trains_experts(tmp_path: Path, evidence: Callable[..., None]) -> None:
+    """In verl with SGLang, a mixture of experts with replay trains in float16 with less than an eighth of bfloat16's k3."""
+    model = tiny_model("moe", tmp_path / "model")
+    half, brain = (
+        run_verl_sglang(tmp_path / name, [f"+mismatch.precision={section}", R3], model=model, plugin=True, version=MAIN)
+        for name, section in (("half", "{dtype:float16,loss_scale:{init_scale:16}}"), ("brain", "{dtype:bfloat16}"))
+    )
+    steps = half.expect()
+    assert f"sglang {MAIN}, float16" in half.log and "uniform float16: audited on both sides" in half.log
+    assert [step["mismatch/skipped_steps"] for step in steps] == [0.0] * 3
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    gaps = [[step["mismatch/k3_kl"] for step in run.expect()] for run in (half, brain)]
+    assert 0 < 8 * sum(gaps[0]) < sum(gaps[1]), gaps
+    evidence("main_ppo_sglang_float16", {"k3_float16": float(np.mean(gaps[0])), "k3_bfloat16": float(np.mean(gaps[1]))})

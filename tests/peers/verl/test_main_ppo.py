@@ -1,0 +1,179 @@
+"""verl's own trainer: every section of a block at once, as flags and by examples/verl_grpo.sh, and stock without a block.
+
+Runs with a block end by a fault that strikes after the steps that are looked at: what it must lead to costs no run of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mismatch_ext.rundata import read_run
+from tests.peers.verl.cpu.assets import write_prompts
+from tests.peers.verl.cpu.faults import FAULT
+from tests.peers.verl.main_ppo import (
+    DEVICE,
+    GRPO,
+    PROMPTS,
+    ROOT,
+    VerlRun,
+    cpu_paths,
+    dtypes,
+    lasting,
+    run_command,
+    run_verl,
+)
+from tests.peers.verl.recorded import recorded, shape
+
+pytestmark = pytest.mark.engine
+
+METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+TIMES = ("timing_", "perf/", "actor/perf/")
+"""Metrics of time and memory, which differ from run to run."""
+
+# Half the square of 256 roundings: trainer and engine sum the same float32 products in other orders. A run leaves 3e-13; one
+# token in a thousand with another expert, or one rounding to bfloat16, leaves 1e-6 and more.
+FLOAT32_K3 = 0.5 * (256 * torch.finfo(torch.float32).eps) ** 2
+
+# Every section. The coefficient adapts from the first step on, and the rate is halved at every second.
+EVERYTHING = (
+    "+mismatch.precision.dtype=float32",
+    "+mismatch.routing={mode:R3,agreement_rate:1.0,native_gap_rate:1.0}",
+    "+mismatch.correction.preset=decoupled_geo_rs_token_tis",
+    "+mismatch.kl={coef:0.05,controller:{target_kl:0.01}}",
+    "+mismatch.lr.period=2",
+    "+mismatch.monitor.alarms={response_length/mean:{above:1e-9,patience:2}}",
+)
+
+# Over the example's own block, which asks for float16.
+EVERYTHING_DENSE = (
+    "+mismatch.precision.loss_scale={init_scale:64}",
+    "+mismatch.kl={reward_path:rewards,coef:0.05}",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "+mismatch.correction={level:geometric,upper:2.0,veto:0.0001}",
+    "+mismatch.lr.trigger=response_length",
+)
+
+
+@pytest.fixture(scope="module")
+def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, Path]:
+    """Return three steps with every section on a mixture of experts, and their folder; in a fourth, routes are lost."""
+    work = tmp_path_factory.mktemp("experts")
+    overrides = [*EVERYTHING, *lasting(4)]
+    return run_verl(work, overrides, model=moe, plugin=True, env={FAULT: "lost_routes@4"}), work
+
+
+@pytest.fixture(scope="module")
+def example(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    """Return three steps of the example with every section, in float16; in a fourth, a log-probability is not a number."""
+    work = tmp_path_factory.mktemp("example")
+    data = write_prompts(work / "prompts.parquet", 3 * PROMPTS)
+    script = ["bash", str(ROOT / "examples/verl_grpo.sh"), *cpu_paths(work, data, dense), *DEVICE, *GRPO]
+    # What verl's gradient scaler does on a CPU by itself, which is nothing, is left as it is.
+    env = {"PYTHON": sys.executable, "VERL_CPU_STOCK_SCALER": "1", FAULT: "nonfinite_logprob@4"}
+    return run_command(work, [*script, *EVERYTHING_DENSE, *lasting(4)], timeout=420, env=env)
+
+
+@pytest.fixture(scope="module")
+def stock(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    """Return two steps of verl without this package, in bfloat16 on both sides."""
+    overrides = [*dtypes("bfloat16"), *lasting(2)]
+    return run_verl(tmp_path_factory.mktemp("stock"), overrides, model=dense, plugin=False)
+
+
+def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> None:
+    run, work = experts
+    steps = run.expect_failure(3)
+    for section in ("precision", "routing", "lr", "kl", "correction", "monitor", "alarms"):
+        assert f"\n  {section}" in run.log, run.log[-6000:]
+    assert all(0 <= step[f"mismatch/{name}"] <= FLOAT32_K3 for step in steps for name in ("k3_kl", "native/k3_kl"))
+    assert [step["mismatch/routing/set_mismatch_frac"] for step in steps] == [0.0] * 3
+    assert all(step["mismatch/routing/compared_tokens"] > 100 for step in steps)
+    assert [step["mismatch/lr_multiplier"] for step in steps] == [1.0, 1.0, 0.5]
+    assert [step["actor/lr"] for step in steps] == [1e-3, 1e-3, 5e-4]
+    assert len({step["mismatch/kl_coef"] for step in steps}) > 1
+    # Before the first update the policy is its reference, up to float32's roundings; the updates are ten million times those.
+    assert steps[0]["mismatch/kl_ref_k3"] <= FLOAT32_K3 < 1e-6 < steps[2]["mismatch/kl_ref_k3"]
+    undocumented = [
+        name
+        for name in steps[0]
+        if name.startswith("mismatch/")
+        and f"`{re.sub('layer_[0-9]+', 'layer_<n>', name.removeprefix('mismatch/').removeprefix('native/'))}`"
+        not in METRICS
+    ]
+    assert not undocumented
+    data = read_run(work / "checkpoints/mismatch")
+    assert [step.step for step in data.steps] == [1, 2, 3]
+    assert {"precision", "routing", "correction", "kl", "lr", "monitor"} == set(data.header["config"])
+    (alarm,) = [event for event in data.events if event.name == "alarm"]
+    assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")
+
+
+def test_one_answer_without_its_routing_ends_the_run_and_what_was_trained_is_saved(
+    experts: tuple[VerlRun, Path],
+) -> None:
+    run, work = experts
+    run.expect_failure(3)
+    # By prompt, answer and turn: the fault strikes the second answer of a prompt.
+    assert re.search(r"RoutingError: 1 of \d+ rollouts of step 4 came without routing \(\S+_1_0\)", run.log)
+    saved = work / "checkpoints/global_step_3"
+    assert (saved / "mismatch.json").is_file() and list((saved / "actor").glob("model_world_size_1_rank_0.pt"))
+    (end,) = read_run(work / "checkpoints/mismatch").ends
+    assert end.status == "failed" and "came without routing" in end.message
+
+
+def test_every_section_of_a_dense_model_by_the_example(example: VerlRun) -> None:
+    steps = example.expect_failure(3)
+    assert "precision  uniform float16" in example.log
+    for patch in ("verl/kl_in_rewards", "verl/rollout_correction"):
+        assert f"patch      {patch}" in example.log
+    penalties = [step["actor/reward_kl_penalty"] for step in steps]
+    assert abs(penalties[0]) < 1e-4 < penalties[2], penalties
+    assert all(step["actor/reward_kl_penalty_coeff"] == 0.05 for step in steps)
+    # One weight a response, close to 1 in float16; verl itself has none of this kind.
+    assert all(abs(step["rollout_corr/rollout_is_mean"] - 1.0) < 0.01 for step in steps)
+    assert all(step["mismatch/lr_multiplier"] == 1.0 and step["mismatch/skipped_steps"] == 0.0 for step in steps)
+    assert all(step["mismatch/loss_scale"] == 64.0 and step["actor/grad_norm"] > 0 for step in steps)
+
+
+def test_float16_leaves_a_fraction_of_the_gap_that_bfloat16_has(example: VerlRun, stock: VerlRun) -> None:
+    # Three bits more of mantissa: 1/64 of k3. Up to the first update both runs sample from the same weights by the same seeds;
+    # the near end is far from both.
+    half, brain = example.expect_failure(3)[0]["mismatch/k3_kl"], stock.expect(2)[0]["rollout_corr/k3_kl"]
+    assert 0 < 8 * half < brain, (half, brain)
+
+
+def test_a_logprob_that_is_not_a_number_ends_the_run(example: VerlRun) -> None:
+    example.expect_failure(3)
+    assert "NonFiniteLogprobError" in example.log
+    assert "token 1: the engine reported log-probability nan at step 4" in example.log
+
+
+@pytest.mark.parametrize("name", ["experts", "example"])
+def test_processes_report_what_is_recorded_of_them(name: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(name)
+    run = found[0] if isinstance(found, tuple) else found
+    assert shape(run.reports) == shape(recorded(name))
+
+
+def test_stock_trains(stock: VerlRun) -> None:
+    steps = numbers(stock)
+    assert not any(name.startswith("mismatch/") for name in steps[0])
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    # The weights of step 1 reached the rollout: the gap stays that of the dtype, and does not grow by what the policy moved.
+    assert 0 < steps[1]["rollout_corr/k3_kl"] < 4 * steps[0]["rollout_corr/k3_kl"]
+    assert steps[0]["actor/kl_loss"] == 0.0 < steps[1]["actor/kl_loss"]
+
+
+def test_installed_without_a_block_changes_no_number(stock: VerlRun, dense: Path, tmp_path: Path) -> None:
+    installed = run_verl(tmp_path, [*dtypes("bfloat16"), *lasting(2)], model=dense, plugin=True)
+    assert numbers(installed) == numbers(stock)
+    assert installed.reports is None
+
+
+def numbers(run: VerlRun) -> list[dict[str, float]]:
+    return [{name: value for name, value in step.items() if not name.startswith(TIMES)} for step in run.expect(2)]

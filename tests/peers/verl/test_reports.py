@@ -1,0 +1,226 @@
+"""Before the first step: every refusal of what workers and rollout servers report, on reports that real processes sent."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")  # part of `make setup`
+
+from mismatch_ext.adapters.verl import plugin
+from mismatch_ext.adapters.verl.block import digest
+from mismatch_ext.adapters.verl.reports import (
+    LOSS,
+    SURPLUS_MASS,
+    Checked,
+    Report,
+    RolloutAnswer,
+    check_reports,
+    check_vocabulary,
+)
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionAuditError
+from tests.peers.verl.recorded import recorded
+
+# Importing the adapter has loaded it: every process that collects this file would keep its patches.
+plugin.unload()
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def parsed(found: Any) -> tuple[MismatchConfig, list[Report], list[RolloutAnswer]]:
+    """Return the arguments of `check_reports` for what a run reported."""
+    block = MismatchConfig.parse(found["block"])
+    assert block is not None
+    rollouts = [
+        RolloutAnswer(engine=answer["engine"], expected=answer["expected"], reports=answer["reports"])
+        for answer in found["rollouts"]
+    ]
+    return block, found["workers"], rollouts
+
+
+def checked(name: str, change: Change = lambda run: None) -> Checked:
+    """Check what a recorded run reported, with a change."""
+    found = copy.deepcopy(recorded(name))
+    change(found)
+    return check_reports(*parsed(found))
+
+
+def worker(name: str, value: Any, *path: str) -> Change:
+    """Return the change of one field in the report of the last worker; of two, where the run had one."""
+    return lambda run: put(second(run["workers"], rank=1), name, value, *path)
+
+
+def rollout(name: str, value: Any, *path: str) -> Change:
+    """Return the same for the last rollout worker."""
+
+    def change(run: dict[str, Any]) -> None:
+        answer = run["rollouts"][0]
+        put(second(answer["reports"]), name, value, *path)
+        answer["expected"] = len(answer["reports"])
+
+    return change
+
+
+def second(reports: list[dict[str, Any]], **other: Any) -> dict[str, Any]:
+    """Add a copy of the first report, and return it."""
+    reports.append({**copy.deepcopy(reports[0]), **other})
+    return reports[-1]
+
+
+def put(report: dict[str, Any], name: str, value: Any, *path: str) -> None:
+    for step in path:
+        report = report[step]
+    assert name in report, f"no process reports {name}"
+    report[name] = value
+
+
+@pytest.mark.parametrize("name", ["experts", "example", "sglang"])
+def test_what_real_processes_reported_is_right(name: str) -> None:
+    run = recorded(name)
+    found = checked(name)
+    assert found.worker == run["workers"][0] and found.worker["loss"] in (LOSS, "verl.workers.utils.losses")
+    assert found.trainer.device == "cpu" and found.audit is not None and not found.audit.findings
+    assert found.engine.engine == run["rollouts"][0]["engine"]
+    assert run["workers"][0]["block"] == digest(MismatchConfig.parse(run["block"]))
+
+
+@pytest.mark.parametrize("name", ["experts", "example"])
+def test_two_of_a_kind_that_agree_are_right(name: str) -> None:
+    assert checked(name, worker("rank", 1)) == checked(name)
+    assert checked(name, rollout("records_routing", recorded(name)["rollouts"][0]["reports"][0]["records_routing"]))
+
+
+FLOAT16_SCALER = {"class": "LossScaler", "enabled": False, "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "change", "error", "named"),
+    [
+        ("experts", worker("block", "none"), ConfigError, "worker of rank 1 runs with mismatch block none"),
+        ("experts", rollout("block", "0123456789abcdef"), ConfigError, "rollout worker 1 runs with mismatch block 01234"),
+        ("sglang", rollout("block", "none"), ConfigError, "rollout worker 1 runs with mismatch block none"),
+        ("experts", worker("routing", None), ConfigError, "mismatch.routing.mode: 'R3' was asked for, and the worker of rank 1"),
+        ("experts", worker("routing", "R2"), ConfigError, "runs with 'R2'"),
+        ("example", worker("routing", "R3"), ConfigError, "mismatch.routing.mode: None was asked for"),
+        ("experts", worker("lr", None), ConfigError, "mismatch.lr: True was asked for, and the worker of rank 1"),
+        ("experts", worker("loss", "verl.workers.utils.losses"), ConfigError, f"not of {LOSS}"),
+        ("experts", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: vllm 0.30.0"),
+        ("sglang", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: sglang 0.5.12"),
+        ("experts", rollout("version", "0.29.0", "reading"), PeerVersionError, "runs vllm 0.29.0, which is outside"),
+        ("sglang", rollout("version", "0.5.20", "reading"), PeerVersionError, "runs sglang 0.5.20, which is outside"),
+        ("experts", rollout("model_dtype", "bfloat16", "reading"), ConfigError, "reading.model_dtype='bfloat16'"),
+        ("example", worker("scaler", FLOAT16_SCALER, "trainer"), ConfigError, "trainer.scaler="),
+        ("example", worker("autocast_dtype", "bfloat16", "trainer"), ConfigError, "trainer.autocast_dtype='bfloat16'"),
+        ("experts", worker("torch", "2.12.0", "versions"), ConfigError, "the worker of rank 0 with {"),
+        ("experts", worker("engine", "FSDPEngineWithLMHead"), ConfigError, "engine='FSDPEngineWithLMHead'"),
+        ("experts", rollout("logprobs_mode", "raw_logprobs", "reading"), ConfigError, "logprobs_mode='raw_logprobs'"),
+        ("experts", rollout("kv_cache_dtype", "fp8_e4m3", "reading"), ConfigError, "kv_cache_dtype='fp8_e4m3'"),
+        ("experts", rollout("quantization", "fp8", "reading"), ConfigError, "quantization='fp8'"),
+        ("experts", lambda run: run["workers"].clear(), ConfigError, "no worker of the actor says"),
+        ("experts", lambda run: run["rollouts"].clear(), EngineError, "no rollout server says"),
+        ("experts", lambda run: run["rollouts"][0]["reports"].clear(), EngineError, "has 1 workers, and 0 of them say"),
+    ],
+)  # fmt: skip
+def test_one_process_that_is_not_as_asked_is_refused_by_name(
+    run: str, change: Change, error: type[MismatchError], named: str
+) -> None:
+    with pytest.raises(error) as caught:
+        checked(run, change)
+    assert named in str(caught.value)
+
+
+def everywhere(kind: str, name: str, value: Any) -> Change:
+    """Return the change of what all processes of a kind read back."""
+
+    def change(run: dict[str, Any]) -> None:
+        reports = run["workers"] if kind == "trainer" else run["rollouts"][0]["reports"]
+        for report in reports:
+            put(report, name, value, "trainer" if kind == "trainer" else "reading")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (everywhere("trainer", "autocast_dtype", "bfloat16"), "trainer autocast: expected float16, found bfloat16"),
+        (everywhere("trainer", "scaler", None), "trainer loss scaler: expected enabled, found none"),
+        (everywhere("trainer", "scaler", FLOAT16_SCALER), "found LossScaler disabled"),
+        (everywhere("trainer", "parameter_dtypes", {"bfloat16": 9}), "trainer parameters: expected float32, found bfloat16"),
+        (everywhere("rollout", "model_dtype", "bfloat16"), "engine dtype: expected float16, found bfloat16"),
+        (everywhere("rollout", "kv_cache_dtype", "fp8_e4m3"), "engine KV cache"),
+        (everywhere("rollout", "logprobs_mode", "raw_logprobs"), "engine log-probabilities"),
+        (everywhere("rollout", "quantization", "fp8"), "engine quantization"),
+    ],
+)  # fmt: skip
+def test_another_dtype_than_the_block_asks_for_is_refused(change: Change, named: str) -> None:
+    with pytest.raises(PrecisionAuditError) as caught:
+        checked("example", change)
+    assert named in str(caught.value)
+
+
+def test_without_a_precision_section_the_dtypes_are_the_hosts_own_choice() -> None:
+    def change(run: dict[str, Any]) -> None:
+        del run["block"]["precision"]
+        for report in (*run["workers"], *run["rollouts"][0]["reports"]):
+            report["block"] = digest(MismatchConfig.parse(run["block"]))
+        everywhere("rollout", "model_dtype", "bfloat16")(run)
+
+    assert checked("example", change).audit is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("enable_return_routed_experts", False, "enable_return_routed_experts"),
+        ("dtype", "bfloat16", "dtype"),
+        ("speculative_algorithm", "EAGLE", "speculative"),
+    ],
+)
+def test_settings_of_sglang_that_the_trainer_cannot_match_are_refused(name: str, value: Any, named: str) -> None:
+    def change(run: dict[str, Any]) -> None:
+        put(run["rollouts"][0]["reports"][0], name, value, "server")
+
+    with pytest.raises(EngineError) as caught:
+        checked("sglang", change)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("run", "needed"), [("experts", "worker_extension_cls as this package sets it"), ("sglang", "server class of this package")]
+)  # fmt: skip
+def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run: str, needed: str) -> None:
+    block, workers, rollouts = parsed(recorded(run))
+    cause = AttributeError("no attribute 'mismatch_report'")
+    silent = RolloutAnswer(engine=rollouts[0].engine, expected=1, failure=cause)
+    with pytest.raises(EngineError, match="rollout server 1 does not say what it runs with: AttributeError") as caught:
+        check_reports(block, workers, [*rollouts, silent])
+    assert needed in str(caught.value) and caught.value.__cause__ is cause
+
+
+def test_a_megatron_worker_without_this_packages_checks_is_refused() -> None:
+    """The report is that of a real Megatron worker, without its `kl` and `lr`; the block asks for routing alone."""
+    block = MismatchConfig.parse({"routing": {"mode": "R3"}, "monitor": {"weight_sync": "off"}})
+    _, _, rollouts = parsed(recorded("experts"))
+    megatron = {**recorded("megatron")["workers"][0], "block": digest(block)}
+    assert megatron["strategy"] == "megatron" and megatron["patches"]
+    answers = [
+        RolloutAnswer(engine="vllm", expected=1, reports=[{**dict(r), "block": digest(block)} for r in answer.reports])
+        for answer in rollouts
+    ]
+    assert block is not None and check_reports(block, [megatron], answers).worker == megatron
+    with pytest.raises(ConfigError, match="worker of rank 0 runs verl's Megatron replay without this package's checks"):
+        check_reports(block, [{**megatron, "patches": []}], answers)
+
+
+def test_ids_without_text_that_the_policy_takes_for_likely_are_refused() -> None:
+    few = {"model_size": 80, "tokenizer_size": 32, "mass_mean": SURPLUS_MASS, "mass_max": 0.9}
+    check_vocabulary(None)
+    check_vocabulary(few)
+    with pytest.raises(ConfigError, match="masks the 48 ids between them .* Resize the model's embeddings"):
+        check_vocabulary({**few, "mass_mean": 1.01 * SURPLUS_MASS})
