@@ -10,6 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+SCALER = {"class": "LossScaler", "enabled": True, "scale": 64.0}
+"""What a worker in float16 reports as its trainer's scaler, which no recorded run has."""
+
 FOLDER = Path(__file__).resolve().parents[2] / "data/verl"
 
 

@@ -12,6 +12,7 @@ import pytest
 from mismatch_ext.rundata import read_run
 from tests.peers.verl.cpu.faults import FAULT, MESSAGE
 from tests.peers.verl.main_ppo import dtypes, lasting, run_verl
+from tests.peers.verl.recorded import recorded, shape
 
 pytestmark = pytest.mark.engine
 
@@ -40,3 +41,4 @@ def test_a_hang_is_ended_and_what_was_saved_is_there(dense: Path, tmp_path: Path
     assert [step.step for step in data.steps][-1:] == [2]
     assert [end.status for end in data.ends] == ["failed", "completed"]
     assert "resumed" in [event.name for event in data.events]
+    assert shape(resumed.reports) == shape(recorded("dense"))

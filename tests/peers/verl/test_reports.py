@@ -24,12 +24,42 @@ from mismatch_ext.adapters.verl.reports import (
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionAuditError
-from tests.peers.verl.recorded import recorded
+from tests.peers.verl.recorded import SCALER, recorded
 
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
 plugin.unload()
 
 Change = Callable[[dict[str, Any]], None]
+
+
+def run_of(name: str) -> dict[str, Any]:
+    """Return what processes reported in a run: "sglang" as it is recorded, and two that are put together from recorded reports.
+
+    "experts" has the workers of "sglang", with every section in float32, and rollout workers of vLLM that record routing;
+    "example" is a dense model in float16.
+    """
+    found: dict[str, Any] = recorded("sglang" if name == "sglang" else "dense")
+    if name == "experts":
+        found |= {part: recorded("sglang")[part] for part in ("block", "workers")}
+        everywhere("rollout", "records_routing", True)(found)
+    elif name == "example":
+        found["block"] |= {"precision": {"dtype": "float16"}}
+        for change in (
+            everywhere("trainer", "autocast_dtype", "float16", "trainer"),
+            everywhere("trainer", "scaler", SCALER, "trainer"),
+            everywhere("rollout", "model_dtype", "float16", "reading"),
+            everywhere("rollout", "kv_cache_dtype", "float16", "reading"),
+            everywhere("rollout", "parameter_dtypes", {"float16": 9}, "reading"),
+        ):
+            change(found)
+    return known_by_all(found)
+
+
+def known_by_all(run: dict[str, Any]) -> dict[str, Any]:
+    """Let every process know the block of a run."""
+    for report in (*run["workers"], *run["rollouts"][0]["reports"]):
+        report["block"] = digest(MismatchConfig.parse(run["block"]))
+    return run
 
 
 def parsed(found: Any) -> tuple[MismatchConfig, list[Report], list[RolloutAnswer]]:
@@ -45,7 +75,7 @@ def parsed(found: Any) -> tuple[MismatchConfig, list[Report], list[RolloutAnswer
 
 def checked(name: str, change: Change = lambda run: None) -> Checked:
     """Check what a recorded run reported, with a change."""
-    found = copy.deepcopy(recorded(name))
+    found = run_of(name)
     change(found)
     return check_reports(*parsed(found))
 
@@ -66,6 +96,16 @@ def rollout(name: str, value: Any, *path: str) -> Change:
     return change
 
 
+def everywhere(kind: str, name: str, value: Any, *path: str) -> Change:
+    """Return the change of one field in the reports of all processes of a kind."""
+
+    def change(run: dict[str, Any]) -> None:
+        for report in run["workers"] if kind == "trainer" else run["rollouts"][0]["reports"]:
+            put(report, name, value, *path)
+
+    return change
+
+
 def second(reports: list[dict[str, Any]], **other: Any) -> dict[str, Any]:
     """Add a copy of the first report, and return it."""
     reports.append({**copy.deepcopy(reports[0]), **other})
@@ -80,8 +120,8 @@ def put(report: dict[str, Any], name: str, value: Any, *path: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["experts", "example", "sglang"])
-def test_what_real_processes_reported_is_right(name: str) -> None:
-    run = recorded(name)
+def test_processes_that_report_what_was_asked_for_are_right(name: str) -> None:
+    run = run_of(name)
     found = checked(name)
     assert found.worker == run["workers"][0] and found.worker["loss"] in (LOSS, "verl.workers.utils.losses")
     assert found.trainer.device == "cpu" and found.audit is not None and not found.audit.findings
@@ -92,10 +132,10 @@ def test_what_real_processes_reported_is_right(name: str) -> None:
 @pytest.mark.parametrize("name", ["experts", "example"])
 def test_two_of_a_kind_that_agree_are_right(name: str) -> None:
     assert checked(name, worker("rank", 1)) == checked(name)
-    assert checked(name, rollout("records_routing", recorded(name)["rollouts"][0]["reports"][0]["records_routing"]))
+    assert checked(name, rollout("records_routing", name == "experts"))
 
 
-FLOAT16_SCALER = {"class": "LossScaler", "enabled": False, "scale": 1.0}
+DISABLED = {**SCALER, "enabled": False, "scale": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +154,7 @@ FLOAT16_SCALER = {"class": "LossScaler", "enabled": False, "scale": 1.0}
         ("experts", rollout("version", "0.29.0", "reading"), PeerVersionError, "runs vllm 0.29.0, which is outside"),
         ("sglang", rollout("version", "0.5.20", "reading"), PeerVersionError, "runs sglang 0.5.20, which is outside"),
         ("experts", rollout("model_dtype", "bfloat16", "reading"), ConfigError, "reading.model_dtype='bfloat16'"),
-        ("example", worker("scaler", FLOAT16_SCALER, "trainer"), ConfigError, "trainer.scaler="),
+        ("example", worker("scaler", DISABLED, "trainer"), ConfigError, "trainer.scaler="),
         ("example", worker("autocast_dtype", "bfloat16", "trainer"), ConfigError, "trainer.autocast_dtype='bfloat16'"),
         ("experts", worker("torch", "2.12.0", "versions"), ConfigError, "the worker of rank 0 with {"),
         ("experts", worker("engine", "FSDPEngineWithLMHead"), ConfigError, "engine='FSDPEngineWithLMHead'"),
@@ -134,28 +174,17 @@ def test_one_process_that_is_not_as_asked_is_refused_by_name(
     assert named in str(caught.value)
 
 
-def everywhere(kind: str, name: str, value: Any) -> Change:
-    """Return the change of what all processes of a kind read back."""
-
-    def change(run: dict[str, Any]) -> None:
-        reports = run["workers"] if kind == "trainer" else run["rollouts"][0]["reports"]
-        for report in reports:
-            put(report, name, value, "trainer" if kind == "trainer" else "reading")
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (everywhere("trainer", "autocast_dtype", "bfloat16"), "trainer autocast: expected float16, found bfloat16"),
-        (everywhere("trainer", "scaler", None), "trainer loss scaler: expected enabled, found none"),
-        (everywhere("trainer", "scaler", FLOAT16_SCALER), "found LossScaler disabled"),
-        (everywhere("trainer", "parameter_dtypes", {"bfloat16": 9}), "trainer parameters: expected float32, found bfloat16"),
-        (everywhere("rollout", "model_dtype", "bfloat16"), "engine dtype: expected float16, found bfloat16"),
-        (everywhere("rollout", "kv_cache_dtype", "fp8_e4m3"), "engine KV cache"),
-        (everywhere("rollout", "logprobs_mode", "raw_logprobs"), "engine log-probabilities"),
-        (everywhere("rollout", "quantization", "fp8"), "engine quantization"),
+        (everywhere("trainer", "autocast_dtype", "bfloat16", "trainer"), "trainer autocast: expected float16, found bfloat16"),
+        (everywhere("trainer", "scaler", None, "trainer"), "trainer loss scaler: expected enabled, found none"),
+        (everywhere("trainer", "scaler", DISABLED, "trainer"), "found LossScaler disabled"),
+        (everywhere("trainer", "parameter_dtypes", {"bfloat16": 9}, "trainer"), "trainer parameters: expected float32"),
+        (everywhere("rollout", "model_dtype", "bfloat16", "reading"), "engine dtype: expected float16, found bfloat16"),
+        (everywhere("rollout", "kv_cache_dtype", "fp8_e4m3", "reading"), "engine KV cache"),
+        (everywhere("rollout", "logprobs_mode", "raw_logprobs", "reading"), "engine log-probabilities"),
+        (everywhere("rollout", "quantization", "fp8", "reading"), "engine quantization"),
     ],
 )  # fmt: skip
 def test_another_dtype_than_the_block_asks_for_is_refused(change: Change, named: str) -> None:
@@ -167,9 +196,7 @@ def test_another_dtype_than_the_block_asks_for_is_refused(change: Change, named:
 def test_without_a_precision_section_the_dtypes_are_the_hosts_own_choice() -> None:
     def change(run: dict[str, Any]) -> None:
         del run["block"]["precision"]
-        for report in (*run["workers"], *run["rollouts"][0]["reports"]):
-            report["block"] = digest(MismatchConfig.parse(run["block"]))
-        everywhere("rollout", "model_dtype", "bfloat16")(run)
+        everywhere("rollout", "model_dtype", "bfloat16", "reading")(known_by_all(run))
 
     assert checked("example", change).audit is None
 
@@ -195,7 +222,7 @@ def test_settings_of_sglang_that_the_trainer_cannot_match_are_refused(name: str,
     ("run", "needed"), [("experts", "worker_extension_cls as this package sets it"), ("sglang", "server class of this package")]
 )  # fmt: skip
 def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run: str, needed: str) -> None:
-    block, workers, rollouts = parsed(recorded(run))
+    block, workers, rollouts = parsed(run_of(run))
     cause = AttributeError("no attribute 'mismatch_report'")
     silent = RolloutAnswer(engine=rollouts[0].engine, expected=1, failure=cause)
     with pytest.raises(EngineError, match="rollout server 1 does not say what it runs with: AttributeError") as caught:
@@ -206,7 +233,7 @@ def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run:
 def test_a_megatron_worker_without_this_packages_checks_is_refused() -> None:
     """The report is that of a real Megatron worker, without its `kl` and `lr`; the block asks for routing alone."""
     block = MismatchConfig.parse({"routing": {"mode": "R3"}, "monitor": {"weight_sync": "off"}})
-    _, _, rollouts = parsed(recorded("experts"))
+    _, _, rollouts = parsed(run_of("experts"))
     megatron = {**recorded("megatron")["workers"][0], "block": digest(block)}
     assert megatron["strategy"] == "megatron" and megatron["patches"]
     answers = [
