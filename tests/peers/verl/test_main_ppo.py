@@ -5,6 +5,7 @@ Runs with a block end by a fault that strikes after the steps that are looked at
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mismatch_ext.report import render
 from mismatch_ext.rundata import read_run
 from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.cpu.faults import FAULT
@@ -111,6 +113,29 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     assert {"precision", "routing", "correction", "kl", "lr", "monitor"} == set(data.header["config"])
     (alarm,) = [event for event in data.events if event.name == "alarm"]
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")
+
+
+def test_the_report_draws_verls_own_metrics_and_misses_nothing_before_the_failure(
+    experts: tuple[VerlRun, Path],
+) -> None:
+    run, work = experts
+    steps = run.expect_failure(3)
+    page = render(work / "checkpoints/mismatch").read_text(encoding="utf-8")
+    assert "1 thing is missing" in page and "ended with an error, later steps are missing" in page
+    plots = {
+        name: json.loads(found)["data"]
+        for name, found in re.findall(r'<script type="application/json" data-plot="plot-([\w-]+)">(.*?)</script>', page)
+    }
+    for plot, metric in {
+        "reward": "critic/score/mean",
+        "length": "response_length/mean",
+        "learning-rate": "actor/lr",
+        "loss": "actor/loss",
+        "grad-norm": "actor/grad_norm",
+        "entropy": "actor/entropy",
+    }.items():
+        (trace,) = plots[plot]
+        assert trace["x"] == [1, 2, 3] and trace["y"] == pytest.approx([step[metric] for step in steps]), plot
 
 
 def test_one_answer_without_its_routing_ends_the_run_and_what_was_trained_is_saved(
