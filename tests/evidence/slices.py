@@ -36,6 +36,8 @@ SLICES = (
     Slice(title="costs, as ratios of processor time; KL placement", files=("bench", "kl_placement"), jobs=1),
     Slice(title="README's blocks and installation; learning rate against gap, quick", files=("readme", "lr_gap")),
     Slice(title="the ends of the supported ranges, quick", files=("matrix",), jobs=1),
+    Slice(title="verl's main_ppo with vLLM: float32, float16 and replay", files=("main_ppo",), jobs=1),
+    Slice(title="verl's main_ppo: with SGLang in float16, and faults", files=("main_ppo_sglang", "main_ppo_faults")),
 )
 
 
