@@ -1,0 +1,62 @@
+"""Models of every family, with routes of their own and what a pass with these gives."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
+from mismatch_ext.adapters.transformers.routing.passes import (
+    Pass,
+    forward,
+    run,
+)
+from mismatch_ext.adapters.transformers.routing.tiny import families
+from torch import Tensor, nn
+
+from mismatch_ext.routing import RoutingTrace
+from tests.peers.scenarios import named
+
+if TYPE_CHECKING:
+    from tests.peers.transformers import scenarios_sharded as scenarios
+else:
+    scenarios = named("tests.peers.transformers.scenarios_sharded")
+
+
+FAMILIES = {family.name: family for family in families()}
+# All others must be replayable: a family that a new transformers brings is looked at when it is not.
+REFUSED = {
+    "deepseek_v2 (topk_method=group_limited_greedy)": "topk_method='group_limited_greedy'",
+    "deepseek_v4": "DeepseekV4HashRouter selects in another way (tid2eid)",
+    "doge": "product keys",
+    "ernie4_5_vl_moe_text": "several routers (layers.1.mlp.text_moe and layers.1.mlp.vision_moe)",
+    "jetmoe": "several routers",
+    "nllb-moe": "NllbMoeTop2Router selects in another way",
+    "phimoe": "PhimoeTopKRouter selects in another way (sparsemixer)",
+    "switch_transformers": "SwitchTransformersTop1Router selects in another way (max)",
+    "vitpose_backbone": "the block is told which to run",
+}
+QWEN = "qwen3_moe (norm_topk_prob, dense layer)"  # layers 0, 2 and 3 of 4 have experts
+REENTRANT = [True, False]
+
+
+@cache
+def case(name: str, dtype: torch.dtype = torch.float32, experts: str = "eager") -> tuple[Any, RoutingTrace, Pass]:
+    """Return a model that no test changes, its own routing and a plain pass."""
+    model = FAMILIES[name].build(dtype, experts=experts)
+    with torch.no_grad(), record_routing(model) as recording:
+        forward(model)
+    return model, recording.trace, run(model)
+
+
+def replayed(model: nn.Module, trace: RoutingTrace, mask: Tensor | None = None) -> Pass:
+    """Run forward and backward with a routing."""
+    with replay_routing(model, trace, mask):
+        return run(model)
+
+
+def of(experts: Tensor, like: RoutingTrace) -> RoutingTrace:
+    """Return a trace of other experts."""
+    return RoutingTrace(parts=(experts.to(like.parts[0].dtype),), layers=like.layers, num_experts=like.num_experts)

@@ -1,0 +1,448 @@
+"""Contexts that record and replay in the real transformers: what they refuse, leave behind and route by themselves."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+import transformers
+from mismatch_ext.adapters.transformers.routing import moe_layout, record_generation, record_routing, replay_routing
+from mismatch_ext.adapters.transformers.routing.passes import (
+    another,
+    backward,
+    equal,
+    forward,
+    run,
+    tokens,
+    watched,
+)
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.routing import RoutingTrace
+from tests.peers.scenarios import named
+
+if TYPE_CHECKING:
+    from tests.peers.transformers import scenarios_sharded as scenarios
+else:
+    scenarios = named("tests.peers.transformers.scenarios_sharded")
+from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, of, replayed
+
+# What must not pass unnoticed.
+
+
+def bypass(model: Any, layer: int, forward: Callable[..., Any]) -> nn.Module:
+    """Give a layer's block another forward, as a hub kernel does."""
+    block = model.model.layers[layer].mlp
+    block.forward = MethodType(forward, block)
+    return block
+
+
+@pytest.mark.parametrize("context", ["replay", "record"])
+@pytest.mark.parametrize(
+    "forward_of_block, message",
+    [
+        (lambda self, hidden: hidden, r"ran not that of layers \[2\]"),
+        (
+            lambda self, hidden: type(self).forward(self, hidden) + type(self).forward(self, hidden),
+            r"several times that of layers \[2\]",
+        ),
+        (
+            lambda self, hidden: self.gate(hidden.view(-1, 32)) and hidden,
+            r"in layers \[2\] the router ran but its experts did not",
+        ),
+    ],
+    ids=["router bypassed", "router twice", "experts bypassed"],
+)
+def test_a_layer_that_does_not_go_through_its_router_once_is_seen_before_the_output_is(
+    forward_of_block: Callable[..., Any], message: str, context: str
+) -> None:
+    model, output = FAMILIES[QWEN].build(), None
+    bypass(model, 2, forward_of_block)
+    entered = replay_routing(model, case(QWEN)[1]) if context == "replay" else record_routing(model)
+    with pytest.raises(ReplayError, match=message), entered:
+        output = forward(model)
+    assert output is None
+
+
+class Kernel(nn.Module):
+    """What a hub repository offers in the place of a layer: only its forward is taken."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+@pytest.mark.parametrize("name, block", [("gpt_oss", "mlp"), ("llama4_text", "feed_forward")])
+def test_a_hub_kernel_in_the_place_of_a_moe_block_is_refused(name: str, block: str) -> None:
+    model: Any = FAMILIES[name].build()
+    own = case(name)[1]
+    for layer in own.layers:
+        module = getattr(model.model.layers[layer], block)
+        module.forward = MethodType(Kernel.forward, module)  # this is all that `kernels.kernelize` does to a module
+    contexts: list[Callable[[], Any]] = [lambda: record_routing(model), lambda: replay_routing(model, own)]
+    for context in contexts:
+        with pytest.raises(ReplayError, match=r"not that of layers \[.*hub kernel that bypasses the router"), context():
+            forward(model)
+
+
+def test_a_hub_kernel_that_leaves_the_router_alone_is_none_of_our_business() -> None:
+    model, own, plain = FAMILIES[QWEN].build(), *case(QWEN)[1:]
+    for module in [model.model.norm, *(layer.mlp for layer in model.model.layers)]:
+        module.forward = MethodType(
+            type(module).forward, module
+        )  # as kernelize leaves layers that it has no kernel for
+    assert replayed(model, own).same(plain)
+
+
+def test_code_that_overrides_the_choice_between_router_and_experts_is_seen() -> None:
+    def overriding(self: Any, hidden: Tensor) -> Tensor:
+        flat = hidden.view(-1, 32)
+        _, weights, chosen = self.gate(flat)
+        return self.experts(flat, (chosen + 1) % 12, weights).view(hidden.shape)
+
+    model = FAMILIES[QWEN].build()
+    bypass(model, 3, overriding)
+    with pytest.raises(ReplayError, match="experts of layer 3 were given others"), record_routing(model):
+        forward(model)
+
+
+def test_a_copied_choice_is_still_the_choice() -> None:
+    def copying(self: Any, hidden: Tensor) -> Tensor:
+        flat = hidden.view(-1, 32)
+        _, weights, chosen = self.gate(flat)
+        return self.experts(flat, chosen.clone(), weights).view(hidden.shape)
+
+    model = FAMILIES[QWEN].build()
+    bypass(model, 3, copying)
+    assert replayed(model, case(QWEN)[1]).same(case(QWEN)[2])
+
+
+def test_a_router_with_two_top_ks_over_its_experts_is_refused() -> None:
+    model = FAMILIES[QWEN].build()
+    gate = model.model.layers[2].mlp.gate
+    plain = gate.forward
+    gate.forward = lambda hidden: (hidden @ gate.weight.T).topk(2) and plain(hidden)
+    with pytest.raises(ReplayError, match=r"layer 2 \(.*\) asked 2 times for the top 2 of 12"), record_routing(model):
+        forward(model)
+
+
+@pytest.mark.parametrize("rows", [23, 25])
+def test_a_trace_of_other_tokens_is_refused(rows: int) -> None:
+    model, own, _ = case(QWEN)
+    trace = of(own.experts.repeat(2, 1, 1)[:rows], own)
+    with pytest.raises(ReplayError, match=f"layer 0: the routing trace has {rows} rows, the forward pass 24 tokens"):
+        replayed(model, trace)
+
+
+@pytest.mark.parametrize(
+    "place, ids, message",
+    [
+        ((5, 1), [3, 3], r"row 5, layer 2 of the routing trace is \[3, 3\]"),
+        ((23, 2), [0, 12], r"row 23, layer 3 of the routing trace is \[0, 12\]; allowed: distinct ids from 0 to 11"),
+    ],
+    ids=["duplicate", "out of range"],
+)
+def test_ids_that_no_router_chooses_are_refused_unless_they_are_masked(
+    place: tuple[int, int], ids: list[int], message: str
+) -> None:
+    model, own, plain = case(QWEN)
+    experts = own.experts.clone()
+    experts[place] = torch.tensor(ids, dtype=torch.uint8)
+    with pytest.raises(RoutingError, match=message):
+        replayed(model, of(experts, own))
+    mask = torch.ones(24, dtype=torch.bool)
+    mask[place[0]] = False
+    assert replayed(model, of(experts, own), mask).same(plain)
+
+
+def test_distant_duplicates_and_wide_ids_are_refused() -> None:
+    # 300 experts need uint16.
+    from mismatch_ext.adapters.transformers.routing.replay import _refuse_ids
+
+    good = torch.tensor([[[10, 11, 12, 13, 299, 15]]])
+    for ids, wrong in (
+        (good, False),
+        (torch.tensor([[[10, 11, 12, 13, 14, 10]]]), True),
+        (torch.tensor([[[10, 11, 12, 13, 11, 15]]]), True),
+        (torch.tensor([[[10, 11, 12, 10, 14, 15]]]), True),
+        (torch.tensor([[[10, 11, 12, 13, 300, 15]]]), True),
+    ):
+        trace = RoutingTrace(parts=(good.to(torch.uint16), ids.to(torch.uint16)), layers=(4,), num_experts=300)
+        if wrong:
+            with pytest.raises(RoutingError, match="row 1, layer 4"):
+                _refuse_ids(trace, None)
+        else:
+            _refuse_ids(trace, None)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layers": (0, 1, 2)}, "MoE layers"),
+        ({"num_experts": 16}, "experts per layer"),
+        ({"parts": (torch.zeros(24, 3, 1, dtype=torch.uint8),)}, "experts per token"),
+    ],
+    ids=["layers", "experts", "per token"],
+)
+def test_a_trace_of_another_model_is_refused(change: dict[str, Any], message: str) -> None:
+    model, own, _ = case(QWEN)
+    fields = {"parts": own.parts, "layers": own.layers, "num_experts": own.num_experts, **change}
+    with pytest.raises(RoutingError, match=message):
+        replayed(model, RoutingTrace(**fields))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(23, dtype=torch.bool), torch.ones(24)], ids=["length", "dtype"])
+def test_a_mask_that_does_not_fit_is_refused(mask: Tensor) -> None:
+    model, own, _ = case(QWEN)
+    with pytest.raises(RoutingError, match="mask is torch"):
+        replayed(model, own, mask)
+
+
+def test_contexts_do_not_nest_and_the_outer_one_goes_on() -> None:
+    model, own, plain = FAMILIES[QWEN].build(), *case(QWEN)[1:]
+    wrapper = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with replay_routing(model, own):
+        for inner in (record_routing(model), replay_routing(wrapper, own)):
+            with pytest.raises(ReplayError, match="already being recorded or replayed"), inner:
+                pass
+        assert torch.equal(forward(model)[0], plain.logits)
+
+
+def test_two_models_can_be_in_contexts_at_once() -> None:
+    one, other = FAMILIES[QWEN].build(), FAMILIES["mixtral"].build()
+    with replay_routing(one, another(case(QWEN)[1])), record_routing(other) as recording:
+        first, second = run(one), run(other)
+    assert first.same(replayed(case(QWEN)[0], another(case(QWEN)[1])))
+    assert second.same(case("mixtral")[2]) and recording.trace.same_as(case("mixtral")[1])
+
+
+def test_a_replay_that_no_forward_used_is_an_error() -> None:
+    model, own, _ = case(QWEN)
+    with pytest.raises(ReplayError, match="no forward pass went through the model"), replay_routing(model, own):
+        forward(FAMILIES[QWEN].build())
+
+
+def test_a_recording_of_nothing_has_no_trace() -> None:
+    with record_routing(case(QWEN)[0]) as recording:
+        pass
+    with pytest.raises(ReplayError, match="no forward pass was recorded"):
+        _ = recording.trace
+
+
+def test_contexts_of_two_threads_may_end_in_any_order() -> None:
+    # What checkpoints are tied with is the whole process's: the first to leave must not take it from the other.
+    models = {name: FAMILIES[name].build() for name in (QWEN, "mixtral")}
+    traces = {name: another(case(name)[1]) for name in models}
+    expected = {name: replayed(case(name)[0], trace) for name, trace in traces.items()}
+    before, got = state(models[QWEN]), {}
+    first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with replay_routing(models[QWEN], traces[QWEN]):
+            first_entered.set()
+            assert second_entered.wait(60)
+            loss = forward(models[QWEN])[1]
+        first_left.set()
+        got[QWEN] = backward(models[QWEN], loss)
+
+    def second() -> None:
+        assert first_entered.wait(60)
+        with replay_routing(models["mixtral"], traces["mixtral"]):
+            second_entered.set()
+            assert first_left.wait(60)
+            loss = forward(models["mixtral"])[1]
+        got["mixtral"] = backward(models["mixtral"], loss)
+
+    for model in models.values():
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(equal(got[name], expected[name].gradients) for name in models)
+    assert state(models[QWEN])[1:] == before[1:]
+
+
+def test_a_copy_made_in_a_context_is_no_part_of_it() -> None:
+    model, own, plain = FAMILIES[QWEN].build(), *case(QWEN)[1:]
+    with replay_routing(model, another(own)):
+        reference = copy.deepcopy(model)
+        assert run(reference).same(plain)
+        forward(model)
+    assert run(reference).same(plain)
+
+
+# Nothing stays behind.
+
+
+def state(model: nn.Module) -> list[Any]:
+    """Return what a context could leave: attributes and hooks of all modules, and torch's own functions."""
+    modules = [
+        (name, sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for name, module in model.named_modules()
+    ]
+    checkpoint: Any = torch.utils.checkpoint
+    return [modules, checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_nothing_stays_behind(failing: bool) -> None:
+    model, (_, own, plain) = FAMILIES[QWEN].build(), case(QWEN)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    before = state(model)
+    for context in (record_routing(model), replay_routing(model, own), record_generation(model)):
+        try:
+            with context:
+                forward(model)
+                assert state(model) != before
+                if failing:
+                    raise KeyError
+        except KeyError:
+            assert failing
+        assert state(model) == before
+    with replay_routing(model, own):
+        loss = forward(model)[1]
+    backward(model, loss)  # recomputes, and shadows the routers again for that time
+    assert state(model) == before
+    assert run(model).same(plain)
+
+
+def test_a_forward_that_was_somebody_elses_before_is_put_back() -> None:
+    model, own, plain = FAMILIES[QWEN].build(), *case(QWEN)[1:]
+    decoder = model.model
+    original, calls = decoder.forward, []
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:  # as accelerate's hooks are put
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    decoder.forward = hooked
+    assert replayed(model, own).same(plain)
+    assert decoder.forward is hooked and len(calls) == 1
+
+
+# Mask, and the model's own choice beside the replayed one.
+
+
+def test_rows_outside_the_mask_are_routed_by_the_model_and_counted() -> None:
+    model, own, plain = case(QWEN)
+    mask = torch.arange(24) % 3 != 0
+    other = another(own)
+    seen: dict[int, Tensor] = {}
+    hooks = [
+        router.experts.register_forward_pre_hook(lambda module, args, layer=router.layer: seen.update({layer: args[1]}))
+        for router in moe_layout(model).routers
+    ]
+    with replay_routing(model, other, mask, native=True) as replay:
+        first = run(model)
+        second = run(model)
+    for hook in hooks:
+        hook.remove()
+    assert (replay.forwards, replay.rows, replay.native_rows) == (2, 48, 16)
+    native = replay.native.slice(0, 24)
+    for layer in own.layers:
+        expected = torch.where(mask[:, None], other.layer(layer), native.layer(layer))
+        assert torch.equal(seen[layer], expected)
+    assert torch.equal(native.layer(0), own.layer(0))  # nothing was replayed before the first MoE layer
+    assert not torch.equal(native.layer(3), own.layer(3))
+    assert first.same(second) and not first.same(plain)
+    nothing = torch.zeros(24, dtype=torch.bool)
+    assert replayed(model, other, nothing).same(plain)
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT)
+def test_a_mask_and_native_recording_survive_checkpointing(reentrant: bool) -> None:
+    model, (_, own, _) = FAMILIES[QWEN].build(), case(QWEN)
+    mask = torch.arange(24) % 3 != 0
+    expected = replayed(model, another(own), mask)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with replay_routing(model, another(own), mask, native=True) as replay:
+        assert run(model).same(expected)
+    assert (replay.forwards, replay.native.rows) == (1, 24)
+
+
+def test_native_is_refused_where_it_was_not_asked_for() -> None:
+    model, own, _ = case(QWEN)
+    with replay_routing(model, own) as replay:
+        forward(model)
+    with pytest.raises(ReplayError, match="native=True"):
+        _ = replay.native
+
+
+def test_replay_without_a_mask_does_not_run_the_top_k() -> None:
+    model, own, plain = case(QWEN)
+    with replay_routing(model, own), torch.profiler.profile() as profile:
+        logits = forward(model)[0]
+    assert torch.equal(logits, plain.logits)
+    assert "aten::topk" not in {event.key for event in profile.key_averages()}
+
+
+def test_recordings_of_several_passes_follow_each_other() -> None:
+    model, own, _ = case(QWEN)
+    with torch.no_grad(), record_routing(model, version=3) as recording:
+        forward(model)
+        model(input_ids=tokens()[:1, :5], use_cache=False)
+    assert recording.trace.rows == 29 and recording.trace.versions == ((0, 3),)
+    assert torch.equal(recording.trace.slice(0, 24).experts, own.experts)
+
+
+def test_more_experts_than_a_byte_counts() -> None:
+    config = transformers.Qwen3MoeConfig(
+        **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8},
+        **{"num_experts": 300, "num_experts_per_tok": 4, "moe_intermediate_size": 8, "num_key_value_heads": 2},
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    plain = run(model)
+    with record_routing(model) as recording:
+        forward(model)
+    own = recording.trace
+    assert own.parts[0].dtype == torch.uint16 and int(own.layer(0).max()) > 255
+    assert replayed(model, own).same(plain)
+    with watched(moe_layout(model)) as seen:
+        got = replayed(model, another(own))
+    assert seen.ran(another(own), got.gradients)
+
+
+def test_a_language_model_inside_a_multimodal_one() -> None:
+    text = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    text |= {"num_key_value_heads": 2, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen3VLMoeForConditionalGeneration(
+        transformers.Qwen3VLMoeConfig(
+            text_config={**text, "rope_parameters": rope},
+            vision_config={**vision, "deepstack_visual_indexes": [0]},
+        )
+    )
+    layout = moe_layout(model)
+    assert (layout.layers, layout.decoder) == ((0, 1), model.model.language_model)
+    plain = run(model)
+    with record_routing(model) as recording:
+        forward(model)
+    assert replayed(model, recording.trace).same(plain)
+    assert not replayed(model, another(recording.trace)).same(plain)
+
+
+def test_the_load_balancing_loss_of_transformers_ignores_replay() -> None:
+    # It asks for a top-k of its own, outside the routers: a fact that the documentation states.
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    model, own, _ = case("qwen3_moe")
+    with torch.no_grad(), replay_routing(model, another(own)):
+        output = model(input_ids=tokens(), use_cache=False, output_router_logits=True)
+    expected = load_balancing_loss_func(output.router_logits, 12, 2)
+    assert len(output.router_logits) == 4 and torch.equal(output.aux_loss, expected)
+    chosen = torch.cat([another(own).layer(layer) for layer in own.layers])
+    share = nn.functional.one_hot(chosen, 12).float().mean(0)
+    weight = torch.cat(output.router_logits).softmax(-1).mean(0)
+    assert abs(float((share * weight).sum()) * 12 - float(expected)) > 1e-3

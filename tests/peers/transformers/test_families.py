@@ -1,0 +1,210 @@
+"""Routing record and replay in the real transformers: every family, by its own formula."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+import transformers
+from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
+from mismatch_ext.adapters.transformers.routing.families import families_page
+from mismatch_ext.adapters.transformers.routing.passes import (
+    another,
+    forward,
+)
+from mismatch_ext.adapters.transformers.routing.proof import CHECKPOINTING, Result, prove
+from mismatch_ext.adapters.transformers.routing.replay import Replay
+from mismatch_ext.adapters.transformers.routing.tiny import Family, families
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReplayError
+from tests.peers.scenarios import ROOT, named
+
+if TYPE_CHECKING:
+    from tests.peers.transformers import scenarios_sharded as scenarios
+else:
+    scenarios = named("tests.peers.transformers.scenarios_sharded")
+from tests.peers.transformers.cases import FAMILIES, QWEN, REFUSED, case, of
+
+# Every family.
+
+
+@cache
+def found(name: str) -> Result:
+    """Return the result of a family, proven once."""
+    return prove(FAMILIES[name])
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_family(name: str) -> None:
+    result = found(name)
+    if name in REFUSED:
+        assert (result.verdict, REFUSED[name] in result.note) == ("refused", True), result.note
+        assert result.note.startswith(name.split(" ")[0])
+    else:
+        assert (result.verdict, result.failed) == ("replayable", []), result.note
+        assert {(kind, mode) for kind in KINDS for mode in CHECKPOINTING.values()} == {
+            (kind, mode)
+            for kind in KINDS
+            for mode in CHECKPOINTING.values()
+            if any(held.startswith(kind) and held.endswith(f", {mode}") for held in result.held)
+        }
+
+
+KINDS = [
+    "own routing bit-identical",
+    "own routing ran exactly",
+    "own routing recomputed",
+    "another routing bit-identical",
+    "another routing ran exactly",
+    "another routing recomputed",
+    "interleaved micro-batches",
+    "gradients that finite differences are compared with",
+]
+
+
+def test_the_table_in_the_documentation_is_current() -> None:
+    # The results of the tests above: in a run of this file each family is proven once.
+    page = runpy.run_path(str(ROOT / "docs/generate.py"))["routing_page"]
+    assert (ROOT / "docs/routing.md").read_text(encoding="utf-8") == page(
+        families_page([found(name) for name in FAMILIES])
+    ), "run python docs/generate.py (routing.md)"
+
+
+def test_no_family_with_experts_and_a_top_k_is_overlooked() -> None:
+    models = Path(transformers.__file__).parent / "models"
+    seen = {family.config.__module__.split(".")[2] for family in FAMILIES.values()}
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in models.glob("*/modeling_*.py")}
+    assert seen >= {name for name, text in texts.items() if "topk(" in text and "experts" in text}
+
+
+def broken(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return a `Replay.select` whose experts are changed."""
+    plain = Replay.select
+
+    def select(self: Replay, layer: int, forward: Any, scores: Tensor, native: Any) -> tuple[Tensor, Tensor]:
+        indices = change(plain(self, layer, forward, scores, native)[1])
+        return scores.gather(-1, indices), indices
+
+    return select
+
+
+@pytest.mark.parametrize(
+    "change, seen",
+    [
+        (lambda ids: ids.roll(1, 0), "own routing bit-identical, no checkpoints"),
+        (lambda ids: torch.cat([ids[:-1], (ids[-1:] + 1) % 12]), "another routing ran exactly, reentrant"),
+    ],
+    ids=["rows moved", "last row replaced"],
+)
+def test_the_proof_of_a_family_sees_wrong_rows(
+    change: Callable[[Tensor], Tensor], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replay, "select", broken(change))
+    result = prove(FAMILIES["mixtral"])
+    assert result.verdict == "wrong" and seen in result.failed
+
+
+def test_the_proof_of_a_family_sees_a_gradient_that_does_not_reach_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(self: Replay, layer: int, forward: Any, scores: Tensor, native: Any) -> tuple[Tensor, Tensor]:
+        indices = self._trace.layer(layer)
+        return scores.detach().gather(-1, indices), indices
+
+    monkeypatch.setattr(Replay, "select", select)
+    result: Result = prove(FAMILIES["mixtral"])
+    assert result.gradient_error is not None and result.gradient_error > 0.5
+    assert result.verdict == "wrong"
+
+
+# Gate weights, from the formulas of the papers and not from the models' code.
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "olmoe", "deepseek_v3"], ids=["softmax of chosen", "softmax of all", "sigmoid, renormalised"]
+)
+def test_gate_weights_of_replayed_experts_follow_the_formula(name: str) -> None:
+    model, own, _ = case(name)
+    trace, seen = another(own), {}
+    layer = own.layers[0]
+    block = model.get_submodule(moe_layout(model).routers[0].name)
+    hooks = [
+        block.register_forward_pre_hook(lambda module, args: seen.update(hidden=args[0].reshape(-1, 32))),
+        block.experts.register_forward_pre_hook(lambda module, args: seen.update(ids=args[1], weights=args[2])),
+    ]
+    with torch.no_grad(), replay_routing(model, trace):
+        forward(model)
+    for hook in hooks:
+        hook.remove()
+    chosen = trace.layer(layer)
+    assert torch.equal(seen["ids"], chosen)
+    logits = seen["hidden"].double() @ block.gate.weight.double().T
+    if name == "mixtral":  # softmax over the chosen, as in arXiv 2510.11370: renormalising cancels the rest of the sum
+        expected = logits.gather(1, chosen).softmax(-1)
+    elif name == "olmoe":  # norm_topk_prob is off: the chosen do not sum to 1
+        expected = logits.softmax(-1).gather(1, chosen)
+    else:  # the selection bias and the groups do not weigh
+        score = logits.sigmoid().gather(1, chosen)
+        expected = score / score.sum(-1, keepdim=True) * model.config.routed_scaling_factor
+    torch.testing.assert_close(seen["weights"].double(), expected, rtol=1e-5, atol=1e-7)
+
+
+# Layout.
+
+
+def test_layers_are_absolute_and_dense_ones_have_no_router() -> None:
+    layout = moe_layout(case(QWEN)[0])
+    assert (layout.layers, layout.num_experts, layout.top_k) == ((0, 2, 3), 12, 2)
+    assert layout.family == "qwen3_moe" and layout.decoder is case(QWEN)[0].model
+
+
+def test_a_dense_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ReplayError, match="Sequential: no module of the model has experts"):
+        moe_layout(model)
+
+
+def test_routing_in_the_forward_of_a_block_of_foreign_code_is_found() -> None:
+    # As remote code does it: no router module, no config.
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts, self.top_k = 4, 2
+            self.gate = nn.Linear(3, 4)
+            self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            weights, chosen = self.gate(hidden).softmax(-1).topk(self.top_k, dim=-1)
+            outputs = torch.stack([expert(hidden) for expert in self.experts], -1)
+            picked = outputs.gather(-1, chosen[..., None, :].expand(*chosen.shape[:-1], 3, 2))
+            return (picked * weights[..., None, :]).sum(-1)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(), Block()])
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return hidden
+
+    torch.manual_seed(0)
+    model, hidden = Stack(), torch.randn(2, 5, 3)
+    with record_routing(model) as recording:
+        plain = model(hidden)
+    assert recording.trace.experts.shape == (10, 2, 2)
+    with replay_routing(model, recording.trace):
+        assert torch.equal(model(hidden), plain)
+    with replay_routing(model, of((recording.trace.experts + 1) % 4, recording.trace)):
+        assert not torch.equal(model(hidden), plain)
+
+
+def test_every_family_has_a_name_of_its_own() -> None:
+    assert len({family.name for family in families()}) == len(list(families())) == len(FAMILIES)
+    assert isinstance(FAMILIES[QWEN], Family) and set(REFUSED) <= set(FAMILIES)
