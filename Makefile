@@ -1,5 +1,5 @@
 # setup: .venv in the checkout, pinned for two CPU cores, no GPU.   setup-sglang: .venv-sglang beside it.
-# test: everything, with the real peers, JOBS files at once; one of the tests is `make check`, which runs those without peers.
+# test: `make check`, then everything with the real peers, JOBS at once, the most expensive first (tests/costs.py).
 # check: lint, types, fast tests.   demo: the main job, settings side by side; TRAIN=1 trains its models here.
 # evidence: measures what README and docs claim, and rewrites their figures.   bench: ratios as JSON lines.
 # matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
@@ -61,8 +61,8 @@ $(SGLANG_STAMP): Makefile pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CO
 	@.venv-sglang/bin/pip install -q --no-deps --no-build-isolation -e .
 	@touch $(SGLANG_STAMP)
 
-test: setup setup-sglang
-	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/peers
+test: setup setup-sglang check
+	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/peers
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,13 +1,26 @@
-"""Settings of all tests: a busy machine is no failure."""
+"""Settings of all tests: a busy machine is no failure; what they cost is known, and said at the end."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
+
+from tests.costs import Costs
 
 # verl would load this package into the test process, where its patches are others' to test; runs of verl set this themselves.
 os.environ.setdefault("VERL_USE_EXTERNAL_PLUGINS", "none")
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that measures what tests cost."""
+    parser.addoption("--write-costs", action="store_true", help="write what each test took to tests/costs.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests be grouped and ordered by their costs."""
+    config.pluginmanager.register(Costs(config))

@@ -191,7 +191,7 @@ def test_name_that_held_the_replacement_before_is_not_reported(upstream: Any) ->
     patch = upstream.patch(
         "upst.engine:Engine",
         make=lambda cls: upstream.engine.prepared,
-        allow_aliases=(__name__,),
+        allow_aliases=(subclass.__module__,),
     )
     with applied(patch):
         assert upstream.engine.Engine().run() == "!stock"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -17,13 +17,6 @@ from mismatch_ext.adapters.transformers.routing.tiny import families
 from torch import Tensor, nn
 
 from mismatch_ext.routing import RoutingTrace
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
-
 
 FAMILIES = {family.name: family for family in families()}
 # All others must be replayable: a family that a new transformers brings is looked at when it is not.

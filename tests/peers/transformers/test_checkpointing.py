@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +23,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mismatch_ext.errors import ReplayError
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, replayed
-
-# Checkpointing.
 
 
 def enable(model: Any, how: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +16,7 @@ from mismatch_ext.adapters.transformers.routing.passes import (
     run,
 )
 
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
 from tests.peers.transformers.cases import FAMILIES, QWEN, case, replayed
-
-# torch.compile.
 
 
 def compiled(how: str, experts: str = "batched_mm", **settings: Any) -> Any:

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +27,6 @@ from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, of, replayed
 
 # What must not pass unnoticed.

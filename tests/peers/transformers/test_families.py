@@ -6,7 +6,7 @@ import runpy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,15 +24,8 @@ from mismatch_ext.adapters.transformers.routing.tiny import Family, families
 from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError
-from tests.peers.scenarios import ROOT, named
-
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
+from tests.peers.scenarios import ROOT
 from tests.peers.transformers.cases import FAMILIES, QWEN, REFUSED, case, of
-
-# Every family.
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +13,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing import RoutingTrace, align
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
 from tests.peers.transformers.cases import FAMILIES, QWEN
-
-# Generation.
 
 
 def generate(model: Any, **settings: Any) -> tuple[Tensor, Tensor]:

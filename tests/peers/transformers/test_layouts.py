@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +14,7 @@ from mismatch_ext.adapters.transformers.routing.passes import (
 from torch import Tensor
 
 from mismatch_ext.routing import RoutingTrace, align, align_packed
-from tests.peers.scenarios import named
-
-if TYPE_CHECKING:
-    from tests.peers.transformers import scenarios_sharded as scenarios
-else:
-    scenarios = named("tests.peers.transformers.scenarios_sharded")
 from tests.peers.transformers.cases import QWEN, case
-
-# Batches.
 
 
 def sequences() -> list[Tensor]:

@@ -16,12 +16,12 @@ from mismatch_ext.adapters.transformers.routing.passes import (
 from peft import LoraConfig, get_peft_model
 
 from tests.peers.scenarios import Run, named
+from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, replayed
 
 if TYPE_CHECKING:
     from tests.peers.transformers import scenarios_sharded as scenarios
 else:
     scenarios = named("tests.peers.transformers.scenarios_sharded")
-from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, replayed
 
 # Experts' implementations and dtypes.
 
