@@ -1,0 +1,60 @@
+"""Tests that share a fixture of their module stay together, and the most expensive come first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import costs
+
+
+def item(nodeid: str, fixtures: dict[str, tuple[str, tuple[str, ...]]], **indices: int) -> Any:
+    """Return what pytest collects for a test: its fixtures with scope and what each asks for, and its parameters."""
+    definitions = {name: [SimpleNamespace(scope=scope, argnames=asked)] for name, (scope, asked) in fixtures.items()}
+    made = SimpleNamespace(
+        nodeid=nodeid, _fixtureinfo=SimpleNamespace(name2fixturedefs=definitions), marks=[], callspec=None
+    )
+    made.callspec = SimpleNamespace(indices=indices)
+    made.add_marker = made.marks.append
+    return made
+
+
+FAMILY = {"engine": ("module", ("kind",)), "kind": ("module", ()), "tmp_path": ("function", ())}
+
+
+def test_one_group_for_each_making_of_a_shared_fixture() -> None:
+    items = [item(f"a.py::{name}[{kind}]", FAMILY, kind=kind) for name in ("one", "two") for kind in (0, 1)]
+    first, second, third, fourth = costs.grouped(items, lambda _: 60.0)
+    assert first == third != second == fourth
+
+
+def test_a_test_that_uses_two_fixtures_joins_their_groups() -> None:
+    plain: dict[str, tuple[str, tuple[str, ...]]] = {"one": ("module", ()), "two": ("module", ())}
+    items = [item(f"a.py::{name}", {name: plain[name]}) for name in plain]
+    assert len(set(costs.grouped(items, lambda _: 60.0))) == 2
+    assert len(set(costs.grouped([*items, item("a.py::both", plain)], lambda _: 60.0))) == 1
+
+
+def test_cheap_tests_stay_with_their_file() -> None:
+    items = [item(f"a.py::{name}", {}) for name in ("cheap", "cheaper", "dear")]
+    seconds = {"a.py::cheap": 1.0, "a.py::cheaper": 0.1, "a.py::dear": 100.0}
+    assert costs.grouped(items, lambda one: seconds[one.nodeid]) == ["a.py", "a.py", "a.py::dear"]
+
+
+def test_the_most_expensive_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = costs.Costs(SimpleNamespace(getoption=lambda name, default=None: name == "loadgroup"))  # type: ignore[arg-type]
+    plugin.known = {"a.py::whole": 4.0, "a.py::part": 40.0, "b.py::alone": 30.0, "b.py::case": 8.0, "b.py::quick": 0.1}
+    shared: dict[str, tuple[str, tuple[str, ...]]] = {"shared": ("module", ())}
+    items = [
+        item("b.py::quick", {}), item("b.py::alone", {}), item("b.py::case[x]", {}), item("a.py::whole", shared),
+        item("c.py::unknown", {}), item("a.py::part", shared),
+    ]  # fmt: skip
+    plugin.pytest_collection_modifyitems(items)
+    assert [one.nodeid.split("::")[1] for one in items] == ["whole", "part", "alone", "unknown", "case[x]", "quick"]
+    assert [len(one.marks) for one in items] == [1, 1, 0, 0, 0, 1]
+
+
+def test_group_and_parameters_are_no_part_of_a_functions_name() -> None:
+    assert costs.function_of("a.py::test[x@y]@a.py:group") == costs.function_of("a.py::test@a.py") == "a.py::test"
