@@ -6,7 +6,10 @@ that a sample that is too small to tell fails. None of the bounds was read off a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 Interval = dict[str, float]
 # bfloat16 rounds to 8 significant bits and float16 to 11: rounding errors are 2^3 times smaller, and k3, which grows with the
@@ -42,16 +45,17 @@ def replay_lowers_k3(left: Interval) -> None:
     assert left["high"] < 1, f"replay leaves {said(left)} of k3; the interval must end below 1"
 
 
-def reward_climbs(first: float, last: float, responses: int) -> None:
-    """The reward at the end of a run is above that at its beginning by more than both means' chance.
+def reward_climbs(rewards: Sequence[float]) -> None:
+    """The reward of a run rises over its steps, by more than twice the standard error of the least-squares slope.
 
-    Rewards are 0 or 1, so that a mean over n responses has a standard error of at most 1 / (2 sqrt n); of a difference of two,
-    sqrt 2 times that.
+    The error is that of the steps about their line. Each step has prompts of its own, so that steps are independent where
+    responses of one prompt are not.
     """
-    error = (0.5 / responses) ** 0.5
-    assert last - first > 2 * error, (
-        f"reward {first:.3f} to {last:.3f} over {responses} responses each; 2 errors are {2 * error:.3f}"
-    )
+    steps = np.arange(len(rewards))
+    (slope, offset), spread = np.polyfit(steps, rewards, 1), ((steps - steps.mean()) ** 2).sum()
+    residuals = np.asarray(rewards) - (offset + slope * steps)
+    error = float(np.sqrt((residuals**2).sum() / (len(rewards) - 2) / spread))
+    assert slope > 2 * error, f"the reward's slope is {slope:.4f} +- {error:.4f} a step over {len(rewards)} steps"
 
 
 def said(found: Interval) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import cpuinfo
-import torch
 
 from mismatch_ext.versions import installed
 
@@ -24,6 +23,8 @@ WRITTEN = ("evidence", "docs/evidence.md", "docs/compatibility.md", "README.md")
 @cache
 def machine() -> dict[str, Any]:
     """Return the processor, its instruction sets, cores, memory and GPU."""
+    import torch  # for the GPU's name alone
+
     found = cpuinfo.get_cpu_info()
     return {
         "cpu": found.get("brand_raw", "unknown"),

@@ -40,8 +40,8 @@ def measured_on(record: Record) -> str:
 
 def number(value: float, digits: int = 3) -> str:
     """Return a figure for a reader: `1.15e-3`, `0.73`, `212,352`."""
-    if value == int(value) and abs(value) >= 1:
-        return f"{int(value):,}"
+    if abs(value) >= 100 or (value == int(value) and value):
+        return f"{round(value):,}"
     text = f"{value:.{digits}g}"
     return re.sub(r"e-0?", "e-", text) if abs(value) >= 1e-2 else _scientific(value, digits)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.evidence import judges, pages
@@ -176,6 +177,7 @@ def test_a_lost_mark_is_named() -> None:
         (212_352.0, 3, "212,352"),
         (0.7312, 2, "0.73"),
         (69.96, 2, "70"),
+        (123.4, 2, "123"),
         (0, 3, "0"),
         (3.1e-7, 2, "3.1e-7"),
     ],
@@ -232,6 +234,9 @@ def test_float32_is_judged_by_its_own_rounding() -> None:
 
 
 def test_a_reward_climbs_by_more_than_chance() -> None:
-    judges.reward_climbs(0.59, 0.72, 640)
-    with pytest.raises(AssertionError, match="2 errors are"):
-        judges.reward_climbs(0.59, 0.60, 640)
+    noise = 0.07 * np.random.default_rng(0).standard_normal(24)
+    climb = np.linspace(0.58, 0.74, 24)
+    judges.reward_climbs(list(climb + noise))
+    tenth = 0.58 + (climb - 0.58) / 10
+    with pytest.raises(AssertionError, match="slope is"):
+        judges.reward_climbs(list(tenth + noise))
