@@ -13,8 +13,10 @@ import numpy as np
 
 Interval = dict[str, float]
 # bfloat16 rounds to 8 significant bits and float16 to 11: rounding errors are 2^3 times smaller, and k3, which grows with the
-# square of a gap, 2^6 times. Half of each is asked for: not all of a gap is rounding to the dtype.
+# square of a gap, 2^6 times. Half of the first is asked for, since not all of a gap is rounding to the dtype; of k3 its square.
 MEAN, K3 = 2.0**3, 2.0**6
+MEAN_BOUND = MEAN / 2
+K3_BOUND = MEAN_BOUND**2
 # Engine and trainer are both float32 programs of one function, and each is as far from the exact result as float32 rounds: by the
 # triangle inequality their gap is at most twice one of them. Twice that again, for kernels that sum in another order.
 FLOAT32 = 4.0
@@ -27,11 +29,11 @@ def enough_tokens(tokens: float) -> None:
 
 
 def fp16_is_finer(mean: Interval, k3: Interval) -> None:
-    """bf16's gap over FP16's is at least half of what their significant bits say, on the mean and on k3."""
-    assert mean["low"] >= MEAN / 2, (
-        f"mean |Δlogp|, bf16 over FP16: {said(mean)}; 3 bits say {MEAN:g}, half of it is needed"
+    """bf16's gap over FP16's is at least half of what their significant bits say, and k3's at least the square of that."""
+    assert mean["low"] >= MEAN_BOUND, (
+        f"mean |Δlogp|, bf16 over FP16: {said(mean)}; bits say {MEAN:g}, needed is {MEAN_BOUND:g}"
     )
-    assert k3["low"] >= K3 / 2, f"k3, bf16 over FP16: {said(k3)}; 3 bits say {K3:g}, half of it is needed"
+    assert k3["low"] >= K3_BOUND, f"k3, bf16 over FP16: {said(k3)}; bits say {K3:g}, needed is {K3_BOUND:g}"
 
 
 def float32_is_the_oracle(mean: Interval, k3: Interval) -> None:
