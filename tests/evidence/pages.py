@@ -26,7 +26,7 @@ def read_records(folder: Path = FOLDER) -> dict[str, Record]:
 
 
 def measured_on(record: Record) -> str:
-    """Return where figures were measured, for a sentence: `2 cores of Intel(R) Xeon(R) Processor (amx_bf16, avx512_fp16)`."""
+    """Return where figures were measured, for a sentence: `2 cores of Intel(R) Xeon(R) Processor with amx_bf16, avx512_fp16`."""
     machine = record["machine"]
     # Those that decide by which kernels bf16 and FP16 are multiplied.
     telling = [
@@ -35,7 +35,7 @@ def measured_on(record: Record) -> str:
         if flag in machine["instruction_sets"]
     ]
     cores = "2 cores" if machine["cores"] == 2 else f"{machine['cores']} cores"
-    return f"{cores} of {machine['cpu']}" + (f" ({', '.join(telling)})" if telling else "")
+    return f"{cores} of {machine['cpu']}" + (f" with {', '.join(telling[:2])}" if telling else "")
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -108,8 +108,8 @@ def demo_part(records: dict[str, Record]) -> str:
     figures = record["figures"]
     tokens = " and ".join(f"{round(figures['tokens'][split], -3) // 1000:.0f}" for split in LABELS)
     lines = [
-        f"What it printed on {measured_on(record)}; CPU kernels, a GPU's gap differs. Mean |Δlogp| in nats",
-        f"per token at the same weights, {tokens} thousand tokens, with 95 % intervals of the ratios:",
+        f"What it printed on {measured_on(record)} (CPU kernels; a GPU's gap differs).",
+        f"Mean |Δlogp| in nats per token at the same weights, {tokens} thousand tokens, with 95 % intervals of the ratios:",
         "",
         "| prompts | bf16 | FP16 | float32 | bf16 / FP16 | k3 KL, bf16 / FP16 |",
         "|---|---|---|---|---|---|",
@@ -133,8 +133,8 @@ def replay_part(records: dict[str, Record]) -> str:
     figures = record["figures"]
     tokens = " and ".join(f"{round(figures[split]['tokens'], -3) // 1000:.0f}" for split in LABELS)
     lines = [
-        f"trains with R3 and scores the same tokens with and without it ({measured_on(record)},",
-        f"bf16 on both sides, after {figures['steps']} steps of GRPO; {tokens} thousand tokens):",
+        f"trains with R3 and scores the same tokens with and without it (bf16 on both sides, after {figures['steps']} steps of GRPO;",
+        f"{tokens} thousand tokens; {measured_on(record)}):",
         "",
         "| prompts | routing | mean \\|Δlogp\\| | largest \\|Δlogp\\| | k3 KL | tokens off by a factor of 2 |",
         "|---|---|---|---|---|---|",
@@ -146,7 +146,7 @@ def replay_part(records: dict[str, Record]) -> str:
             lines.append(f"| {first} | {routing} | {' | '.join(cells)} |".replace("|  |", "| |"))
     left = [f"{interval(figures[split]['left by replay']['k3'])} of k3 on the {LABELS[split]}" for split in LABELS]
     left[1] = left[1].replace("the unfamiliar and longer", "unfamiliar and longer prompts")
-    lines += ["", f"Replay leaves {left[0]}, and {left[1]} (95 % intervals)."]
+    lines += ["", f"Replay leaves {left[0]},", f"and {left[1]} (95 % intervals)."]
     return "\n".join(lines)
 
 
