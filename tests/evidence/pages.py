@@ -133,7 +133,8 @@ def replay_part(records: dict[str, Record]) -> str:
     figures = record["figures"]
     tokens = " and ".join(f"{round(figures[split]['tokens'], -3) // 1000:.0f}" for split in LABELS)
     lines = [
-        f"trains with R3 and scores the same tokens with and without it (bf16 on both sides, after {figures['steps']} steps of GRPO;",
+        "trains with R3 and scores the same tokens with and without it (bf16 on both sides, after "
+        f"{figures['steps']} steps of GRPO;",
         f"{tokens} thousand tokens; {measured_on(record)}):",
         "",
         "| prompts | routing | mean \\|Δlogp\\| | largest \\|Δlogp\\| | k3 KL | tokens off by a factor of 2 |",
