@@ -42,6 +42,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import agreement, align
+from tests.oracle import float32_error
 
 # The share of memory is no reservation, max_total_tokens is; a small one fails when others take memory during the start.
 OPTIONS: dict[str, Any] = {
@@ -147,6 +148,12 @@ def gaps(
     return found
 
 
+def error_of(model: nn.Module, records: list[RolloutRecord]) -> float:
+    """Return the trainer's own float32 error on the tokens of records, prompts included."""
+    tokens, attention = padded(records)
+    return float32_error(model, tokens, attention, attention)
+
+
 @torch.no_grad()
 def differing(model: nn.Module, record: RolloutRecord) -> tuple[int, int]:
     """Return how many tokens the engine routed, and how many of them otherwise than transformers does."""
@@ -202,7 +209,8 @@ class Rollouts:
         self.found[name] = {
             "responses": len(records),
             "sampled": sum(len(r.response_ids) for r in records),
-            "logp": max(float(gap.abs().max()) for gap in gaps(self.model, records, sampling.temperature)),
+            "logp": float(torch.cat(gaps(self.model, records, sampling.temperature)).abs().mean()),
+            "float32_error": error_of(self.model, records),
             "routed": sum(tokens for tokens, _ in routed),
             "differing": sum(count for _, count in routed),
             "starts": sorted({r.routing.start for r in records}),
@@ -331,13 +339,13 @@ def served(model: str) -> dict[str, Any]:
         for step in range(2):
             outputs = engine.generate(generate_request(rows, PLAIN, max_new_tokens=20, ignore_eos=True))
             records = to_records(outputs, prompt_ids=rows, provenance=provenance)
-            found.append(max(float(gap.abs().max()) for gap in gaps(trainer, records)))
+            found.append(float(torch.cat(gaps(trainer, records)).abs().mean()) / error_of(trainer, records))
             if step == 0:
                 train(trainer, 1)
                 update_weights(engine, checkpoint_parameters(trainer), dtype="float32", weight_version=1)
         return {
             "verdict": str(verdict),
-            "logp": found,
+            "logp_in_float32_errors": found,
             "sampled": sum(len(record.response_ids) for record in records),
             "reasons": sorted({str(record.finish_reason) for record in records}),
             "texts": sum(bool(output["text"]) for output in outputs),
@@ -382,11 +390,12 @@ def exact(model: str, way: str) -> dict[str, Any]:
         rollouts = Rollouts(engine, trainer)
         ways(rollouts)
         rows = prompts(6, 50, seed=10, shortest=50)
-        scored = score_tokens(engine, rows)
+        scored, ids = score_tokens(engine, rows), torch.tensor(rows)
         found = {
             "version": engine.version,
             "verdict": str(verdict),
-            "scored": float((scored - scoring.score_tokens(trainer, torch.tensor(rows))).abs().max()),
+            "scored": float((scored - scoring.score_tokens(trainer, ids)).abs().mean()),
+            "scored_float32_error": float32_error(trainer, ids, torch.ones_like(ids), torch.ones_like(ids)),
             "refusals": refusals(rollouts),
             "weights": weights(rollouts, "float32"),
         }

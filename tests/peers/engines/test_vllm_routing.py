@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cpu import has_amx
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ WAYS = {
 }
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("way", WAYS)
 def test_every_token_is_routed_as_transformers_routes_it(ways: dict[str, Any], way: str) -> None:
     found = ways[way]
@@ -128,6 +130,7 @@ def families(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return run(scenarios.families, out=tmp_path_factory.mktemp("families"), names=names).expect()
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(
     ("family", "layers", "dtype"),
     [
@@ -143,6 +146,18 @@ def test_other_families(families: dict[str, Any], family: str, layers: list[int]
     assert found["plain"]["differing"] == found["again"]["differing"] == 0
     # On a CPU, vLLM turns its prefix cache off for latent attention.
     assert found["again"]["tokens"] > 800 and (found["again"]["cached"] > 100) == (family != "deepseek_v3")
+
+
+@pytest.mark.numeric
+def test_latent_attention_in_float32_is_refused_where_vllm_chooses_amx(
+    run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """vLLM takes its AMX kernels for latent attention wherever the CPU has AMX, and they are of bfloat16 alone."""
+    found = run(scenarios.latent_attention, out=tmp_path_factory.mktemp("latent")).expect()
+    if has_amx():
+        assert found["refused"].startswith("expect weight to be bfloat16"), found
+    else:
+        assert found["refused"] == "" and found["differing"] == 0 and found["tokens"] > 400
 
 
 def test_two_tensor_parallel_ranks_in_processes_of_their_own(

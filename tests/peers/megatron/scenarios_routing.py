@@ -204,7 +204,9 @@ def interleaved_of(kind: str) -> dict[str, Any]:
     made = outputs()
     (loss_of(made["a"]) + loss_of(made["b"])).backward()
     together = gradients(model)
-    found["one_backward"] = max(float((together[n] - alone["a"][n] - alone["b"][n]).abs().max()) for n in together)
+    whole, a, b = (torch.cat([g[n].flatten() for n in together]) for g in (together, alone["a"], alone["b"]))
+    found["one_backward"] = float((whole - a - b).norm() / whole.norm())
+    found["apart"] = float((a - b).norm() / whole.norm())
     # Forward-only passes, whose routes nobody consumes in a backward pass.
     for ids, trace in batches.values():
         with torch.no_grad(), replay_routing(model, trace):

@@ -84,7 +84,8 @@ def test_backward_passes_in_any_order(run: Run) -> None:
     for kind, found in results.items():
         # First in, first out; and the order in which megatron's own queue replays the other micro-batch's routes.
         assert found["ab"] == [True, True] and found["ba"] == [True, True], kind
-        assert found["one_backward"] < 1e-5, kind
+        # Two sums of float32 (eps is 1.2e-7) in another order, where the two micro-batches' own gradients differ wholly.
+        assert found["one_backward"] < 1e-4 and found["apart"] > 0.1, kind
         assert found["after_forward_only"], kind
         assert found["inside_next"] and found["inside_own"] and found["forwards"] == 1, kind
         assert found["native_stays_native"], kind
@@ -231,7 +232,8 @@ def test_two_pipeline_stages(run: Run) -> None:
     assert runs[0] == {"0": [0, 1, 0, 2, 1, 3, 2, 3], "1": [0, 1, 0, 2, 1, 3, 2, 3]}
     assert runs[1] == {"2": [0, 0, 1, 1, 2, 2, 3, 3], "3": [0, 0, 1, 1, 2, 2, 3, 3]}
     for found in results["schedule"]:
-        assert found["scale"] > 0.1 and found["error"] < 1e-5
+        # Four sums of float32 in another order, against the largest gradient.
+        assert found["error"] < 1e-4 * found["scale"] and found["scale"] > 0.1
     first, second = results["offsets"]
     assert (first["uneven"], second["uneven"]) == ([0], [1, 2, 3])
     assert (first["dense"], second["dense"]) == ([], [2, 3])

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.trl import (
 )
 from trl import RLOOConfig, RLOOTrainer
 
+from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 LOGGED = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
@@ -27,11 +28,14 @@ def options(out: str, **overrides: Any) -> dict[str, Any]:
 
 def outcome(trainer: Any) -> dict[str, Any]:
     """Train, and return what tests compare."""
+    float32 = not (trainer.args.bf16 or trainer.args.fp16) and trainer.use_vllm
+    errors = watch_float32_error(trainer) if float32 else []
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "history": [{k: v for k, v in entry.items() if k in LOGGED or k.startswith("mismatch/")} for entry in logs],
         "parameters": digest_of(trainer.model),
+        "float32_errors": errors,
     }
 
 

@@ -14,6 +14,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.rundata import read_run
+from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 R2, R3 = {"mode": "R2", "agreement_rate": 1.0}, {"mode": "R3", "agreement_rate": 1.0}
@@ -183,8 +184,12 @@ def engine(model: str, out: str, dtype: str, **overrides: Any) -> dict[str, Any]
     block = {"precision": {"dtype": dtype}} if dtype == "float32" else {}
     routing = {**R3, "native_gap_rate": 1.0}
     trainer = build(model, out, routing, use_vllm=True, bf16=dtype != "float32", rest=block, **overrides)
-    result = outcome(trainer)
-    for name in ("k3_kl", "logp_abs_diff_max", "native/k3_kl", "native/logp_abs_diff_max", "tokens", "native/tokens"):
+    errors = watch_float32_error(trainer) if dtype == "float32" else []
+    result = {**outcome(trainer), "float32_errors": errors}
+    result["history"] = [entry for entry in trainer.state.log_history if "loss" in entry and "mismatch/k3_kl" in entry]
+    for name in ("k3_kl", "logp_abs_diff_mean"):
+        result[name], result[f"native/{name}"] = (logged(trainer, f"mismatch/{way}{name}") for way in ("", "native/"))
+    for name in ("tokens", "native/tokens"):
         result[name] = logged(trainer, f"mismatch/{name}")
     result["weight_version"] = trainer.vllm_generation.weight_version
     result["shared"] = [len({id(t.parts[0]) for t in batch["routing"]}) for batch in trainer._buffered_inputs]

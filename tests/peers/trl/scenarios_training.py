@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.report import load_runs, summarise, tables
+from tests.oracle import watch_float32_error
 
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 
@@ -79,6 +80,12 @@ def outcome(trainer: Any, **extra: Any) -> dict[str, Any]:
     return {"history": history(trainer), "parameters": digest_of(trainer.model), **extra}
 
 
+def packed_layers(trainer: Any) -> int:
+    """Return how many linear layers of the engine have given their weight away to a packed copy."""
+    layers = engine.runner(trainer.vllm_generation.llm).model.modules()
+    return sum(hasattr(layer, "cpu_linear") and layer.weight.numel() == 0 for layer in layers)
+
+
 def stock(model: str, out: str, cls: str, **overrides: Any) -> dict[str, Any]:
     """Train with stock GRPOTrainer, or with ours and no block."""
     trainer_class, config_class = {
@@ -90,16 +97,21 @@ def stock(model: str, out: str, cls: str, **overrides: Any) -> dict[str, Any]:
         model=model, reward_funcs=graded, args=config_class(**arguments(out, **overrides)), train_dataset=rows()
     )
     trainer.train()
-    return outcome(trainer, active=sorted(k for k in vars(trainer) if k.startswith("_recorder")))
+    packed = packed_layers(trainer) if overrides.get("use_vllm", True) else None
+    return outcome(trainer, active=sorted(k for k in vars(trainer) if k.startswith("_recorder")), packed=packed)
 
 
 def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     """Train with a block."""
     trainer = build(model, out, block, **overrides)
+    exact = (block.get("precision") or {}).get("dtype") == "float32"
+    errors = watch_float32_error(trainer) if exact else []
     trainer.train()
     scaler = trainer.accelerator.scaler
     return outcome(
         trainer,
+        float32_errors=errors,
+        packed=packed_layers(trainer),
         scaler=None if scaler is None else scaler.state_dict(),
         engine_dtype=trainer.vllm_generation.reading.model_dtype,
         weight_version=trainer.vllm_generation.weight_version,
@@ -142,12 +154,13 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
             **arguments(out, mismatch=block, learning_rate=1e-2, model_init_kwargs={"dtype": dtype})
         ),
     )
+    errors = watch_float32_error(trainer) if dtype == "float32" else []
     probes = trainer.vllm_generation.probes
     before = trainer._score(probes)
     trainer.train()
     moved = float((trainer._score(probes) - before).abs().mean())
     merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
-    return outcome(trainer, merged=merged, verdict=trainer._verdict.status, moved=moved)
+    return outcome(trainer, merged=merged, verdict=trainer._verdict.status, moved=moved, float32_errors=errors)
 
 
 def seams(model: str, out: str) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""What this machine's CPU computes with, asked as vLLM and oneDNN ask it: a test that depends on it says which way it took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _limited(isa: str, aten: str) -> dict[str, str]:
+    # What vLLM has compiled lies in a cache whose key knows nothing of these limits.
+    cache = str(ROOT / ".cache/lesser_cpu" / isa.lower())
+    return {
+        "ONEDNN_MAX_CPU_ISA": isa,
+        "ATEN_CPU_CAPABILITY": aten,
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+    }
+
+
+# The variables that make a process compute as on a lesser machine, from its start: oneDNN and torch read them when they load.
+# `make test-isa` runs the tests marked `numeric` under each.
+LESSER = {
+    "AVX-512 and bfloat16, as AMD's Zen 4": _limited("AVX512_CORE_BF16", "avx512"),
+    "AVX2": _limited("AVX2", "avx2"),
+}
+
+
+def has_amx() -> bool:
+    """Tell whether vLLM takes its AMX kernels here: bfloat16 alone for experts and latent attention."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def packs_linears(dtype: torch.dtype) -> bool:
+    """Tell whether vLLM packs linear layers of a dtype here, after which no weight can be loaded into them one by one.
+
+    vLLM asks its oneDNN for a product of that dtype and goes without packing when there is none. torch's oneDNN answers the same,
+    without importing vLLM; tests of TRL's training compare the two with what an engine has packed.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+    """
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return dtype == torch.float32 or bool(supported[dtype]())
+
+
+def without_float16_packing() -> dict[str, str]:
+    """Return the environment in which vLLM leaves float16 linear layers as they are: a CPU without float16 products."""
+    return LESSER["AVX-512 and bfloat16, as AMD's Zen 4"] if packs_linears(torch.float16) else {}
