@@ -35,6 +35,8 @@ from examples.arithmetic.task import (
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, VOCABULARY, encode, make_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.numeric
+
 OPERAND = st.integers(min_value=0, max_value=10**9)
 
 TWO_STEPS = {

@@ -19,6 +19,8 @@ from mismatch_ext.correction.cpu import scan_cpu
 from mismatch_ext.correction.rows import scan_blocks
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 
+pytestmark = pytest.mark.numeric
+
 # Two rows of ratios rho = pi_old/mu; the third token of the second row is padding.
 RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 0.25, 7.0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])

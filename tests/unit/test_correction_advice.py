@@ -11,6 +11,8 @@ import torch
 from mismatch_ext.correction import PRESETS, Settings, advise, correct, parse_rules
 from mismatch_ext.errors import ConfigError
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize(("sigma", "length", "mean"), [(0.01, 100, 0.0), (0.02, 900, -2e-4), (0.1, 400, 0.001)])
 def test_bounds_keep_what_they_say(sigma: float, length: int, mean: float) -> None:

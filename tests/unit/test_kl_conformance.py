@@ -27,6 +27,8 @@ from mismatch_ext.kl.evidence import (
 )
 from mismatch_ext.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, UNBIASED, Fact
 
+pytestmark = pytest.mark.numeric
+
 SHAPES = [(vocab, horizon) for horizon in (1, 5) for vocab in (2, 3, 4)]
 SEEDS = range(3)
 

@@ -14,6 +14,8 @@ from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import kl_estimate
 from mismatch_ext.kl.estimators import ESTIMATORS, SATURATION
 
+pytestmark = pytest.mark.numeric
+
 getcontext().prec = 60
 SIZES = [1e-12, 1e-8, 1e-6, 1e-4, 9e-6, 1.1e-5, 0.1, 1.0, 20.0, 29.9]
 

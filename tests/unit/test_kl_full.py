@@ -15,6 +15,8 @@ from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.kl import kl_full, kl_full_surrogate, kl_surrogate
 from mismatch_ext.kl.enumeration import Tree
 
+pytestmark = pytest.mark.numeric
+
 
 def naive(logits: Tensor, reference: Tensor) -> Tensor:
     """The definition, as a float64 oracle."""

@@ -13,6 +13,8 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import kl_estimate, kl_metrics, kl_penalty
 from mismatch_ext.kl.enumeration import Problem, Term, exact, moments
 
+pytestmark = pytest.mark.numeric
+
 MASK = torch.tensor([[1, 1, 1], [1, 0, 1]])
 
 

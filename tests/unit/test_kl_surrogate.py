@@ -16,6 +16,8 @@ from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.kl import kl_metrics, kl_penalty, kl_surrogate
 from mismatch_ext.kl.inputs import Packing, Tokens
 
+pytestmark = pytest.mark.numeric
+
 CONFIGS = [
     KlConfig(estimator=estimator, placement=placement, target=target, ratio=ratio, baseline=baseline, coef=0.5)
     for estimator, placement, target, ratio, baseline in itertools.product(

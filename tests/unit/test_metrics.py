@@ -17,6 +17,8 @@ from mismatch_ext.metrics import MEASURES, MismatchAccumulator, mismatch_metrics
 from mismatch_ext.metrics.numerics import k3
 from mismatch_ext.records import SamplingSettings
 
+pytestmark = pytest.mark.numeric
+
 getcontext().prec = 60
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,6 +15,8 @@ from mismatch_ext.errors import PrecisionError, ReadinessError
 from mismatch_ext.precision import readiness
 from mismatch_ext.precision.readiness import ReadinessReport, TensorReadiness, scan_activations, scan_weights
 
+pytestmark = pytest.mark.numeric
+
 
 def scanned(*values: float, dtype: str = "float16") -> TensorReadiness:
     (result,) = scan_weights([("w", torch.tensor(values, dtype=torch.float32))], dtype)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from mismatch_ext.errors import LossScaleError
 from mismatch_ext.precision.scaler import LossScaler
 
+pytestmark = pytest.mark.numeric
+
 INF = float("inf")
 
 

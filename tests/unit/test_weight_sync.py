@@ -27,6 +27,8 @@ from mismatch_ext.weight_sync import (
     WeightSyncChecker,
 )
 
+pytestmark = pytest.mark.numeric
+
 DTYPES = ("float32", "float16", "bfloat16")
 NUMERICS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
 

@@ -56,6 +56,7 @@ def other_routes(model: Any) -> list[RoutingTrace]:
     return traces
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [QWEN, "deepseek_v3"])
 def test_padding(name: str, side: str) -> None:
@@ -74,6 +75,7 @@ def test_padding(name: str, side: str) -> None:
     compare(model, [logits[row, place] for row, place in enumerate(places)], traces)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", [QWEN, "deepseek_v3"])
 def test_packed_sequences(name: str) -> None:
     model = case(name)[0]
@@ -86,6 +88,7 @@ def test_packed_sequences(name: str) -> None:
     compare(model, list(logits.split(lengths)), traces)
 
 
+@pytest.mark.numeric
 def test_a_missing_last_row_is_routed_natively() -> None:
     # What engines give: the last sampled token has no row. It changes its own logits at most.
     model = case(QWEN)[0]

@@ -26,6 +26,7 @@ else:
 # Experts' implementations and dtypes.
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -41,6 +42,7 @@ def test_implementations_of_the_experts(name: str, experts: str, dtype: torch.dt
         assert replayed(checkpointed, another(own)).same(expected)
 
 
+@pytest.mark.numeric
 def test_autocast() -> None:
     model = case(QWEN)[0]
     with torch.autocast("cpu", torch.bfloat16):

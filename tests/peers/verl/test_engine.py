@@ -60,6 +60,7 @@ def scheduled(run: Run, dense: Path, tmp_path_factory: pytest.TempPathFactory) -
     return run(training.schedules, model=dense, out=tmp_path_factory.mktemp("schedules")).expect()
 
 
+@pytest.mark.numeric
 def test_without_a_block_or_with_one_that_measures_the_engine_is_verls_bit_for_bit(run: Run, moe: Path) -> None:
     found = run(replaying.stock, model=moe).expect()
     verl = dict(found.pop("verl"))
@@ -106,6 +107,7 @@ def test_the_report_says_what_is_replayed(replayed: Result) -> None:
     assert (report["routing"], report["autocast_dtype"], report["scaler"]) == ("R3", "float32", None)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("layout", ["one_by_one", "dynamic", "packed", "packed_dynamic", "packed_filled"])
 def test_routes_travel_with_their_sample_through_every_layout_of_micro_batches(laid_out: Result, layout: str) -> None:
     whole, other = laid_out["whole"], laid_out[layout]

@@ -163,6 +163,7 @@ def test_gradients_through_verls_engine_are_those_of_the_kl(run: Run, tmp_path: 
         assert len(found["stock"]) == 4 and min(found["stock"].values()) > 0.1
 
 
+@pytest.mark.numeric
 def test_denominators_and_metrics_are_verls_for_every_aggregation(engine: Any) -> None:
     found = engine["modes"]
     assert set(found) == {
