@@ -193,11 +193,10 @@ def test_the_engines_run_in_the_dtype_asked_for(half: dict[str, dict[str, Any]])
 
 def test_replaying_the_engines_experts_removes_the_gap_of_a_flip(half: dict[str, dict[str, Any]]) -> None:
     found = half["bfloat16"]
-    worst = max(range(len(found["native"])), key=found["native"].__getitem__)
-    # The largest gap is on a request where the two chose other experts, and it was their doing.
-    assert found["differing"][worst] > 0 and found["native"][worst] > 0.3
-    assert found["replayed"][worst] < found["native"][worst] / 3
-    assert max(found["replayed"]) < 0.2
+    flipped = [row for row, count in enumerate(found["differing"]) if count]
+    native, replayed = (sum(found[way][row] for row in flipped) for way in ("native", "replayed"))
+    # Over all requests on which the two chose other experts; what is left is rounding.
+    assert len(flipped) > 5 and replayed < native / 4
 
 
 def test_replay_changes_nothing_where_no_expert_flipped(half: dict[str, dict[str, Any]]) -> None:
@@ -215,7 +214,7 @@ def test_the_request_that_was_half_a_nat_apart(half: dict[str, dict[str, Any]]) 
 def test_float16_is_closer_by_the_ratio_of_the_roundings(half: dict[str, dict[str, Any]]) -> None:
     # 11 bits of mantissa against 8; experts replayed, so that nothing but rounding is left.
     ratio = half["bfloat16"]["mean"] / half["float16"]["mean"]
-    assert 5 < ratio < 13, ratio
+    assert 4 < ratio < 16, ratio  # three bits are a factor of 8
     # Experts flip less often, too.
     assert statistics.mean(half["float16"]["differing"]) < statistics.mean(half["bfloat16"]["differing"])
 
