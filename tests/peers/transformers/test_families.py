@@ -119,6 +119,7 @@ def test_the_proof_of_a_family_sees_a_gradient_that_does_not_reach_the_router(mo
 
 
 @pytest.mark.numeric
+@pytest.mark.numeric
 @pytest.mark.parametrize(
     "name", ["mixtral", "olmoe", "deepseek_v3"], ids=["softmax of chosen", "softmax of all", "sigmoid, renormalised"]
 )

@@ -57,6 +57,7 @@ def other_routes(model: Any) -> list[RoutingTrace]:
 
 
 @pytest.mark.numeric
+@pytest.mark.numeric
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [QWEN, "deepseek_v3"])
 def test_padding(name: str, side: str) -> None:
@@ -76,6 +77,7 @@ def test_padding(name: str, side: str) -> None:
 
 
 @pytest.mark.numeric
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", [QWEN, "deepseek_v3"])
 def test_packed_sequences(name: str) -> None:
     model = case(name)[0]
@@ -88,6 +90,7 @@ def test_packed_sequences(name: str) -> None:
     compare(model, list(logits.split(lengths)), traces)
 
 
+@pytest.mark.numeric
 @pytest.mark.numeric
 def test_a_missing_last_row_is_routed_natively() -> None:
     # What engines give: the last sampled token has no row. It changes its own logits at most.

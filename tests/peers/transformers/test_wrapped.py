@@ -27,6 +27,7 @@ else:
 
 
 @pytest.mark.numeric
+@pytest.mark.numeric
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -42,6 +43,7 @@ def test_implementations_of_the_experts(name: str, experts: str, dtype: torch.dt
         assert replayed(checkpointed, another(own)).same(expected)
 
 
+@pytest.mark.numeric
 @pytest.mark.numeric
 def test_autocast() -> None:
     model = case(QWEN)[0]
