@@ -12,11 +12,11 @@ from typing import Any
 
 from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.block import digest
+from mismatch_ext.adapters.verl.fixes import FIXES
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.versions import PEERS, in_range
 
@@ -27,16 +27,6 @@ LOSS = "mismatch_ext.adapters.verl.loss"
 
 SURPLUS_MASS = 1e-4
 """Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
-
-MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
-FIXES = TrainerFixes(
-    masters="Set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
-    autocast_off=f"Set {MIXED}.param_dtype=fp32, or leave it out",
-    autocast=f"Set {MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
-    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
-    reduction=f"Set {MIXED}.reduce_dtype=fp32",
-)
-"""What to change in verl where its trainer is not as asked for."""
 
 NEEDED = {
     "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its mismatch block.",

@@ -207,15 +207,17 @@ def test_closing_lines_of_a_verl_run_know_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "words", "foreign"),
+    ("host", "file", "words", "foreign"),
     [
-        ("trl", ["fp16=True"], "mixed_precision"),
-        ("verl", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], "accelerate"),
+        ("trl", "header.py", ["fp16=True"], "mixed_precision"),
+        ("verl", "fixes.py", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], "accelerate"),
     ],
 )
-def test_advice_on_precision_names_the_host_s_own_settings(host: str, words: list[str], foreign: str) -> None:
+def test_advice_on_precision_names_the_host_s_own_settings(
+    host: str, file: str, words: list[str], foreign: str
+) -> None:
     # By its path: the package of an adapter imports the peer.
-    spec = importlib.util.spec_from_file_location(f"{host}_header", ROOT / "adapters" / host / "header.py")
+    spec = importlib.util.spec_from_file_location(f"{host}_fixes", ROOT / "adapters" / host / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
