@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.verl.correction import OWN_LOSS, native_rollout_correction, settings_of
 from mismatch_ext.adapters.verl.kl import BASELINE, COEF, in_loss, loss_term
+from mismatch_ext.adapters.verl.own_loss import needs_own_loss
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import (
@@ -58,7 +59,8 @@ def make_loss(actor_config: Any, block: MismatchConfig, distillation: Any = None
 
         base = partial(distillation_ppo_loss, config=config, distillation_config=distillation)
     masked = settings if settings is not None and settings.off_policy_threshold is not None else None
-    if (kl is None or not in_loss(kl)) and masked is None and config.policy_loss.loss_mode not in BYPASS:
+    # Bypass may be the user's own setting of verl's, which no block has.
+    if needs_own_loss(block) is None and config.policy_loss.loss_mode not in BYPASS:
         return base
     return partial(
         mismatch_loss,

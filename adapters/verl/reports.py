@@ -13,6 +13,7 @@ from typing import Any
 from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.fixes import FIXES
+from mismatch_ext.adapters.verl.own_loss import needs_own_loss
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
@@ -167,11 +168,9 @@ def _check_worker(block: MismatchConfig, name: str, report: Report) -> None:
             f"mismatch.routing: the {name} runs verl's Megatron replay without this package's checks, whose patches are missing "
             "there: it would replay any id, and a router without routes would choose for itself."
         )
-    kl = block.kl
-    in_loss = kl is not None and kl.preset is None and not (kl.placement == "reward" and kl.reward_path == "rewards")
-    if in_loss and report["loss"] != LOSS:
+    if report["loss"] != LOSS and (key := needs_own_loss(block)) is not None:
         raise ConfigError(
-            f"mismatch.kl: a term of the loss was asked for, and the {name} runs with the loss of {report['loss']}, not of "
+            f"mismatch.{key}: it takes a loss of this package, and the {name} runs with the loss of {report['loss']}, not of "
             f"{LOSS}. Something else has called set_loss_fn on that worker."
         )
 

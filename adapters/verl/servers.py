@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,21 +20,36 @@ def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer
 
     Args:
         replicas: verl's rollout replicas.
-        timeout: Seconds to wait for each server.
+        timeout: Seconds to wait, for all servers together.
 
     Returns:
         What each server answered, or why it did not.
     """
-    return [_read(replica, timeout) for replica in replicas]
+    asked = [_ask_server(replica, timeout) for replica in replicas]
+    # All are asked by now, so that a node that is down is waited for once and not once for each of its servers.
+    end = time.monotonic() + timeout + 10
+    return [_collect(replica, answers, end) for replica, answers in zip(replicas, asked, strict=True)]
 
 
-def _read(replica: Any, timeout: float) -> RolloutAnswer:
-    engine = str(replica.config.name)
-    sglang = engine == "sglang"
-    asked = [replica.servers[0].mismatch_report.remote()] if sglang else _ask_workers(replica, timeout)
-    expected = 1 if sglang else int(replica.world_size)
+def _is_sglang(replica: Any) -> bool:
+    return bool(replica.config.name == "sglang")
+
+
+def _ask_server(replica: Any, timeout: float) -> list[Any] | Exception:
+    """Return what to wait for, or why the server cannot be asked."""
     try:
-        answers = ray.get(asked, timeout=timeout + 10)
+        return [replica.servers[0].mismatch_report.remote()] if _is_sglang(replica) else _ask_workers(replica, timeout)
+    except Exception as error:  # noqa: BLE001 - as below; a server of verl's own class has no such method
+        return error
+
+
+def _collect(replica: Any, asked: list[Any] | Exception, end: float) -> RolloutAnswer:
+    engine, sglang = str(replica.config.name), _is_sglang(replica)
+    expected = 1 if sglang else int(replica.world_size)
+    if isinstance(asked, Exception):
+        return RolloutAnswer(engine=engine, expected=expected, failure=asked)
+    try:
+        answers = ray.get(asked, timeout=max(0.0, end - time.monotonic()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the check of reports says it
         return RolloutAnswer(engine=engine, expected=expected, failure=error)
     reports = answers if sglang else [report for answer in answers for report in answer]
@@ -52,7 +68,7 @@ def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
     Raises:
         EngineError: A server does not answer.
     """
-    servers = [replica.servers[0] for replica in replicas if replica.config.name == "sglang"]
+    servers = [replica.servers[0] for replica in replicas if _is_sglang(replica)]
     try:
         found = ray.get([server.mismatch_refusals.remote() for server in servers], timeout=timeout)
     except Exception as error:

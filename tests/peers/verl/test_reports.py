@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl")  # part of `make setup`
-
-from mismatch_ext.adapters.verl import plugin
+import ray
+from mismatch_ext.adapters.verl import plugin, servers
 from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.reports import (
     LOSS,
@@ -135,6 +134,40 @@ def test_two_of_a_kind_that_agree_are_right(name: str) -> None:
     assert checked(name, rollout("records_routing", name == "experts"))
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"kl": {"coef": 0.1}}, "kl"),
+        ({"correction": {"preset": "decoupled_token_is", "off_policy_threshold": 0.1}}, "correction.off_policy_threshold"),
+        ({"correction": {"preset": "bypass_ppo_clip"}}, "correction.mode='bypass'"),
+        ({"correction": {"mode": "bypass", "level": "geometric", "upper": 2.0, "loss": "reinforce"}}, "correction.mode='bypass'"),
+    ],
+)  # fmt: skip
+def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section: dict[str, Any], key: str) -> None:
+    def running(loss: str) -> Change:
+        def change(run: dict[str, Any]) -> None:
+            run["block"] |= section
+            everywhere("trainer", "loss", loss)(known_by_all(run))
+
+        return change
+
+    assert checked("example", running(LOSS)).worker["loss"] == LOSS
+    with pytest.raises(ConfigError) as caught:
+        checked("example", running("verl.workers.utils.losses"))
+    assert f"mismatch.{key}: it takes a loss of this package, and the worker of rank 0 runs with" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section", [{"kl": {"coef": 0.1, "reward_path": "rewards"}}, {"correction": {"preset": "decoupled_token_is"}}]
+)
+def test_a_block_that_verls_loss_can_do_needs_no_other(section: dict[str, Any]) -> None:
+    def change(run: dict[str, Any]) -> None:
+        run["block"] |= section
+        known_by_all(run)
+
+    assert checked("example", change).worker["loss"] == "verl.workers.utils.losses"
+
+
 DISABLED = {**SCALER, "enabled": False, "scale": 1.0}
 
 
@@ -228,6 +261,35 @@ def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run:
     with pytest.raises(EngineError, match="rollout server 1 does not say what it runs with: AttributeError") as caught:
         check_reports(block, workers, [*rollouts, silent])
     assert needed in str(caught.value) and caught.value.__cause__ is cause
+
+
+def test_servers_that_are_silent_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is down has many servers. Ray's clock stands in: the wait itself is what is counted."""
+    now, asked, waits = [0.0], [], []
+
+    def get(refs: list[int], timeout: float) -> list[Any]:
+        waits.append((len(asked), timeout))
+        now[0] += timeout
+        raise ray.exceptions.GetTimeoutError(f"{refs}")
+
+    class Server:
+        def __init__(self, engine: str) -> None:
+            ask = SimpleNamespace(remote=lambda *_: asked.append(engine))
+            if engine == "vllm":
+                self.__ray_call__ = ask
+            elif engine == "sglang":
+                self.mismatch_report = ask
+
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray, "get", get)
+    engines = ["vllm", "vllm", "sglang"]
+    replicas = [SimpleNamespace(config=SimpleNamespace(name=e), world_size=1, servers=[Server(e)]) for e in engines]
+    answers = servers.read_rollouts(replicas, 50)
+    assert waits == [(3, 60), (3, 0), (3, 0)]
+    assert [(a.engine, type(a.failure)) for a in answers] == [(e, ray.exceptions.GetTimeoutError) for e in engines]
+    # One that is not of this package's class cannot be asked at all.
+    stock = SimpleNamespace(config=SimpleNamespace(name="sglang"), world_size=1, servers=[Server("stock")])
+    assert [type(a.failure) for a in servers.read_rollouts([stock], 50)] == [AttributeError] and len(waits) == 3
 
 
 def test_a_megatron_worker_without_this_packages_checks_is_refused() -> None:
