@@ -111,7 +111,8 @@ class PreflightMixin(_Host):
             with RoutingRefusals(self._config.routing):
                 self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
         if self._config.precision is not None:
-            audit(PrecisionPolicy(self._config.precision.dtype), self._read_trainer(), None, None).raise_for_findings()
+            policy = PrecisionPolicy(self._config.precision.dtype)
+            audit(policy, self._read_trainer(), None, None, FIXES).raise_for_findings()
             self._readiness = self._scan_readiness()
 
     def _begin(self, patch_digest: str) -> None:

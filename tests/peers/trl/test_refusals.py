@@ -170,6 +170,47 @@ def test_what_does_not_go_with_deepspeed_or_shards(
     assert type(refusal.value) is error and all(word in str(refusal.value) for word in words), refusal.value
 
 
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers' arguments say that DeepSpeed trains: it is not installed here, and nothing comes to build it."""
+    from transformers import TrainingArguments
+
+    settle = TrainingArguments.__post_init__
+
+    def settled(self: Any) -> None:
+        settle(self)
+        self.deepspeed_plugin = object()
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", settled)
+
+
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize("kind", ["MismatchGRPOConfig", "MismatchRLOOConfig"])
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (FP16, "float16' with DeepSpeed"),
+        (SURGE, "mismatch.lr with DeepSpeed"),
+        ({}, "weight_sync='error' with sharded"),
+    ],
+    ids=str,
+)
+def test_the_configuration_asks_whether_deepspeed_trains(configure: Make, kind: str, block: Any, words: str) -> None:
+    with pytest.raises(MismatchError, match=words):
+        configure(block, kind)
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_the_callback_asks_whether_deepspeed_trains(peers: Any, tmp_path: Path) -> None:
+    from mismatch_ext.adapters.trl import MismatchCallback
+    from transformers import TrainerControl, TrainerState
+    from trl import GRPOConfig
+
+    arguments = GRPOConfig(**peers.arguments(str(tmp_path)))
+    with pytest.raises(ConfigError, match="mismatch.lr with DeepSpeed"):
+        MismatchCallback(SURGE).on_init_end(arguments, TrainerState(), TrainerControl())
+
+
 # By the trainer, before it loads the model.
 
 
@@ -268,6 +309,16 @@ def test_half_precision_masters_are_refused_before_the_engine(construct: Make, d
     with pytest.raises(PrecisionError) as refusal:
         construct(changed(dense, "model.layers.1.mlp.up_proj", 0.0).to(torch.bfloat16), FP16)
     assert "trainer parameters: expected float32, found bfloat16" in str(refusal.value)
+
+
+def test_autocast_that_the_launch_switched_on_is_refused_with_trls_own_settings(
+    construct: Make, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(PrecisionError) as refusal:
+        construct(dense, {"precision": {"dtype": "float32"}})
+    assert "trainer autocast: expected none, found bfloat16" in str(refusal.value)
+    assert "Turn mixed precision off (fp16=False, bf16=False)" in str(refusal.value)
 
 
 def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine(
