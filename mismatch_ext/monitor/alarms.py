@@ -154,6 +154,9 @@ class Monitor:
         saved = read_state(state)
         fits = {m for m, rule in self.rules.items() if m in saved and dict(saved[m][0]) == rule.identity()}
         self._watches = {metric: saved[metric][1] if metric in fits else Watch() for metric in self.rules}
+        for metric, watch in self._watches.items():
+            if watch.name == metric != self.names.of(metric):
+                watch.name = None  # a role under its own name, which another host or release logged; looked for anew
         return [metric for metric in self.rules if metric in saved and metric not in fits]
 
     def _find(self, rule: Rule, watch: Watch, metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:

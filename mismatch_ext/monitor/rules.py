@@ -90,13 +90,15 @@ class Rule:
 
 
 def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
-    """Return the names by which a rule's metric may be logged, the likelier first.
+    """Return the names by which a rule's metric may be logged: as it stands, as its role, with the prefix.
+
+    A log that holds a metric of that very name means it, whatever role the name is.
 
     Args:
         metric: As the rule has it.
         names: What the host calls its own metrics.
     """
-    return (names.of(metric), PREFIX + metric)
+    return tuple(dict.fromkeys((metric, names.of(metric), PREFIX + metric)))
 
 
 def resolve(config: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:

@@ -159,6 +159,12 @@ def test_an_alarm_on_a_role_watches_what_the_host_logs(names: HostNames, role: R
     assert [alarm.metric for alarm in monitor.observe(1, log)] == [names.of(role)]
 
 
+def test_a_metric_of_that_very_name_goes_before_the_role() -> None:
+    monitor = Monitor(section(length={"above": 5.0, "patience": 1}), names=TRL)
+    log = {"length": 9.0, "completions/mean_length": 3.0, "mismatch/length": 1.0}
+    assert [alarm.metric for alarm in monitor.observe(1, log)] == ["length"]
+
+
 def test_built_in_alarms_watch_each_host_s_loss_and_norm() -> None:
     for names in HOSTS.values():
         monitor = Monitor(MonitorConfig(), names)
