@@ -77,7 +77,7 @@ class EndRecord:
     """The line a run writes last; a run that was killed has none.
 
     `of` says what ended: a training, or an evaluation without one. Lines after the end of an evaluation (a training that
-    began after all) undo it.
+    began after all) undo it; that of one that failed is undone by a training alone, and not by the next evaluation.
     """
 
     segment: int
@@ -311,17 +311,27 @@ class _Reader:
         if kind not in ("step", "profile", "scatter", "event", "end"):
             raise ValueError(f"unknown kind {_short(kind)}")
         at: dict[str, Any] = {"segment": _integer(line, "segment"), "step": _integer(line, "step")}
-        if self.ends and self.ends[-1].of == "evaluation" and self.ends[-1].segment == at["segment"]:
-            self.ends.pop()
+        self._undo_evaluation(line, at["segment"])
         if kind == "event":
             at |= {"level": _text(line, "level", LEVELS), "name": _text(line, "name")}
             self.events.append(EventRecord(**at, message=_text(line, "message"), data=line.get("data")))
         elif kind == "end":
             at |= {"status": _text(line, "status", STATUSES), "message": _text(line, "message")}
             at["of"] = _text(line, "of", ENDED) if "of" in line else ENDED[0]
-            self.ends.append(EndRecord(**at))
+            if not (at["of"] == "evaluation" and self._evaluated(at["segment"])):
+                self.ends.append(EndRecord(**at))
         else:
             self._add_measured(number, kind, line, {**at, "split": _text(line, "split", SPLIT_PATTERN)})
+
+    def _undo_evaluation(self, line: dict[str, Any], segment: int) -> None:
+        """Take an evaluation's end away when something follows; that of a failed one only when a training does."""
+        trains = line.get("split") == "train" or (line["kind"], line.get("name")) == ("event", "training")
+        if self._evaluated(segment) and (self.ends[-1].status == "completed" or trains):
+            self.ends.pop()
+
+    def _evaluated(self, segment: int) -> bool:
+        """Whether the last end is that of an evaluation in this segment."""
+        return bool(self.ends) and (self.ends[-1].of, self.ends[-1].segment) == ("evaluation", segment)
 
     def _add_measured(self, number: int, kind: str, line: dict[str, Any], at: dict[str, Any]) -> None:
         key = (at["step"], at["split"])

@@ -9,6 +9,7 @@ import pytest
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.report.verdict import run_status
 from mismatch_ext.rundata import read_run
 from tests.unit.synthetic_runs import header
 
@@ -47,6 +48,21 @@ def test_an_evaluation_that_fails_says_how(tmp_path: Path) -> None:
         raise ValueError("gone")
     (end,) = read_run(tmp_path).ends
     assert (end.status, end.of, end.message) == ("failed", "evaluation", "ValueError: gone")
+
+
+def test_a_good_evaluation_does_not_make_up_for_one_that_failed(tmp_path: Path) -> None:
+    run = recorder(tmp_path)
+    with pytest.raises(ValueError, match="gone"), run.evaluation(0):
+        raise ValueError("gone")
+    for _ in range(2):
+        with run.evaluation(0):
+            run.step("eval/default", 0, {"reward": 0.5})
+        assert ends(tmp_path) == [(0, "failed", "evaluation")]
+        assert run_status(read_run(tmp_path)) == "failed"
+    run.begin(None)
+    assert ends(tmp_path) == []  # what counts from here on is the training
+    run.end(2, "completed")
+    assert ends(tmp_path) == [(2, "completed", "training")]
 
 
 def test_a_training_takes_the_end_of_the_evaluation_before_it_away(tmp_path: Path) -> None:
