@@ -30,14 +30,16 @@ def main(arguments: list[str]) -> int:
         arguments: Part of a machine's name, or none for all, and after `--` what pytest gets.
 
     Returns:
-        0 when every run passed.
+        0 when every run passed, else another number; also for a name that no machine has.
     """
     split = arguments.index("--") if "--" in arguments else len(arguments)
     wanted, rest = " ".join(arguments[:split]), arguments[split + 1 :]
+    machines = {name: limits for name, limits in LESSER.items() if wanted in name}
+    if not machines:
+        print(f"{wanted!r} is part of no machine's name; there are: {', '.join(LESSER)}.", file=sys.stderr)
+        return 2
     failed = []
-    for name, limits in LESSER.items():
-        if wanted not in name:
-            continue
+    for name, limits in machines.items():
         path = os.pathsep.join(filter(None, [str(ROOT / "tests/lesser_cpu"), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, **limits, "PYTHONPATH": path}
         print(f"\n{name}: {' '.join(f'{k}={v}' for k, v in limits.items())}", flush=True)

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+AT_IMPORT = ("ATEN_", "ONEDNN_", "PYTHONPATH")
+"""How variables begin that Python, torch and oneDNN read once, which a fork of a process that has them comes too late for."""
 RUNNER = "tests.peers.forks"
 
 
@@ -138,7 +140,17 @@ class Forks:
         self._servers: dict[str, _Server] = {}
 
     def run(self, scenario: Scenario, payload: Mapping[str, Any], variables: Mapping[str, str], timeout: float) -> Ran:
-        """Run a scenario in a fork, whose environment gets the variables; arguments as for `run_fresh`."""
+        """Run a scenario in a fork, whose environment gets the variables; arguments as for `run_fresh`.
+
+        Raises:
+            ValueError: A variable would have no effect in a fork.
+        """
+        for variable in variables:
+            if variable.startswith(AT_IMPORT):
+                raise ValueError(
+                    f"{variable}={variables[variable]!r} for {scenario.module}.{scenario.name}: it was read before the fork, and "
+                    "would have no effect; run the scenario with fresh=True."
+                )
         package = scenario.module.rpartition(".")[0]
         if package not in self._servers:
             self._servers[package] = _Server()

@@ -73,6 +73,12 @@ def test_forks_share_one_import(forks: Forks) -> None:
     assert one["pid"] != two["pid"] and one["imported_by"] == two["imported_by"] != os.getpid()
 
 
+@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "PYTHONPATH"])
+def test_a_variable_that_comes_too_late_for_a_fork_is_refused(forks: Forks, variable: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{variable}='x' for tests\.unit\.scenarios_plain\.told: .*fresh=True"):
+        forks.run(scenarios.told, {}, {variable: "x"}, 60)
+
+
 def test_a_name_that_no_module_defines_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("def test() -> None:\n    run(scenarios.tolt)\n")
