@@ -547,7 +547,8 @@ def layers() -> dict[str, Any]:
     causal = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
     four = random_trace(5)
     with replay_routing(predicting, four):
-        with decoder_maps(predicting) as predicted:
+        # Of the decoder's routers alone: those of multi-token prediction carry the same numbers.
+        with chosen(predicting.decoder) as predicted:
             loss = predicting(ids, positions, causal, labels=ids, loss_mask=torch.ones(BATCH, SEQUENCE))
     loss.mean().backward()
     return {
@@ -584,11 +585,6 @@ def statistics() -> dict[str, Any]:
             loss_of(run(model, ids)).backward()
         first_layer.append(float(get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"][0]))
     return {"loads": loads, "auxiliary_loss": first_layer}
-
-
-def decoder_maps(model: Any) -> Any:
-    """Collect the choices of the decoder's routers alone: those of multi-token prediction carry the same numbers."""
-    return chosen(model.decoder)
 
 
 @alone
