@@ -117,7 +117,8 @@ def table() -> str:
         "out of bounds under any of them. `mismatch.monitor.alarms` changes them and adds others, `default_alarms: false` leaves",
         "on only those that it names.",
         "",
-        "Some metrics have another name in each host, and may be named by their role in all of them (a metric of that very name goes first):",
+        "Some metrics have another name in each host, and may be named by their role in all of them (a metric of that very name "
+        "goes first):",
         "",
         *roles_table(),
         "",
