@@ -3,8 +3,8 @@
     python examples/replay_gap.py --out runs/replay_gap
 
 Real TRL and vLLM, after GRPO with replay on the mixture-of-experts model: both evaluation sets are sampled once, and every
-token is scored twice, with vLLM's routes and with the trainer's own, in bf16 on both sides. In float32 both must choose the
-same experts for every token. Every figure printed comes from the runs of this call; what replay leaves comes with the interval
+token is scored twice, with vLLM's routes and with the trainer's own, in bf16 on both sides. In float32 both choose the
+same experts, but where two are as near as float32 rounds. Every figure printed comes from the runs of this call; what replay leaves comes with the interval
 that the bootstrap over responses gives it.
 """
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/replay_gap"))
     parser.add_argument("--steps", type=int, default=30, help="GRPO steps")
-    parser.add_argument("--prompts", type=int, default=6144, help="prompts per evaluation set in bf16")
+    parser.add_argument("--prompts", type=int, default=3072, help="prompts per evaluation set in bf16")
     parser.add_argument("--oracle-prompts", type=int, default=512, help="prompts per evaluation set in float32")
     args = parser.parse_args()
     console = Console(width=170)

@@ -1,26 +1,33 @@
 """Sums of the gap per sequence, for intervals: tokens of one response depend on each other, whole responses do not.
 
 `SequenceSums(trainer)` listens to what the trainer measures in evaluation, and keeps for each response: its tokens, and the sums
-of |Δlogp| and of k3, with replay and (`native/`) without. On request each token is scored in float64 as well, which says how far
-float32 itself rounds (`rounding/`): what a float32 engine and a float32 trainer may differ by.
+of |Δlogp| and of k3 and the count of tokens off by more than a factor of 2, with replay and (`native/`) without. Where a batch is
+scored without replay, its routes are recorded too: `flips` counts the (token, layer) pairs of a response whose experts are not
+those that the engine chose. On request each token is scored in float64 as well, which says how far float32 itself rounds
+(`rounding/`): what a float32 engine and a float32 trainer may differ by.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from mismatch_ext.adapters.transformers.routing import record_routing
 from mismatch_ext.adapters.trl.aggregation import overridden
+from mismatch_ext.adapters.trl.replay import rows_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from mismatch_ext.metrics import Interval, bootstrap_quotient, bootstrap_ratio
 from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.routing import RoutingTrace, agreement
 
 FILE = "sequences.json"
 # By split, by name, a value per response.
@@ -68,9 +75,11 @@ class SequenceSums:
         self._trainer, self._float64 = trainer, float64
         self._observe: Callable[..., None] = trainer._recorder.observe
         self._generate: Callable[..., dict[str, Any]] = trainer._generate_and_score_completions
+        self._score: Callable[..., Tensor] = trainer._score_again
         self._scored: tuple[Tensor, Tensor] | None = None
         trainer._recorder.observe = self._observed
         trainer._generate_and_score_completions = self._generated
+        trainer._score_again = self._scored_again
 
     def _observed(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
         self._observe(split, old, rollout, mask, native=native)
@@ -88,6 +97,18 @@ class SequenceSums:
             self._add(self._trainer._eval_split, "rounding/", old, self._exact(output), mask)
         return output
 
+    def _scored_again(self, output: dict[str, Any]) -> Tensor:
+        """Score a batch, and count the flips of each response when that is an evaluation's pass without replay."""
+        trainer = self._trainer
+        if trainer.model.training or trainer._routing is not None or not output.get("routing"):
+            return self._score(output)
+        with record_routing(trainer.model) as recording:
+            found = self._score(output)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        flips = [flips_of(*pair) for pair in zip(output["routing"], rows_of(recording.trace, mask), strict=True)]
+        self.sums.setdefault(trainer._eval_split, {}).setdefault("flips", []).extend(flips)
+        return found
+
     def _exact(self, output: dict[str, Any]) -> Tensor:
         """Return log-probabilities of the batch `[B, T]` in float64, under the routes that it was scored with."""
         trainer, routing = self._trainer, self._trainer._routing
@@ -97,20 +118,33 @@ class SequenceSums:
             length = output["completion_ids"].size(1)
             replayed = routing.replaying(trainer.model, mask, length, output["routing"], None)
         with in_float64(trainer.model), replayed, overridden(trainer, _routing=None):
-            found = trainer._score_again(output)
+            found = self._score(output)
         assert found.dtype == torch.float64
         return found
 
     def _add(self, split: str, prefix: str, ours: Tensor, theirs: Tensor, mask: Tensor) -> None:
         gap = torch.where(mask.bool(), ours.double() - theirs.double(), 0.0)
         kept = self.sums.setdefault(split, {})
-        found = {f"{prefix}abs": gap.abs(), f"{prefix}k3": k3(gap)} | ({} if prefix else {"tokens": mask.double()})
+        doubled = (gap.abs() > math.log(2)).double()
+        found = {f"{prefix}abs": gap.abs(), f"{prefix}k3": k3(gap), f"{prefix}f2": doubled}
+        found |= {} if prefix else {"tokens": mask.double()}
         for name, values in found.items():
             kept.setdefault(name, []).extend(values.sum(1).tolist())
 
     def write(self, folder: Path) -> None:
         """Write what was kept to `sequences.json` in a folder."""
         (folder / FILE).write_text(json.dumps(self.sums), encoding="utf-8")
+
+
+def flips_of(recorded: RoutingTrace, native: RoutingTrace) -> float:
+    """Return the (token, layer) pairs of a response whose sets of experts differ.
+
+    Args:
+        recorded: The engine's routes, which may lack the prompt's first tokens and lack the last token's.
+        native: The trainer's own, of every token.
+    """
+    own = native.slice(recorded.start, recorded.start + recorded.rows)
+    return float(sum(agreement(recorded, own).set_mismatches))
 
 
 def read_sequences(folder: Path) -> Sums:
@@ -130,6 +164,35 @@ def times_larger(first: Sums, second: Sums, split: str, measure: str) -> Interva
 def left_by_replay(run: Sums, split: str, measure: str) -> Interval:
     """Return what replay leaves of a mean, on the same tokens: below 1 it helps."""
     return bootstrap_ratio(run[split][measure], run[split][f"native/{measure}"])
+
+
+def without_flips(run: Sums, split: str) -> float:
+    """Return k3 per token, without replay, of the responses on which engine and trainer chose the same experts throughout.
+
+    It is what rounding alone makes of k3, whatever replay does; 0 where every response has a flip. Such responses are shorter and
+    surer than others, so that it is rather too small than too large.
+    """
+    kept = {name: np.asarray(run[split][name]) for name in ("flips", "native/k3", "tokens")}
+    calm = kept["flips"] == 0
+    return float(kept["native/k3"][calm].sum() / kept["tokens"][calm].sum()) if calm.any() else 0.0
+
+
+def over_halfway(run: Sums, split: str) -> Interval:
+    """Return k3 with replay over the level halfway between that without replay and that of responses without a flip.
+
+    Below 1, replay has taken away more than half of what flips add to k3; a replay that does nothing gives 1 or more.
+    """
+    native, tokens = (np.asarray(run[split][name]) for name in ("native/k3", "tokens"))
+    # The level of rounding is no higher than that of rounding and flips, whatever a small sample says.
+    level = min(without_flips(run, split), float(native.sum() / tokens.sum()))
+    return bootstrap_ratio(run[split]["k3"], (native + level * tokens) / 2)
+
+
+def judged_replay(run: Sums, split: str) -> dict[str, Any]:
+    """Return what says whether replay works: what it leaves of k3, k3 over halfway, and rounding's share of k3 without replay."""
+    level = without_flips(run, split) * sum(run[split]["tokens"]) / sum(run[split]["native/k3"])
+    found = {"left": left_by_replay(run, split, "k3"), "over halfway": over_halfway(run, split)}
+    return {**{name: interval.to_dict() for name, interval in found.items()}, "share of rounding": level}
 
 
 def of_float32_rounding(run: Sums, split: str, measure: str) -> Interval:

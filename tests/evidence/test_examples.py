@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.sequences import MEASURES, left_by_replay, read_sequences, times_larger
+from examples.sequences import MEASURES, judged_replay, left_by_replay, read_sequences, times_larger
 from tests.evidence import judges
 from tests.readme import shell
 
@@ -39,5 +39,6 @@ def test_moe_r3(tmp_path: Path, evidence: Callable[..., None]) -> None:
     for split in SPLITS:
         judges.enough_tokens(sum(sums[split]["tokens"]))
         figures[split] = {name: left_by_replay(sums, split, name).to_dict() for name in MEASURES}
-        judges.replay_lowers_k3(figures[split]["k3"])
-    evidence("example_moe_r3", {"left by replay": figures}, command=command)
+    replay = {split: judged_replay(sums, split) for split in SPLITS}
+    judges.replay_lowers_k3(replay)
+    evidence("example_moe_r3", {"left by replay": figures, "what flips add": replay}, command=command)

@@ -215,15 +215,18 @@ def test_a_ratio_that_is_not_sure_enough_is_no_evidence() -> None:
     judges.enough_tokens(50_000)
 
 
-def test_replay_is_judged_by_what_it_leaves_on_the_same_tokens() -> None:
-    judges.replay_lowers_k3({"value": 0.85, "low": 0.71, "high": 0.97})  # as on a Xeon with AMX
-    judges.replay_lowers_k3(around(0.28))
-    with pytest.raises(AssertionError, match="must end below 1"):
-        judges.replay_lowers_k3(
-            {"value": 0.985, "low": 0.95, "high": 1.01}
-        )  # a tenth of the effect: it cannot be told from none
-    with pytest.raises(AssertionError, match="must end below 1"):
-        judges.replay_lowers_k3(around(1.0))
+def test_the_tail_and_float32s_routes_are_judged_beside_bf16s() -> None:
+    judges.replay_mends_the_tail(around(0.2))
+    with pytest.raises(AssertionError, match="factor of 2"):
+        judges.replay_mends_the_tail(around(0.92))  # a tenth of the effect
+    judges.float32_routes_alike(0.0, 0.0133, 60_000)
+    judges.float32_routes_alike(3 / 240_000, 0.0133, 60_000)  # two experts as near as float32 rounds
+    with pytest.raises(AssertionError, match="a hundredth is allowed"):
+        judges.float32_routes_alike(0.00133, 0.0133, 60_000)  # bf16's routes for a token in ten
+    with pytest.raises(AssertionError, match="nothing to compare"):
+        judges.float32_routes_alike(0.0, 0.0, 60_000)
+    with pytest.raises(AssertionError, match="50000 are needed"):
+        judges.float32_routes_alike(0.0, 0.0133, 40_000)
 
 
 def test_float32_is_judged_by_its_own_rounding() -> None:

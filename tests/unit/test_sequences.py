@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from mismatch_ext.adapters.transformers.routing import record_routing
+from mismatch_ext.adapters.trl.replay import rows_of
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from examples.arithmetic.tokenizer import encode
 from examples.sequences import (
     SequenceSums,
+    Sums,
     in_float64,
+    judged_replay,
     left_by_replay,
     of_float32_rounding,
+    over_halfway,
     read_sequences,
     times_larger,
+    without_flips,
 )
 from mismatch_ext.metrics import mismatch_metrics
+from tests.evidence import judges
 from tests.models import tiny_model
 
 
@@ -61,7 +71,7 @@ def listening(batches: list[dict[str, Any]]) -> SequenceSums:
         trainer._recorder.observe(batch["split"], batch["native"], batch["rollout"], batch["mask"], native=True)
         return batch
 
-    trainer = SimpleNamespace(_recorder=recorder, _generate_and_score_completions=generate)
+    trainer = SimpleNamespace(_recorder=recorder, _generate_and_score_completions=generate, _score_again=None)
     sums = SequenceSums(trainer)
     for batch in batches:
         trainer._generate_and_score_completions(batch)
@@ -92,6 +102,7 @@ def test_sums_over_tokens_are_the_metrics_means(tmp_path: Path) -> None:
         assert sum(found["tokens"]) == metrics["tokens"] and len(found["tokens"]) == 12
         assert sum(found[f"{prefix}abs"]) / metrics["tokens"] == pytest.approx(metrics["logp_abs_diff_mean"])
         assert sum(found[f"{prefix}k3"]) / metrics["tokens"] == pytest.approx(metrics["k3_kl"])
+        assert sum(found[f"{prefix}f2"]) / metrics["tokens"] == pytest.approx(metrics["f_2"])
 
 
 def test_ratios_are_of_what_they_say() -> None:
@@ -102,3 +113,84 @@ def test_ratios_are_of_what_they_say() -> None:
     assert times_larger(doubled, kept, "eval/familiar", "abs").value == pytest.approx(2, rel=1e-3)
     rounding = {split: {**by, "rounding/abs": by["native/abs"]} for split, by in kept.items()}
     assert of_float32_rounding(rounding, "eval/familiar", "abs").value == pytest.approx(1 / 2, rel=1e-3)
+
+
+def test_flips_are_counted_by_response_without_replay_only(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("moe", tmp_path / "model")).eval()
+    ids = torch.tensor([[0, 0, *encode("386+47=")], encode("12+386+47")])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    passes = 0
+
+    def score(output: dict[str, Any]) -> Tensor:
+        nonlocal passes
+        passes += 1
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return logits[:, -4:, 0]
+
+    with record_routing(model) as recording:
+        score({})
+    routes = [
+        route.slice(0, route.rows - 1) for route in rows_of(recording.trace, mask)
+    ]  # no engine routes the last token
+    experts = routes[1].experts.clone()
+    experts[3, 0] = torch.tensor([e for e in range(routes[1].num_experts) if e not in experts[3, 0].tolist()])[
+        : routes[1].top_k
+    ].to(experts.dtype)
+    experts[5, 0] = experts[5, 0].flip(0)  # the same set in another order
+    routes[1] = replace(routes[1], parts=(experts,))
+    trainer = SimpleNamespace(
+        _recorder=SimpleNamespace(observe=None),
+        _generate_and_score_completions=None,
+        _score_again=score,
+        _routing=None,
+        _eval_split="eval/familiar",
+        model=model,
+    )
+    sums = SequenceSums(trainer)
+    output = {"routing": routes, "prompt_mask": mask[:, :-4], "completion_mask": mask[:, -4:]}
+    assert torch.equal(trainer._score_again(output), score({}))
+    assert sums.sums == {"eval/familiar": {"flips": [0.0, 1.0]}}
+    trainer._routing = object()  # with replay
+    trainer._score_again(output)
+    assert len(sums.sums["eval/familiar"]["flips"]) == 2 and passes == 4
+
+
+def heavy(flipping: float, *, undone: float = 1.0, count: int = 3000) -> Sums:
+    """Return responses whose rounding and flips both make a heavy-tailed k3; replay undoes a share of what flips make."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(20, 60, size=count).astype(float)
+    flips = rng.poisson(1.5, size=count)
+    rounding = tokens * rng.lognormal(sigma=1.2, size=count)
+    added = rng.lognormal(sigma=1.5, size=count) * (flips > 0)
+    added *= flipping * rounding.sum() / added.sum()
+    # Under other routes rounding errors are other ones, but not independent of these.
+    again = np.where(flips > 0, rounding * rng.lognormal(mean=-0.125, sigma=0.5, size=count), rounding)
+    native = rounding + added
+    left = (1 - undone) * native + undone * again
+    return {"s": {"tokens": list(tokens), "flips": list(flips), "native/k3": list(native), "k3": list(left)}}
+
+
+def test_a_replay_that_does_a_tenth_of_its_work_is_told_from_a_full_one() -> None:
+    # Mostly flips, as on unfamiliar prompts; and flips that add little, where a full replay leaves 0.85.
+    full = {"much": judged_replay(heavy(4.0), "s"), "little": judged_replay(heavy(0.18), "s")}
+    assert full["much"]["share of rounding"] == pytest.approx(1 / 5, rel=0.2)
+    assert full["little"]["left"]["value"] == pytest.approx(0.85, rel=0.1)
+    judges.replay_lowers_k3(full)
+    fault = judged_replay(heavy(4.0, undone=0.1), "s")
+    assert fault["left"]["high"] < 1  # all that was asked for once
+    for faults in ({"much": fault}, {**full, "much": fault}):
+        with pytest.raises(AssertionError, match="much: replay leaves .* half of what flips add"):
+            judges.replay_lowers_k3(faults)
+    with pytest.raises(AssertionError, match="replay leaves"):
+        judges.replay_lowers_k3({"much": judged_replay(heavy(4.0, undone=0.0), "s")})
+    with pytest.raises(AssertionError, match="too few flips"):
+        judges.replay_lowers_k3({"little": full["little"]})
+
+
+def test_without_a_calm_response_half_of_k3_must_go() -> None:
+    run = heavy(1.0, count=200)
+    run["s"]["flips"] = [1.0] * 200
+    assert without_flips(run, "s") == 0
+    assert over_halfway(run, "s").value == pytest.approx(2 * left_by_replay(run, "s", "k3").value)
