@@ -79,7 +79,7 @@ demo: setup
 	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR) $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(TRAIN),--train)
 
-# Slices that are each ten minutes long; `make evidence SLICE=3` runs one, SLICE=commit the one that CI runs at this commit.
+# Slices of at most twelve minutes on two idle cores, and ended after 25; `make evidence SLICE=3` runs one, SLICE=commit the one that CI runs at this commit.
 evidence: setup
 	$(BIN)/python -m tests.evidence $(if $(SLICE),--slice $(SLICE))
 

@@ -194,6 +194,14 @@ def print_replay(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def measured_tokens(data: RunData) -> dict[str, float]:
+    """Return how many tokens each split's figures are of."""
+    tokens: dict[str, float] = {}
+    for record in data.steps:
+        tokens[record.split] = tokens.get(record.split, 0.0) + (record.metrics.get("mismatch/tokens") or 0.0)
+    return tokens
+
+
 def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int | None, console: Console) -> None:
     """Run the settings of a model, print the tables, write summary and report."""
     model = ensure_model(kind, args.model_cache, anew=args.train)
@@ -218,6 +226,7 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int |
             name: {split: {key: found.to_dict() for key, found in by.items()} for split, by in splits.items()}
             for name, splits in intervals.items()
         },
+        "tokens": {name: measured_tokens(data) for name, data in runs.items()},
         **summary.to_dict(),
     }
     (run_dir / "summary.json").write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -3,7 +3,8 @@
     python examples/r3_loop.py --steps 5
 
 vLLM records which experts each token went to, and the trainer replays them, so that both compute the same function of the same
-weights. Each step prints the gap to the engine on the step's own tokens, without replay and with it; the step trains with it.
+weights. Each step prints the gap to the engine on the step's own tokens, without replay and with it, the share of (token, layer)
+pairs whose experts the trainer would have chosen otherwise, and the share of tokens that replay moves; the step trains with it.
 Every line that R3 needs is marked.
 """
 
@@ -37,7 +38,7 @@ from vllm import LLM, SamplingParams
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, make_dataset, reward
 from mismatch_ext.metrics import mismatch_metrics
-from mismatch_ext.routing import align
+from mismatch_ext.routing import agreement, align
 
 PROMPTS, SAMPLES, LEARNING_RATE = 16, 8, 5e-5
 SAMPLING = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=112, logprobs=0)
@@ -89,9 +90,13 @@ def main() -> None:
         trace, recorded = align(traces, attention)  # R3: laid along the padded batch
 
         with torch.no_grad():  # for comparison only
-            native = mismatch_metrics(score(model, tokens, attention), sampled, mask)
-        with replay_routing(model, trace, recorded):  # R3; a checkpointed backward pass may come after the block
+            own = score(model, tokens, attention)
+        native = mismatch_metrics(own, sampled, mask)
+        # R3; a checkpointed backward pass may come after the block. `native=True` is for the comparison only.
+        with replay_routing(model, trace, recorded, native=True) as replay:
             logprobs = score(model, tokens, attention)
+        flips = agreement(trace, replay.native, recorded, real=attention.bool().flatten()).metrics()
+        moved = (own != logprobs.detach())[mask].float().mean()
         replayed = mismatch_metrics(logprobs.detach(), sampled, mask)
 
         rewards = torch.tensor(
@@ -109,7 +114,8 @@ def main() -> None:
         engine.update_weights(llm, model.named_parameters())  # also forgets cached prefixes and their routes
         tqdm.write(
             f"step {step + 1}: reward {rewards.mean():.2f}, k3 {native['k3_kl']:.1e} -> {replayed['k3_kl']:.1e} with replay, "
-            f"max|Δlogp| {native['logp_abs_diff_max']:.2f} -> {replayed['logp_abs_diff_max']:.2f}"
+            f"max|Δlogp| {native['logp_abs_diff_max']:.2f} -> {replayed['logp_abs_diff_max']:.2f}, "
+            f"flips {flips['routing/set_mismatch_frac']:.2e}, moved {moved:.2e}"
         )
     engine.shutdown(llm)
 

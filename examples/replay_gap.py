@@ -4,8 +4,8 @@
 
 Real TRL and vLLM, after GRPO with replay on the mixture-of-experts model: both evaluation sets are sampled once, and every
 token is scored twice, with vLLM's routes and with the trainer's own, in bf16 on both sides. In float32 both choose the
-same experts, but where two are as near as float32 rounds. Every figure printed comes from the runs of this call; what replay leaves comes with the interval
-that the bootstrap over responses gives it.
+same experts, but where two are as near as float32 rounds. Every figure printed comes from the runs of this call; what replay
+leaves comes with the interval that the bootstrap over responses gives it.
 """
 
 from __future__ import annotations

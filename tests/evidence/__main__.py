@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
 
 from tests.evidence.machine import ROOT
-from tests.evidence.pages import write_pages
-from tests.evidence.slices import SLICES, Slice, picked
+from tests.evidence.pages import due, write_pages
+from tests.evidence.slices import SLICES, Slice
+
+# Seconds: twice what the longest slice is meant to take on two idle cores.
+LIMIT = 1500.0
 
 
-def run(chosen: Slice) -> int:
-    """Run a slice's tests in a process of their own, and return pytest's exit code."""
+def command_of(chosen: Slice) -> list[str]:
+    """Return what runs a slice's tests."""
     parallel = ["-n", str(chosen.jobs), "--dist", "loadfile"] if chosen.jobs > 1 else []
-    command = [sys.executable, "-m", "pytest", "--durations", "10", *parallel, *chosen.paths()]
-    return subprocess.run(command, cwd=ROOT).returncode
+    return [sys.executable, "-m", "pytest", "--durations", "10", *parallel, *chosen.paths()]
+
+
+def run(chosen: Slice, limit: float = LIMIT) -> int:
+    """Run a slice's tests in a session of their own, and return pytest's exit code; 124 where a limit in seconds ended it."""
+    process = subprocess.Popen(command_of(chosen), cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        print(
+            f"slice {chosen.title!r} ({', '.join(chosen.files)}) ran for more than {limit:g} s, and was ended",
+            flush=True,
+        )
+        return 124
+    finally:
+        # Engines and workers too, whose parent may be gone.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> int:
     """Run all slices, or one of them, and rewrite what quotes them; return 1 when a test failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.evidence", description=__doc__)
-    parser.add_argument("--slice", help=f"1 to {len(SLICES)}, or `commit` for the one that this commit runs in CI")
+    parser.add_argument("--slice", help=f"1 to {len(SLICES)}, or `commit` for the one that is due")
     parser.add_argument("--list", action="store_true", help="list the slices and end")
     parser.add_argument("--pages", action="store_true", help="rewrite what quotes the evidence, measure nothing")
     options = parser.parse_args()
@@ -34,7 +57,7 @@ def main() -> int:
         write_pages()
         return 0
     if options.slice == "commit":
-        number, why = picked()
+        number, why = due()
         print(f"running slice {number}: {why}", flush=True)
         numbers = [number]
     elif options.slice:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.evidence.compare import compared
 from tests.evidence.machine import ROOT, provenance
 
 # Another folder, for the tests of this fixture.
@@ -51,7 +52,20 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
         return
     seconds = round(time.time() - start)
     for name, record in kept.items():
+        record |= {"seconds": seconds, **provenance()}
+        path = FOLDER / f"{name}.json"
+        apart: list[str] = []
+        if path.exists():
+            moved, apart = compared(json.loads(path.read_text(encoding="utf-8")), record)
+            print(*moved, sep="\n")
+        # Where what is measured has changed, the old file goes first: that is to be seen in review.
+        assert not apart, "\n".join([f"figures are not those recorded; to record anew remove {path}:", *apart])
         # Text first: a figure that is not finite is an error, and leaves the old file.
-        text = json.dumps({**record, "seconds": seconds, **provenance()}, indent=1, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(
+            record,
+            indent=1,
+            allow_nan=False,
+            ensure_ascii=False,
+        )
         FOLDER.mkdir(exist_ok=True)
-        (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")

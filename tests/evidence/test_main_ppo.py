@@ -1,9 +1,12 @@
-"""verl's own trainer on longer runs: what float32, float16 and replay leave of the gap, in figures."""
+"""verl's own trainer on longer runs: what float32, float16 and replay leave of the gap.
+
+What is asserted here is asserted of runs of few tokens or few steps, with room to spare, and is no figure to
+quote: none is recorded.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, cpu_paths, dt
 
 R3 = "+mismatch.routing.mode=R3"
 MANY = 8
-"""Steps of a run whose gap is made by few tokens; with replay's settings they are 50 thousand tokens."""
+"""Steps of a run whose gap is made by few tokens; with replay's settings they are about 50 thousand tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("moe", tmp_path_factory.mktemp("models") / "moe")
 
 
-def test_stock_mixture_of_experts_in_float32(moe: Path, tmp_path: Path, evidence: Callable[..., None]) -> None:
+def test_stock_mixture_of_experts_in_float32(moe: Path, tmp_path: Path) -> None:
     """Stock verl has no gap in float32, also in a mixture of experts."""
     run = run_verl(tmp_path, dtypes("float32"), model=moe, plugin=False)
     steps = run.expect()
@@ -36,10 +39,9 @@ def test_stock_mixture_of_experts_in_float32(moe: Path, tmp_path: Path, evidence
     assert max(k3) <= torch.finfo(torch.float32).eps
     assert min(correlation) > 0.999999
     assert all(step["actor/grad_norm"] > 0 for step in steps)
-    evidence("main_ppo_float32", {"k3_largest_step": max(k3), "pearson_smallest_step": min(correlation)})
 
 
-def test_replay_halves_the_gap_of_bfloat16_at_least(tmp_path: Path, evidence: Callable[..., None]) -> None:
+def test_replay_halves_the_gap_of_bfloat16_at_least(tmp_path: Path) -> None:
     """In verl, replay leaves less than half of bfloat16's k3 on prompts that a mixture of experts was not trained on."""
     model = ensure_model("moe", ROOT / ".cache/models", progress=False)
     # The gap is made by few tokens, so that many are needed; and on prompts that the model was not trained on routers are
@@ -62,8 +64,6 @@ def test_replay_halves_the_gap_of_bfloat16_at_least(tmp_path: Path, evidence: Ca
     mismatched = [step["mismatch/routing/set_mismatch_frac"] for step in steps]
     assert replayed.min() > 0 and ratio["low"] > 2, (ratio, replayed.tolist(), native.tolist())
     assert all(0 < fraction < 0.2 for fraction in mismatched)
-    figures = {"k3_native_over_replayed": ratio, "tokens": int(tokens.sum())}
-    evidence("main_ppo_replay", {**figures, "pairs_with_other_experts": float(np.mean(mismatched))})
 
 
 def interval(above: np.ndarray, below: np.ndarray) -> dict[str, float]:
@@ -73,7 +73,7 @@ def interval(above: np.ndarray, below: np.ndarray) -> dict[str, float]:
     return {"value": float(above.sum() / below.sum()), "low": float(low), "high": float(high)}
 
 
-def test_float16_with_replay_trains_experts(moe: Path, tmp_path: Path, evidence: Callable[..., None]) -> None:
+def test_float16_with_replay_trains_experts(moe: Path, tmp_path: Path) -> None:
     """In verl, a mixture of experts with replay trains in float16 with less than an eighth of bfloat16's k3."""
     # The paper's first scale overflows this model's gradients for a few steps; a smaller one need not be found first.
     half, brain = (
@@ -83,13 +83,11 @@ def test_float16_with_replay_trains_experts(moe: Path, tmp_path: Path, evidence:
     assert [step["mismatch/skipped_steps"] for step in half] == [0.0] * 3
     assert all(step["actor/grad_norm"] > 0 for step in half)
     gaps = {name: [step["mismatch/k3_kl"] for step in steps] for name, steps in (("half", half), ("brain", brain))}
+    # Bits say 64; an eighth of that is above the 7.3 of a run that has a tenth of the effect.
     assert 0 < 8 * sum(gaps["half"]) < sum(gaps["brain"]), gaps
-    evidence(
-        "main_ppo_float16", {"k3_float16": float(np.mean(gaps["half"])), "k3_bfloat16": float(np.mean(gaps["brain"]))}
-    )
 
 
-def test_the_example_trains_in_float16(tmp_path: Path, evidence: Callable[..., None]) -> None:
+def test_the_example_trains_in_float16(tmp_path: Path) -> None:
     """examples/verl_grpo.sh trains a trained model in float16, from its default loss scale, with less than an eighth of k3."""
     model = ensure_model("dense", ROOT / ".cache/models", progress=False)
     stock = run_verl(tmp_path / "stock", dtypes("bfloat16"), model=model, plugin=False).expect()
@@ -108,4 +106,3 @@ def test_the_example_trains_in_float16(tmp_path: Path, evidence: Callable[..., N
     scales = [step["mismatch/loss_scale"] for step in steps]
     assert scales == sorted(scales, reverse=True)
     assert any(step["actor/grad_norm"] > 0 for step in steps), [step["actor/grad_norm"] for step in steps]
-    evidence("main_ppo_example", {"k3_float16": half, "k3_bfloat16": brain, "scale_at_the_end": scales[-1]})

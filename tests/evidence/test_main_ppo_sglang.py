@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 
 from tests.models import tiny_model
 from tests.peers.engines.sglang_environment import MAIN
@@ -14,7 +11,7 @@ from tests.peers.verl.main_ppo_sglang import run_verl_sglang
 R3 = "+mismatch.routing.mode=R3"
 
 
-def test_float16_with_replay_trains_experts(tmp_path: Path, evidence: Callable[..., None]) -> None:
+def test_float16_with_replay_trains_experts(tmp_path: Path) -> None:
     """In verl with SGLang, a mixture of experts with replay trains in float16 with less than an eighth of bfloat16's k3."""
     model = tiny_model("moe", tmp_path / "model")
     half, brain = (
@@ -26,5 +23,5 @@ def test_float16_with_replay_trains_experts(tmp_path: Path, evidence: Callable[.
     assert [step["mismatch/skipped_steps"] for step in steps] == [0.0] * 3
     assert all(step["actor/grad_norm"] > 0 for step in steps)
     gaps = [[step["mismatch/k3_kl"] for step in run.expect()] for run in (half, brain)]
+    # Bits say 64; a run that has a tenth of the effect has 7.3. No figure to quote: these are a few thousand tokens.
     assert 0 < 8 * sum(gaps[0]) < sum(gaps[1]), gaps
-    evidence("main_ppo_sglang_float16", {"k3_float16": float(np.mean(gaps[0])), "k3_bfloat16": float(np.mean(gaps[1]))})

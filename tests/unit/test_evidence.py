@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.evidence import __main__ as command
 from tests.evidence import judges, pages
-from tests.evidence.machine import ROOT, machine, provenance
+from tests.evidence.compare import compared
+from tests.evidence.machine import ROOT, machine, pinned, provenance
 from tests.evidence.slices import SLICES, pick
 
 RECORDS = pages.read_records()
@@ -99,17 +101,47 @@ def test_every_file_is_in_one_slice() -> None:
     assert sorted(listed) == sorted(set(listed)) and set(listed) == there
 
 
-def test_commits_in_a_row_run_every_slice() -> None:
-    picked = [pick(count, "abc", shallow=False)[0] for count in range(500, 500 + len(SLICES))]
-    assert sorted(picked) == list(range(1, len(SLICES) + 1))
-    assert "commit number 500 modulo" in pick(500, "abc", shallow=False)[1]
+def test_commits_in_a_row_run_every_slice_and_the_oldest_between() -> None:
+    dates = ["2026-02", "2026-01", None, "2026-03"]
+    assert [pick(dates, count)[0] for count in range(0, 8, 2)] == [1, 2, 3, 4]
+    assert [pick(dates, count)[0] for count in range(1, 8, 2)] == [2] * 4
+    assert {pick(["", "", None, "2026-03"], count)[0] for count in range(1, 8, 2)} == {1, 2}
+    assert "not recorded" in pick(["", None], 1)[1] and pages.due()[0] in range(1, len(SLICES) + 1)
 
 
-def test_in_a_shallow_clone_the_hash_picks() -> None:
-    picked = {pick(1, f"{number:08x}ffff", shallow=True)[0] for number in range(len(SLICES))}
-    assert picked == set(range(1, len(SLICES) + 1))
-    assert "shallow clone" in pick(1, "00000003ffff", shallow=True)[1]
-    assert pick(0, "", shallow=False) == (1, "not a git checkout: the first")
+def test_a_slice_that_takes_too_long_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "command_of", lambda chosen: ["sleep", "60"])
+    assert command.run(SLICES[0], limit=0.2) == 124
+    assert SLICES[0].title in capfd.readouterr().out
+
+
+def test_every_name_that_is_written_has_a_file_or_is_listed() -> None:
+    named = {*pages.written_by(), *pages.MEASURED_BY.values()}
+    assert set(pages.MEASURED_BY.values()) <= set(pages.written_by())
+    assert named == set(RECORDS) | set(pages.NOT_YET_RECORDED)
+    assert not set(pages.MEASURED_BY.values()) & set(pages.NOT_YET_RECORDED) and not set(RECORDS) & set(
+        pages.NOT_YET_RECORDED
+    )
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_evidence_is_of_the_pinned_versions(name: str) -> None:
+    pins = pinned()
+    found = {peer: version.partition("+")[0] for peer, version in RECORDS[name]["versions"].items()}
+    assert found == {peer: pins[peer] for peer in found}, f"measure anew: make evidence SLICE={pages.slice_of(name)}"
+
+
+def test_new_figures_are_compared_with_those_recorded() -> None:
+    before = {"name": "x", "machine": {"cpu": "A"}, "versions": {}, "figures": {"ratio": around(8.0), "count": 10}}
+    same, moved, far = (copy.deepcopy(before) for _ in range(3))
+    moved["figures"] = {"ratio": around(8.6), "count": 30}
+    far["figures"]["ratio"] = around(9.0)
+    assert compared(before, same) == ([], [])
+    assert len(compared(before, moved)[0]) == 2 and not compared(before, moved)[1]
+    assert len(compared(before, far)[1]) == 1
+    assert compared(before, {**far, "machine": {"cpu": "B"}}) == ([], [])
 
 
 def test_the_command_lists_slices_and_refuses_others() -> None:
@@ -147,7 +179,7 @@ def test_every_file_is_of_a_test_that_is_there() -> None:
 
 def test_a_figure_changed_by_hand_is_seen() -> None:
     text = pages.README.read_text(encoding="utf-8")
-    for name in (name for name, source in pages.MEASURED_BY.items() if source in RECORDS):
+    for name in pages.MEASURED_BY:
         begin = text.index(f"<!-- begin evidence {name} -->")
         end = text.index(f"<!-- end evidence {name} -->")
         place = max(match.start() for match in re.finditer(r"\d", text[begin:end])) + begin
@@ -158,7 +190,7 @@ def test_a_figure_changed_by_hand_is_seen() -> None:
 def test_an_evidence_file_that_changed_is_seen() -> None:
     text = pages.README.read_text(encoding="utf-8")
     changed = copy.deepcopy(RECORDS)
-    for name in ("demo_dense",) if "demo_dense" in RECORDS else ():
+    for name in ("demo_dense",):
         changed[name]["figures"]["mean |Δlogp|"]["bf16"]["eval/familiar"] *= 1.5
         assert pages.with_parts(text, changed) != text
         assert pages.evidence_page(changed) != pages.evidence_page(RECORDS)
