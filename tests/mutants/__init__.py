@@ -1,0 +1,1 @@
+"""Planted faults: one small patch each, and the tests that must notice it."""

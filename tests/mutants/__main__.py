@@ -1,0 +1,111 @@
+"""Plant each fault in a copy of the repository and run the tests that must notice: `python -m tests.mutants [NAME ...]`.
+
+The tests are first run as they are: one that fails without a fault notices nothing. Then each fault is applied, its tests are
+run, and the fault is taken out again. A fault is caught when one of its tests fails; one that keeps tests from being collected
+is no fault but a broken file. Exits with 1 when a fault was not caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tqdm import tqdm
+
+from tests.mutants.fault import PRODUCT, ROOT, Fault, faults
+
+LIMIT = 1200.0
+"""Seconds that one run of tests may take."""
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git tracks, with adapters and patches inside the package, so that the copy is what is imported there."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        source, copy = ROOT / name, target / name
+        if source.is_symlink() or not source.is_file():
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, copy)
+    for folder in PRODUCT[1:]:
+        # The environment's editable install would import them from the repository itself.
+        (target / PRODUCT[0] / folder).symlink_to(target / folder)
+    for environment in (".venv", ".venv-sglang"):
+        if (ROOT / environment).exists():
+            (target / environment).symlink_to(ROOT / environment)
+
+
+def failing(tree: Path, tests: tuple[str, ...], jobs: int = 1) -> list[str]:
+    """Run tests in a copy and return the names of those that fail.
+
+    Raises:
+        RuntimeError: They could not be run to their end, or none ran.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        done = subprocess.run(
+            [*command, *(["-n", str(jobs)] if jobs > 1 else [])],
+            cwd=tree,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        if done.returncode not in (0, 1) or not report.is_file():
+            raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+        cases = ElementTree.parse(report).getroot().findall(".//testcase")
+    return [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+
+
+def loads(tree: Path, fault: Fault) -> bool:
+    """Tell whether the files that a fault changes are still Python."""
+    return all(
+        subprocess.run([sys.executable, "-m", "py_compile", tree / file], capture_output=True).returncode == 0
+        for file in fault.files
+    )
+
+
+def main() -> int:
+    """Run all, print which test caught which fault, and return 1 when one went unnoticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of the names of faults (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest for the run without a fault")
+    options = parser.parse_args()
+    chosen = faults(options.names)
+    missed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch).resolve()
+        copy_tree(tree)
+        # A node id of a file that is run whole would run its tests twice.
+        wanted = dict.fromkeys(test for fault in chosen for test in fault.tests)
+        whole = tuple(test for test in wanted if "::" not in test or test.partition("::")[0] not in wanted)
+        print(f"{len(chosen)} planted faults; first the tests that must notice them, without any fault", flush=True)
+        if broken := failing(tree, whole, options.jobs):
+            print(f"these fail without a fault, so they notice nothing: {', '.join(broken)}")
+            return 1
+        for fault in tqdm(chosen, unit="fault", file=sys.stderr):
+            fault.apply(tree)
+            try:
+                if not loads(tree, fault):
+                    raise RuntimeError(f"{fault.name}: {', '.join(fault.files)} is no Python any more")
+                caught = failing(tree, fault.tests)
+            finally:
+                fault.apply(tree, reverse=True)
+            more = f" and {len(caught) - 3} more" if len(caught) > 3 else ""
+            tqdm.write(f"{'caught' if caught else 'MISSED'}  {fault.name}: {fault.title}", file=sys.stdout)
+            tqdm.write(f"        by {', '.join(caught[:3])}{more}" if caught else "        by none", file=sys.stdout)
+            missed += [] if caught else [fault.name]
+            sys.stdout.flush()
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} planted faults were caught" + "".join(f"; missed: {m}" for m in missed))
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
