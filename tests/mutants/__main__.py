@@ -61,7 +61,9 @@ def failing(tree: Path, tests: tuple[str, ...], jobs: int = 1) -> list[str]:
         if done.returncode not in (0, 1) or not report.is_file():
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
         cases = ElementTree.parse(report).getroot().findall(".//testcase")
-    return [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return [
+        case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
 
 
 def loads(tree: Path, fault: Fault) -> bool:
@@ -103,7 +105,10 @@ def main() -> int:
             tqdm.write(f"        by {', '.join(caught[:3])}{more}" if caught else "        by none", file=sys.stdout)
             missed += [] if caught else [fault.name]
             sys.stdout.flush()
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} planted faults were caught" + "".join(f"; missed: {m}" for m in missed))
+    print(
+        f"{len(chosen) - len(missed)} of {len(chosen)} planted faults were caught"
+        + "".join(f"; missed: {m}" for m in missed)
+    )
     return int(bool(missed))
 
 

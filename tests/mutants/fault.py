@@ -1,12 +1,12 @@
 """A planted fault as a file: what is broken, which tests must notice, and the patch.
 
-    Replay ignores its mask: padding is routed by filler experts.
+Replay ignores its mask: padding is routed by filler experts.
 
-    Noticed-by: tests/peers/transformers/test_contexts.py::test_rows_outside_the_mask_are_routed_by_the_model_and_counted
+Noticed-by: tests/peers/transformers/test_contexts.py::test_rows_outside_the_mask_are_routed_by_the_model_and_counted
 
-    --- a/adapters/transformers/routing/replay.py
-    +++ b/adapters/transformers/routing/replay.py
-    @@ ...
+--- a/adapters/transformers/routing/replay.py
++++ b/adapters/transformers/routing/replay.py
+@@ ...
 """
 
 from __future__ import annotations
