@@ -3,7 +3,7 @@
 # check: lint, types, fast tests.   demo: the main job, settings side by side; TRAIN=1 trains its models here.
 # evidence: measures what README and docs claim, and rewrites their figures.   bench: ratios as JSON lines.
 # test-isa: the tests whose result hangs on floating-point kernels, as two lesser CPUs would run them: AVX-512 without float16
-# and AMX, and AVX2. On a machine that has more; about ten minutes.
+# and AMX, and AVX2. On a machine that has more; about ten minutes.   mutants: plants faults and runs the tests that must notice.
 # matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -23,12 +23,13 @@ TRAIN ?=
 QUICK ?=
 SLICE ?=
 JOBS ?= 2
+FAULTS ?=
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup setup-sglang test test-isa check demo evidence bench matrix lock clean
+.PHONY: setup setup-sglang test test-isa mutants check demo evidence bench matrix lock clean
 
 setup: $(STAMP)
 
@@ -65,6 +66,10 @@ $(SGLANG_STAMP): Makefile pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CO
 
 test: setup setup-sglang check
 	MISMATCH_MAKE_TEST=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/peers
+
+# Each planted fault of tests/mutants must be noticed by the tests that it names; FAULTS='kl verl' plants those alone.
+mutants: setup setup-sglang
+	$(BIN)/python -m tests.mutants $(FAULTS) --jobs $(JOBS)
 
 test-isa: setup
 	$(BIN)/python -m tests.isa -- -n $(JOBS) --dist loadfile

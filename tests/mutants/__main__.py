@@ -50,14 +50,17 @@ def failing(tree: Path, tests: tuple[str, ...], jobs: int = 1) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
-        done = subprocess.run(
-            [*command, *(["-n", str(jobs)] if jobs > 1 else [])],
-            cwd=tree,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
+        try:
+            done = subprocess.run(
+                [*command, *(["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else [])],
+                cwd=tree,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)},
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{' '.join(tests)}: not done after {LIMIT:g} s") from error
         if done.returncode not in (0, 1) or not report.is_file():
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
         cases = ElementTree.parse(report).getroot().findall(".//testcase")

@@ -19,6 +19,8 @@ RUN_BY = {
     "make demo MODEL=moe STEPS=2 RUN_DIR=runs/moe": "evidence/test_demo_moe.py::test_the_demo_trains_with_experts",
     "make test": "peers/test_readme.py::test_make_test_is_what_runs_this",
     "make check": "peers/test_readme.py::test_make_test_is_what_runs_this",
+    "make test-isa": "peers/test_readme.py::test_make_test_isa_and_mutants",
+    "make mutants": "peers/test_readme.py::test_make_test_isa_and_mutants",
     "make evidence": "peers/test_readme.py::test_make_evidence",
     "make evidence SLICE=3": "peers/test_readme.py::test_make_evidence",
     "make matrix": "peers/test_readme.py::test_make_matrix",
@@ -56,7 +58,7 @@ def test_the_demo_in_small() -> None:
     assert summary["checkpoint"].endswith("examples/arithmetic/models/moe")
     assert {row["run"] for row in summary["rows"]} == {"bf16", "bf16-r3", "fp16-r3", "fp32-r3"}
     for row in summary["rows"]:
-        assert row["values"]["sequences"] == 16 and row["values"]["k3_kl"] > 0
+        assert summary["tokens"][row["run"]][row["split"]] > 16 and row["values"]["k3_kl"] > 0
     assert set(summary["intervals"]) == {
         *("bf16 over fp16-r3", "bf16-r3 over fp16-r3", "fp32-r3 over float32's rounding"),
         *(f"{run} left by replay" for run in ("bf16-r3", "fp16-r3", "fp32-r3")),
@@ -87,6 +89,13 @@ def test_make_test_is_what_runs_this() -> None:
         planned.find("-n 2 --dist loadgroup --no-loadscope-reorder"),
     )
     assert -1 < fast < peers
+
+
+def test_make_test_isa_and_mutants() -> None:
+    # Both run tests of this suite: under other limits, and with faults. That each fault still applies, tests/unit/test_mutants.py
+    # holds.
+    assert "-m tests.isa" in shell("make -n test-isa")
+    assert "-m tests.mutants kl --jobs 2" in shell("make -n mutants FAULTS=kl")
 
 
 def test_make_matrix() -> None:
