@@ -6,7 +6,8 @@ All in one process, with the real TRL and transformers. Nothing here starts an e
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,23 @@ class EngineStarted(Exception):
 def peers() -> Any:
     """Return the scenarios' arguments and rewards, and with them the real TRL: importing it takes long."""
     return importlib.import_module("tests.peers.trl.scenarios_training")
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """Take back what TRL sets before it starts an engine: as one rank of one, whatever runs next would open a port."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_left() -> Iterator[None]:
+    """End the process group that such a variable has started here."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
