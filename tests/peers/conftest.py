@@ -13,6 +13,15 @@ import pytest
 from tests.models import tiny_model
 from tests.peers.scenarios import Forks, Ran, Run, Scenario, check_names, run_fresh
 
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def nobodys_rank() -> Iterator[None]:
+    """Refuse a test that leaves this process as one rank of several: programs that start next would look for the others."""
+    yield
+    assert not (left := [name for name in LAUNCHED if name in os.environ]), f"{left} were left in the environment"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a scenario that no module defines before any test has run."""
