@@ -18,6 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Run as a file, Python would look for modules in examples/ only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 from rich.table import Table
 
