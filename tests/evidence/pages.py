@@ -210,16 +210,11 @@ PARTS: dict[str, Callable[[dict[str, Record]], str]] = {
 # Evidence that a test writes and whose slice has not been recorded on the present models; where the README would quote it, it
 # says so instead.
 NOT_YET_RECORDED = (
-    "bench",
-    "demo_dense",
-    "demo_moe",
     "demo_moe_trained",
     "example_dense_fp16",
     "example_moe_r3",
-    "kl_placement",
     "lr_gap_quick",
     "matrix",
-    "step_cost",
 )
 MEASURED_BY = {"demo": "demo_dense", "replay_gap": "replay_gap", "cost": "step_cost"}
 

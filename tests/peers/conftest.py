@@ -18,9 +18,14 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @pytest.fixture(autouse=True)
 def nobodys_rank() -> Iterator[None]:
-    """Refuse a test that leaves this process as one rank of several: programs that start next would look for the others."""
+    """Take back what makes this process one rank of several: programs that are started next would look for the others."""
+    before = {name: os.environ.get(name) for name in LAUNCHED}
     yield
-    assert not (left := [name for name in LAUNCHED if name in os.environ]), f"{left} were left in the environment"
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
