@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.rendezvous import rendezvous
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -22,7 +24,7 @@ def shell(command: str, timeout: float = 3400, **env: str) -> str:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=ROOT,
-        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", **env},
+        env={**os.environ, **rendezvous(), "PATH": path, "HF_HUB_OFFLINE": "1", **env},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 
 from tests.models import tiny_model
 from tests.peers.scenarios import Forks, Ran, Run, Scenario, check_names, run_fresh
+from tests.rendezvous import rendezvous
 
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def run() -> Iterator[Run]:
         fresh: bool = False,
         **payload: Any,
     ) -> Ran:
-        variables = {"HF_HUB_OFFLINE": "1", **_rendezvous(), **(env or {})}
+        variables = {"HF_HUB_OFFLINE": "1", **rendezvous(), **(env or {})}
         if fresh:
             return run_fresh(scenario, payload, {**os.environ, **variables}, timeout)
         return forks.run(scenario, payload, variables, timeout)
@@ -74,10 +74,3 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny mixture-of-experts checkpoint in float32."""
     return tiny_model("moe", tmp_path_factory.mktemp("models") / "moe")
-
-
-def _rendezvous() -> dict[str, str]:
-    # The engine's own default is one port for all, which a process that is still ending may hold.
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mismatch_ext.rundata import read_run
+from tests.rendezvous import rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL_EXAMPLES = ("callback_only", "dense_fp16", "kl_ablation", "lr_control", "moe_r3", "trl_grpo")
@@ -27,7 +28,7 @@ def python(*arguments: str | Path, cwd: Path = ROOT) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", "PYTHONPATH": ""},
+        env={**os.environ, **rendezvous(), "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", "PYTHONPATH": ""},
         capture_output=True,
         encoding="utf-8",
         timeout=600,
