@@ -1,6 +1,6 @@
 """Measure TRL's and verl's own KL terms by exact enumeration: `python -m tests.kl_hosts`.
 
-TRL is measured in every version of the compatibility table, and in the last one before its default changed; a version that
+TRL is measured in every version of the compatibility table, and in the two around the change of its default; a version that
 `.venv` does not hold is installed as `tests.matrix` installs it. What came out is written to mismatch_ext/kl/hosts.json, from
 which docs/kl.md is printed. Tests measure again, and compare.
 """
@@ -23,7 +23,7 @@ from mismatch_ext.versions import installed
 from tests.matrix import ROOT, overlay
 from tests.models import tiny_model
 
-TRL = ("1.16.0", "1.14.2", "1.13.0", "1.9.0")
+TRL = ("1.16.0", "1.14.2", "1.13.0", "1.10.0", "1.9.0")
 SCENARIOS = {"TRL": "tests.peers.trl.scenarios_kl_terms", "verl": "tests.peers.verl.in_process.scenarios_kl_terms"}
 
 
