@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.recorder import RunRecorder
@@ -96,3 +97,22 @@ def test_a_resumed_training_takes_in_the_evaluation_before_it(tmp_path: Path) ->
     assert data.series("reward") == ([1, 2, 3], [0.1, 0.1, 0.2]) and data.series("reward", "eval/default")[0] == [2]
     assert ends(tmp_path) == [(3, "completed", "training")]
     assert [event.name for event in data.events] == ["resumed"]
+
+
+def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
+    run = recorder(tmp_path)
+    run.start()
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for split, gap, native in (
+        ("train", 0.5, False),
+        ("eval/default", 0.25, False),
+        ("eval/default", 0.125, True),
+        ("train", 0.5, False),
+    ):
+        run.observe(split, torch.full((2, 3), -1.0), torch.full((2, 3), -1.0 - gap), mask, native=native)
+    name = "mismatch/logp_abs_diff_mean"
+    trained, evaluated = run.flush("train", 1), run.flush("eval/default", 1)
+    assert (trained[name], trained["mismatch/tokens"]) == (0.5, 12)
+    assert (evaluated[name], evaluated["mismatch/tokens"]) == (0.25, 6)
+    assert evaluated["mismatch/native/logp_abs_diff_mean"] == 0.125 and "mismatch/native/tokens" not in trained
+    assert run.flush("train", 2) == {} == run.flush("eval/default", 2)

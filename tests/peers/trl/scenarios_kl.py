@@ -117,10 +117,28 @@ def first_step(model: str, out: str, kl: dict[str, Any]) -> dict[str, Any]:
     d = logps - inputs["ref_per_token_logps"].double()
     k = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d.abs()}[kl["estimator"]] * mask
     credit = k.flip(1).cumsum(1).flip(1) if kl.get("target", "sequence") == "sequence" else k
-    parts = {"loss": k, "reward": credit.detach() * logps, "both": k + credit.detach() * logps}
+    credit = credit.detach()
+    prompts = [tuple(row.tolist()) for row in inputs["prompt_ids"]]
+    if kl.get("baseline") == "leave_one_out":
+        credit = credit - others_of_the_prompt(credit, mask, prompts)
+    parts = {"loss": k, "reward": credit * logps, "both": k + credit * logps}
     term = -inputs["advantages"].double()[:, None] * logps + 0.3 * parts[kl["placement"]]
     by_hand = gradients(trainer, (term * mask).sum() / (len(mask) * trainer.max_completion_length))
-    return {"error": relative(ours, by_hand)}
+    return {"error": relative(ours, by_hand), "prompts": len(set(prompts)), "rows": len(prompts)}
+
+
+def others_of_the_prompt(credit: Tensor, mask: Tensor, prompts: list[Any]) -> Tensor:
+    """Return for each token the mean credit of the same prompt's other responses at its place, 0 where none is as long."""
+    baseline = torch.zeros_like(credit)
+    for row, place in mask.bool().nonzero().tolist():
+        others = [
+            credit[other, place]
+            for other in range(len(prompts))
+            if other != row and prompts[other] == prompts[row] and mask[other, place]
+        ]
+        if others:
+            baseline[row, place] = sum(others) / len(others)
+    return baseline
 
 
 def rewards_path(model: str, out: str) -> dict[str, Any]:

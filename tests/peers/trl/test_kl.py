@@ -64,11 +64,15 @@ def test_denominators_are_trls_for_every_loss_type(run: Run, dense: Path, tmp_pa
         {"estimator": "k2", "placement": "loss", "target": "token"},
         {"estimator": "k1", "placement": "reward", "target": "token"},
         {"estimator": "abs", "placement": "both"},
+        {"estimator": "k3", "placement": "both", "baseline": "leave_one_out"},
     ],
     ids=lambda kl: "-".join(kl.values()),
 )
 def test_first_step_is_the_hand_computed_one(run: Run, dense: Path, tmp_path: Path, kl: dict[str, Any]) -> None:
-    assert run(scenarios.first_step, model=dense, out=tmp_path, kl=kl).expect()["error"] < 1e-5
+    found = run(scenarios.first_step, model=dense, out=tmp_path, kl=kl).expect()
+    assert found["error"] < 1e-5
+    # Several prompts, and several responses to each: a baseline over all of them would be another.
+    assert 1 < found["prompts"] < found["rows"]
 
 
 def test_kl_in_rewards_enters_before_group_normalisation(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -255,6 +255,12 @@ def test_kl_in_rewards_and_its_coefficient(direct: Any) -> None:
     assert found["k1"][0] == pytest.approx(found["k1"][1], abs=1e-6) and abs(found["k1"][1]) > 0.01
 
 
+def test_own_weights_are_set_where_verls_driver_sets_its_own(direct: Any) -> None:
+    found = direct["weights"]
+    assert found["error"] == 0.0 and found["spread"] > 0.01 and not found["stock"]
+    assert any("rollout_is" in name for name in found["metrics"])
+
+
 def test_micro_batches_of_padding_and_missing_fields(direct: Any) -> None:
     found = direct["edges"]
     assert "at least one valid token" in found["stock"]

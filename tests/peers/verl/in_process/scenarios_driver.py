@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,13 +16,15 @@ import torch
 from mismatch_ext.adapters.verl import correction as verl_correction
 from mismatch_ext.adapters.verl import kl as verl_kl
 from mismatch_ext.adapters.verl.loss import make_loss
+from mismatch_ext.adapters.verl.objective import ObjectiveMixin
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.v1 import trainer_base
 from verl.workers.utils.losses import ppo_loss
 
-from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import kl_surrogate
 from mismatch_ext.kl.enumeration import Problem
@@ -173,11 +177,41 @@ def sessions() -> Any:
     return [verl_kl.baseline(data, section, keys).tolist() for keys in (None, ["a_0_0", "a_1_0", "a_2_0", "a_2_1"])]
 
 
+@contextmanager
+def driving(**sections: Any) -> Iterator[None]:
+    """Put a block's functions where verl's driver calls its own by name, as the trainer does when it is built."""
+    driver: Any = ObjectiveMixin()
+    driver._block, driver.config = MismatchConfig(**sections), host_config()
+    driver._begin_objective()
+    try:
+        yield
+    finally:
+        driver._patches.revert()
+
+
+def weights() -> dict[str, Any]:
+    """Weigh a batch by a setting that verl has not, where verl's driver computes its own weights."""
+    section = CorrectionConfig(level="geometric", bound="clip", upper=1.5, lower=0.5)
+    stock, data = proto(), proto()
+    expected = proto()
+    config = host_config().algorithm.rollout_correction
+    stock, _ = trainer_base.compute_rollout_correction_and_add_to_batch(stock, config)
+    with driving(correction=section):
+        data, metrics = trainer_base.compute_rollout_correction_and_add_to_batch(data, config)
+    verl_correction.apply_correction(expected, verl_correction.settings_of(section))
+    found, stated = (batch.batch["rollout_is_weights"] for batch in (data, expected))
+    return {
+        "stock": "rollout_is_weights" in stock.batch, "error": float((found - stated).abs().max()),
+        "spread": float(found[data.batch["response_mask"].bool()].std()), "metrics": sorted(metrics),
+    }  # fmt: skip
+
+
 def rewards() -> dict[str, Any]:
     """Hold the KL in verl's rewards, and a coefficient that follows a target, against plain formulas."""
     data = proto()
     section = KlConfig(estimator="k1", placement="reward", reward_path="rewards", coef=0.5)
-    metrics = verl_kl.apply_kl_to_rewards(data, section, 0.5)
+    with driving(kl=section):
+        data, metrics = trainer_base.apply_kl_penalty(data, kl_ctrl=None, kl_penalty="kl")
     mask = data.batch["response_mask"]
     d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask
     expected = data.batch["token_level_scores"] - 0.5 * d
@@ -253,6 +287,7 @@ def driver(cases: list[Any]) -> dict[str, Any]:
         "baselines": baselines(),
         "sessions": sessions(),
         "rewards": rewards(),
+        "weights": weights(),
         "edges": edges(),
         "settings": [set_up(*case) for case in cases],
     }
