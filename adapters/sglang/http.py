@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import base64
-import json
+import math
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.sglang.fields import brief
+from mismatch_ext.adapters.sglang.answers import (
+    ANSWER_BYTES,
+    EVENT_STREAM,
+    JSON_TYPE,
+    REFUSAL_BYTES,
+    check_url,
+    media_type,
+    most_bytes,
+    shown,
+    strict_json,
+)
+from mismatch_ext.adapters.sglang.fields import brief, is_integer, number
 from mismatch_ext.adapters.sglang.transport import Bucket, Transport
 
-from mismatch_ext.errors import EngineError
+from mismatch_ext.errors import EngineError, PeerVersionError
 
 if TYPE_CHECKING:
+    from mismatch_ext.adapters.sglang.exchange import Exchange
     from requests import Session
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status and whole body of an answer."""
+
+    url: str
+    status: int
+    body: bytes
+    content_type: str
 
 
 class HttpTransport(Transport):
@@ -24,14 +50,25 @@ class HttpTransport(Transport):
     faster through SGLang's own channels. During an update the server is paused: requests that run are aborted, which their
     responses say, and new ones wait and are served with the new weights.
 
+    What comes back is bounded in time and size, and taken as it was asked for or not at all: no redirect is followed (what is
+    sent stays with the server at `url`, weights and API key alike), no compressed body is unpacked, and nothing is unpickled.
+    SGLang's route for weights takes pickles alone, so weights are sent as one.
+
     Args:
         url: The server's address, such as "http://127.0.0.1:30000".
-        session: A session of the `requests` library, with headers for an API key for example; None opens one that ignores the
-            environment's proxies, certificates and .netrc (`trust_env=False`).
-        timeout: Seconds to wait for an answer of the server.
-        update_timeout: Seconds to wait for a bucket of weights.
+        session: A session of the `requests` library, with headers for an API key for example, and the proxies of its
+            environment unless `trust_env` is False; None opens one that ignores the environment's proxies, certificates and
+            .netrc. Its adapter for `url` is replaced by a `BoundedAdapter`, unless it is one.
+        timeout: Seconds from a request to the last byte of its answer, in which a generation has to end, streamed or not.
+        update_timeout: The same for a bucket of weights, and for pausing.
         pause: Pause the server around weight updates. False leaves it to you to drain it: what it serves between two buckets is
             of a mixture of weights.
+        answer_bytes: Largest answer, and largest event of a stream, in bytes; None allows 512 KiB, and for a generation beside
+            that 1 KiB per token of prompt and response, with routes 17 KiB.
+
+    Raises:
+        EngineError: The address, a timeout or the session's adapter is not allowed.
+        PeerVersionError: requests is older than 2.32.
     """
 
     def __init__(
@@ -42,18 +79,47 @@ class HttpTransport(Transport):
         timeout: float = 600.0,
         update_timeout: float = 600.0,
         pause: bool = True,
+        answer_bytes: int | None = None,
     ) -> None:
         import requests
 
+        check_url(url)
+        for name, seconds in (("timeout", timeout), ("update_timeout", update_timeout)):
+            if not 0 < (number(seconds) or 0) < math.inf:
+                raise EngineError(f"{name}={brief(seconds)}; allowed: a number of seconds above 0.")
+        if answer_bytes is not None and (not is_integer(answer_bytes) or answer_bytes < 1):
+            raise EngineError(f"answer_bytes={brief(answer_bytes)}; allowed: an integer above 0, or None.")
         self.url = url.rstrip("/")
         if session is None:
             session = requests.Session()
             session.trust_env = False
+            session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         self.session: Any = session
+        self._mount()
         self.timeout, self.update_timeout, self.pause = timeout, update_timeout, pause
+        self.answer_bytes = None if answer_bytes is None else int(answer_bytes)
 
     def __str__(self) -> str:
         return f"the SGLang server at {self.url}"
+
+    def _mount(self) -> None:
+        from mismatch_ext.adapters.sglang.exchange import BoundedAdapter
+        from requests.adapters import HTTPAdapter
+
+        if not hasattr(HTTPAdapter, "get_connection_with_tls_context"):
+            raise PeerVersionError(
+                "requests is too old to hold a request to a deadline; `pip install 'requests>=2.32'`."
+            )
+        found = self.session.get_adapter(f"{self.url}/")
+        if isinstance(found, BoundedAdapter):
+            return
+        if type(found) is not HTTPAdapter or found.max_retries.total:
+            raise EngineError(
+                f"the session's adapter for {self.url} is {brief(found)}, which does not keep to a deadline for the whole "
+                "request; allowed: the one of a new session, without retries, or one derived from "
+                "mismatch_ext.adapters.sglang.exchange.BoundedAdapter."
+            )
+        self.session.mount(f"{self.url}/", BoundedAdapter())
 
     def server_info(self) -> dict[str, Any]:
         """Return the server's report of itself.
@@ -61,63 +127,144 @@ class HttpTransport(Transport):
         Raises:
             EngineError: The server was not reached or refused; names URL and status.
         """
-        response = self._ask("GET", "/server_info", allowed=(404,))
-        if response.status_code == 404:
-            response = self._ask("GET", "/get_server_info")
-        info = self._json(response)
+        answer = self._ask("GET", "/server_info", allowed=(404,))
+        if answer.status == 404:
+            answer = self._ask("GET", "/get_server_info")
+        info = self._json(answer)
         if not isinstance(info, dict):
-            raise EngineError(f"{response.url} answered {brief(info)}; allowed: an object with a version.")
+            raise EngineError(f"{answer.url} answered {brief(info)}; allowed: an object with a version.")
         return info
 
-    def _ask(self, method: str, path: str, *, allowed: Sequence[int] = (), **options: Any) -> Any:
-        import requests
+    @contextmanager
+    def _exchange(self, url: str, seconds: float, most: int) -> Iterator[Exchange]:
+        """Hold what is done inside to seconds and bytes, and turn what fails into our error."""
+        from mismatch_ext.adapters.sglang.exchange import FAILURES, Exchange
 
+        exchange = Exchange(url, seconds, self.answer_bytes or most)
         try:
-            response = self.session.request(method, self.url + path, **{"timeout": self.timeout, **options})
-            # Of a stream, the body is read here and may break off.
-            refused = None if response.ok or response.status_code in allowed else response.text
-        except requests.RequestException as error:
-            raise EngineError(
-                f"{self.url}{path} was not reached: {type(error).__name__}: {brief(str(error))}"
-            ) from error
-        if refused is not None:
-            raise EngineError(f"{self.url}{path} answered with status {response.status_code}: {brief(refused)}")
+            yield exchange
+        except FAILURES as error:
+            raise EngineError(f"{url} was not reached: {type(error).__name__}: {brief(str(error))}") from error
+
+    def _open(self, method: str, path: str, exchange: Exchange, allowed: Sequence[int], json: Any) -> Any:
+        """Send a request and return the response with its body unread; refuse what no answer of SGLang's is."""
+        with exchange.active():
+            response = self.session.request(
+                method,
+                self.url + path,
+                json=json,
+                timeout=exchange.seconds,
+                stream=True,
+                allow_redirects=False,
+                headers={"Accept-Encoding": "identity", "Connection": "close"},
+            )
+        try:
+            self._check_head(response, exchange, allowed)
+        except BaseException:
+            response.close()
+            raise
         return response
 
-    def _json(self, response: Any) -> Any:
+    def _check_head(self, response: Any, exchange: Exchange, allowed: Sequence[int]) -> None:
+        url, headers = exchange.url, response.headers
+        if 300 <= response.status_code < 400:
+            raise EngineError(
+                f"{url} answered with status {response.status_code}, a redirect to {brief(headers.get('Location'))}; redirects "
+                "are not followed, for weights and keys would go with them. Give the address that answers itself."
+            )
+        encoding = headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise EngineError(
+                f"{url} answered in Content-Encoding {brief(encoding)}, which was not asked for; allowed: none. Switch "
+                "compression off in the server, or in the proxy before it."
+            )
+        length = headers.get("Content-Length")
+        if length is not None and (not re.fullmatch(r"[0-9]{1,18}", length) or "Transfer-Encoding" in headers):
+            raise EngineError(f"{url} answered with Content-Length {brief(length)}, which does not tell where it ends.")
+        if response.status_code != 200 and response.status_code not in allowed:
+            text = next(response.iter_content(REFUSAL_BYTES), b"").decode("utf-8", "replace")
+            raise EngineError(f"{url} answered with status {response.status_code}: {brief(text)}")
+        if self._is(response, EVENT_STREAM):
+            return  # it says itself where it ends
+        if length is None and headers.get("Transfer-Encoding", "").strip().lower() != "chunked":
+            raise EngineError(
+                f"{url} answered neither with Content-Length nor in chunks, and so does not tell where it ends."
+            )
+        if length is not None and int(length) > exchange.most:
+            raise exchange.too_long()
+
+    @staticmethod
+    def _is(response: Any, kind: re.Pattern[str]) -> bool:
+        return kind.fullmatch(media_type(response.headers.get("Content-Type", ""))) is not None
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        allowed: Sequence[int] = (),
+        json: Any = None,
+        seconds: float | None = None,
+        most: int = ANSWER_BYTES,
+    ) -> Answer:
+        url = self.url + path
+        with self._exchange(url, seconds or self.timeout, most) as exchange:
+            with self._open(method, path, exchange, allowed, json) as response:
+                body = bytearray()
+                for piece in response.iter_content(1 << 16):
+                    body += piece
+                    if len(body) > exchange.most:
+                        raise exchange.too_long()
+                return Answer(url, response.status_code, bytes(body), response.headers.get("Content-Type", ""))
+
+    def _json(self, answer: Answer) -> Any:
+        if not JSON_TYPE.fullmatch(media_type(answer.content_type)):
+            raise EngineError(
+                f"{answer.url} answered no JSON but {brief(answer.content_type or None)}: {shown(answer.body)}; is it "
+                "SGLang that listens there?"
+            )
         try:
-            return response.json()
+            return strict_json(answer.body)
         except (ValueError, RecursionError) as error:
-            raise EngineError(f"{response.url} answered no JSON: {brief(response.text)}") from error
+            raise EngineError(f"{answer.url} answered no JSON: {shown(answer.body)} ({brief(str(error))})") from error
 
     def _generate(self, request: Mapping[str, Any]) -> Any:
-        return self._json(self._ask("POST", "/generate", json=dict(request)))
+        return self._json(self._ask("POST", "/generate", json=dict(request), most=most_bytes(request)))
 
     def _stream(self, request: Mapping[str, Any]) -> Iterator[Any]:
-        import requests
+        from mismatch_ext.adapters.sglang.exchange import FAILURES
 
-        with self._ask("POST", "/generate", json=dict(request), stream=True) as response:
-            try:
-                # A line holds a whole response; in the 512 bytes of the default it would be joined anew for each piece.
-                for line in response.iter_lines(chunk_size=1 << 20):
-                    if not line.startswith(b"data:") or line == b"data: [DONE]":
-                        continue
-                    chunk = json.loads(line[5:])
-                    if isinstance(chunk, dict) and "error" in chunk:
-                        raise EngineError(f"{response.url} ended a stream: {brief(chunk['error'])}")
-                    yield chunk
-            except (requests.RequestException, ValueError, RecursionError) as error:
-                raise EngineError(
-                    f"{response.url} broke off a stream: {type(error).__name__}: {brief(str(error))}"
-                ) from error
+        url = f"{self.url}/generate"
+        with self._exchange(url, self.timeout, most_bytes(request)) as exchange:
+            with self._open("POST", "/generate", exchange, (), dict(request)) as response:
+                if not self._is(response, EVENT_STREAM):
+                    found = brief(response.headers.get("Content-Type"))
+                    raise EngineError(f"{url} answered no stream but {found}; is it SGLang that listens there?")
+                try:
+                    # A line holds a whole response; in the 512 bytes of the default it would be joined anew for each piece.
+                    for line in response.iter_lines(chunk_size=1 << 20):
+                        exchange.part_ended()
+                        if line == b"data: [DONE]":
+                            return
+                        if not line.startswith(b"data:"):
+                            continue
+                        chunk = strict_json(line[5:])
+                        if isinstance(chunk, dict) and "error" in chunk:
+                            raise EngineError(f"{url} ended a stream: {brief(chunk['error'])}")
+                        yield chunk
+                except (*FAILURES, RecursionError) as error:
+                    raise EngineError(
+                        f"{url} broke off a stream: {type(error).__name__}: {brief(str(error))}"
+                    ) from error
+                raise EngineError(f"{url} broke off a stream: it ended without [DONE]")
 
     def _verdict(self, path: str, body: dict[str, Any], allowed: Sequence[int] = (400,)) -> tuple[Any, Any] | None:
-        response = self._ask("POST", path, json=body, allowed=allowed, timeout=self.update_timeout)
-        if response.status_code == 404:
+        answer = self._ask("POST", path, json=body, allowed=allowed, seconds=self.update_timeout)
+        if answer.status == 404:
             return None
-        answer = self._json(response)
-        fields = answer if isinstance(answer, dict) else {}
-        return fields.get("success"), fields.get("message", answer)
+        found = self._json(answer)
+        fields = found if isinstance(found, dict) else {}
+        return fields.get("success"), fields.get("message", found)
 
     @property
     def copies(self) -> int:
@@ -127,7 +274,7 @@ class HttpTransport(Transport):
     def _pause(self) -> None:
         if self.pause:
             # The other modes go on with the tokens of the weights before, and 0.5.18's responses do not say so.
-            self._ask("POST", "/pause_generation", json={"mode": "abort"}, timeout=self.update_timeout)
+            self._ask("POST", "/pause_generation", json={"mode": "abort"}, seconds=self.update_timeout)
 
     def _resume(self) -> None:
         if self.pause:
@@ -142,7 +289,7 @@ class HttpTransport(Transport):
 
     def _send(self, bucket: Bucket, weight_version: str | None) -> tuple[Any, Any]:
         # Pickled plainly, a tensor's bytes are in the message; SGLang's serializer puts handles there, which are good for
-        # processes of one family on one machine.
+        # processes of one family on one machine. The route takes nothing but pickles.
         message = pickle.dumps([(name, tensor.detach().cpu()) for name, tensor in bucket], protocol=4)
         body: dict[str, Any] = {
             "serialized_named_tensors": [base64.b64encode(message).decode()] * self.ranks,
@@ -156,4 +303,4 @@ class HttpTransport(Transport):
         return self._verdict("/end_weight_update", {}) or (False, "no such route")
 
     def _flush(self) -> bool:
-        return bool(self._ask("POST", "/flush_cache", allowed=(400,)).ok)
+        return self._ask("POST", "/flush_cache", allowed=(400,)).status == 200

@@ -53,6 +53,7 @@ class Server:
         self.asked: list[tuple[str, Any]] = []
         self.withheld = 0
         """Bytes of each answer that are announced and not sent."""
+        self.content_type = "application/json"
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,6 +64,7 @@ class Server:
                 status, content = answer.pop(0) if isinstance(answer, list) else answer
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
+                self.send_header("Content-Type", "text/event-stream" if data[:5] == b"data:" else outer.content_type)
                 self.send_header("Content-Length", str(len(data) + outer.withheld))
                 self.end_headers()
                 self.wfile.write(data)
