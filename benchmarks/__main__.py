@@ -13,6 +13,7 @@ from benchmarks import (
     bench_metrics,
     bench_precision,
     bench_replay,
+    bench_report,
     bench_routing,
     bench_trl_step,
 )
@@ -24,6 +25,7 @@ MODULES = (
     bench_kl_full,
     bench_routing,
     bench_replay,
+    bench_report,
     bench_trl_step,
 )
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.longrun import read_long_run
 from mismatch_ext.monitor import Monitor, closing_lines
-from mismatch_ext.rundata import read_run
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
 def print_closing(run_dir: Path) -> None:
     """Print what happened in a run; training has ended well by then, so that a metrics file which is lost is only said."""
     try:
-        print("\n".join(closing_lines(read_run(run_dir))), flush=True)
+        print("\n".join(closing_lines(read_long_run(run_dir))), flush=True)
     except RunDirectoryError as error:
         logger.warning("The summary of the run cannot be printed: %s", error)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeGuard
 
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.host_names import HostNames, Role, names_of
+from mismatch_ext.older import OlderMetric, OlderSteps
 
 METRICS_FILE = "metrics.jsonl"
 SCHEMA = 1
@@ -88,8 +90,23 @@ class EndRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """Info events of one name and segment that were counted and not kept; `undone` of them a later segment undid."""
+
+    count: int
+    first_step: int
+    last_step: int
+    undone: int
+    last: EventRecord
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Everything read from one run directory, in step order, later segments in place of earlier ones."""
+    """Everything read from one run directory, in step order, later segments in place of earlier ones.
+
+    Of a long run that `mismatch_ext.longrun.read_long_run` read, `steps` are the last ones, `older` stands for those before,
+    by split, `repeats` for info events beyond the first ones of a segment and name, and `more_problems` for further problems.
+    """
 
     path: Path
     headers: tuple[dict[str, Any], ...] = ()
@@ -99,11 +116,42 @@ class RunData:
     events: tuple[EventRecord, ...] = ()
     ends: tuple[EndRecord, ...] = ()
     problems: tuple[str, ...] = ()
+    older: Mapping[str, OlderSteps] = field(default_factory=dict)
+    repeats: Mapping[tuple[int, str], Repeats] = field(default_factory=dict)
+    more_problems: int = 0
 
     @property
     def splits(self) -> list[str]:
         """Splits that have step lines, train first."""
-        return sorted({record.split for record in self.steps}, key=lambda split: (split != "train", split))
+        found = {record.split for record in self.steps} | set(self.older)
+        return sorted(found, key=lambda split: (split != "train", split))
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a line, 0 without one."""
+        older = [found.last_step for found in self.older.values()]
+        return max([record.step for record in self.steps] + older, default=0)
+
+    def logged(self, split: str | None = None) -> set[str]:
+        """Return the names of all metrics that a split logged, or any did."""
+        found = {name for record in self.steps if split in (None, record.split) for name in record.metrics}
+        return found | {name for of, older in self.older.items() if split in (None, of) for name in older.metrics}
+
+    def count(self, split: str) -> int:
+        """Return how many steps a split has."""
+        older = self.older[split].steps if split in self.older else 0
+        return older + sum(record.split == split for record in self.steps)
+
+    def logs(self, name: str, split: str = "train") -> tuple[int, int]:
+        """Return at how many steps a metric was logged, and at how many of them it was not finite."""
+        values = [r.metrics[name] for r in self.steps if r.split == split and name in r.metrics]
+        logs, broken = len(values), values.count(None)
+        if (older := self._older(name, split)) is not None:
+            logs, broken = logs + older.logs, broken + older.logs - older.known
+        return logs, broken
+
+    def _older(self, name: str, split: str) -> OlderMetric | None:
+        return self.older[split].metrics.get(name) if split in self.older else None
 
     @property
     def header(self) -> dict[str, Any]:
@@ -118,6 +166,8 @@ class RunData:
     def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
         """Return the steps at which a metric was logged and its values, None where it was not finite.
 
+        Of `older` steps these are the first ones and the extremes.
+
         Args:
             name: As it was logged, or a `Role`, whatever the host calls that.
             split: "train" or "eval/<name>".
@@ -125,12 +175,25 @@ class RunData:
         logged = self.names.of(name) if isinstance(name, Role) else name
         rows = [r for r in self.steps if r.split == split and logged in r.metrics]
         steps, values = [r.step for r in rows], [r.metrics[logged] for r in rows]
+        older = self._older(logged, split)
+        points = [] if older is None else older.points()
         if name is Role.LEARNING_RATE and self.names.next_rate:
             # What was logged at a step is the rate of the next one; the last is of a step that was not taken.
             logged_at = dict(zip(steps, values, strict=True))
             steps = [step for step in steps if step - 1 in logged_at]
             values = [logged_at[step - 1] for step in steps]
-        return steps, values
+            points = [(step + 1, value) for step, value in points]
+        return [step for step, _ in points] + steps, [value for _, value in points] + values
+
+    def falls(self, name: str, split: str = "train") -> list[tuple[int, float]]:
+        """Return the steps at which a metric was below what it was at its log before, and its values; 0 is none."""
+        rows = [(r.step, r.metrics[name]) for r in self.steps if r.split == split and name in r.metrics]
+        older = self._older(name, split)
+        found = [] if older is None else older.falls
+        if older is not None and older.last is not None:
+            rows.insert(0, older.last)
+        pairs = zip(rows, rows[1:], strict=False)
+        return found + [(step, b) for (_, a), (step, b) in pairs if a and b and b < a]
 
 
 def find_runs(directory: str | Path) -> dict[str, Path]:
@@ -173,27 +236,37 @@ def read_run(run_dir: str | Path) -> RunData:
     Raises:
         RunDirectoryError: `metrics.jsonl` is missing or cannot be read.
     """
+    reader = Reader()
+    with open_metrics(run_dir) as file:
+        read_lines(file, reader)
+    return reader.finish(Path(run_dir))
+
+
+def open_metrics(run_dir: str | Path) -> BinaryIO:
+    """Open the metrics of a run directory for reading; raise `RunDirectoryError` where that cannot be."""
     path = Path(run_dir) / METRICS_FILE
     try:
-        content = path.read_bytes()
+        return path.open("rb")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunDirectoryError(f"{path} cannot be read: {reason}; give a folder that holds {METRICS_FILE}.") from error
-    reader = _Reader()
-    if not content:
-        reader.problems.append(f"{METRICS_FILE} is empty: the run stopped before it wrote its header.")
-    lines = content.split(b"\n")
+
+
+def read_lines(lines: Iterable[bytes], reader: Reader) -> None:
+    """Give every line to a reader; one without its end is torn."""
+    number = 0
     for number, line in enumerate(lines, start=1):
-        torn = number == len(lines)
-        if line or not torn:
-            reader.add(number, line, torn=torn)
-    return reader.finish(Path(run_dir))
+        reader.add(number, line.removesuffix(b"\n"), torn=not line.endswith(b"\n"))
+    if not number:
+        reader.problem(f"{METRICS_FILE} is empty: the run stopped before it wrote its header.")
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
     """Parse one line as a strict JSON object; raises ValueError with the reason when it is not one."""
     try:
-        value = json.loads(line, parse_constant=_refuse_constant)
+        # json.loads builds a decoder for each call; other encodings than UTF-8 it alone knows.
+        plain = line[:1] == b"{" and line[1:2] != b"\0"
+        value = _DECODER.decode(line.decode("utf-8", "surrogatepass")) if plain else json.loads(line, **_STRICT)
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8 text") from error
     except json.JSONDecodeError as error:
@@ -207,6 +280,15 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"not strict JSON ({name})")
+
+
+_STRICT: dict[str, Any] = {"parse_constant": _refuse_constant}
+_DECODER = json.JSONDecoder(**_STRICT)
+
+
+def is_resume_step(value: object) -> TypeGuard[int]:
+    """Tell whether a header's `resume_step` is a step."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _integer(line: dict[str, Any], key: str) -> int:
@@ -276,7 +358,7 @@ def _profile(name: str, value: Any) -> dict[str, list[float | None]]:
 
 
 @dataclass
-class _Reader:
+class Reader:
     """State while the lines of one file go by."""
 
     headers: list[dict[str, Any]] = field(default_factory=list)
@@ -287,22 +369,27 @@ class _Reader:
     ends: list[EndRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def problem(self, text: str) -> None:
+        """Keep a sentence on what could not be used."""
+        self.problems.append(text)
+
     def add(self, number: int, raw: bytes, *, torn: bool) -> None:
+        """Take a line."""
         try:
             line = parse_line(raw)
             self._dispatch(number, line)
         except ValueError as error:
             where = f"line {number}"
             if torn:
-                self.problems.append(f"{where}, the last, is torn ({error}): the run was killed while writing it.")
+                self.problem(f"{where}, the last, is torn ({error}): the run was killed while writing it.")
             else:
-                self.problems.append(f"{where} was left out: {error}.")
+                self.problem(f"{where} was left out: {error}.")
 
     def _dispatch(self, number: int, line: dict[str, Any]) -> None:
         kind = line.get("kind")
         if kind == "header":
             if line.get("schema") != SCHEMA:
-                self.problems.append(
+                self.problem(
                     f"line {number}: schema {_short(line.get('schema'))} is not {SCHEMA}; "
                     "another release of mismatch-ext may have written this run."
                 )
@@ -314,7 +401,7 @@ class _Reader:
         self._undo_evaluation(line, at["segment"])
         if kind == "event":
             at |= {"level": _text(line, "level", LEVELS), "name": _text(line, "name")}
-            self.events.append(EventRecord(**at, message=_text(line, "message"), data=line.get("data")))
+            self._keep_event(EventRecord(**at, message=_text(line, "message"), data=line.get("data")))
         elif kind == "end":
             at |= {"status": _text(line, "status", STATUSES), "message": _text(line, "message")}
             at["of"] = _text(line, "of", ENDED) if "of" in line else ENDED[0]
@@ -340,31 +427,46 @@ class _Reader:
             before = self.steps.get(key)
             if before is not None and before.segment == record.segment:
                 record = replace(record, metrics={**before.metrics, **record.metrics})
-            self.steps[key] = record
+            self._keep_step(key, record)
         elif kind == "profile":
             profiles = line.get("profiles")
             if not isinstance(profiles, dict):
                 raise ValueError(f"profiles is {_short(profiles)}, not an object")
             checked = {name: _profile(name, value) for name, value in profiles.items()}
-            self.profiles[key] = ProfileRecord(**at, profiles=checked)
+            self._keep_sampled(self.profiles, key, ProfileRecord(**at, profiles=checked))
         else:
             rollout, old = _logprobs(line, "rollout_logprobs"), _logprobs(line, "old_logprobs")
             if len(rollout) != len(old):
                 raise ValueError(f"scatter has {len(rollout)} rollout and {len(old)} trainer log-probabilities")
-            self.scatters[key] = ScatterRecord(**at, rollout_logprobs=rollout, old_logprobs=old)
+            self._keep_sampled(self.scatters, key, ScatterRecord(**at, rollout_logprobs=rollout, old_logprobs=old))
+
+    def _keep_event(self, event: EventRecord) -> None:
+        self.events.append(event)
+
+    def _keep_step(self, key: tuple[int, str], record: StepRecord) -> None:
+        self.steps[key] = record
+
+    def _keep_sampled(self, table: dict[tuple[int, str], Any], key: tuple[int, str], record: Any) -> None:
+        table[key] = record
 
     def _metrics(self, number: int, line: dict[str, Any]) -> dict[str, float | None]:
         metrics = line.get("metrics")
         if not isinstance(metrics, dict):
             raise ValueError(f"metrics is {_short(metrics)}, not an object")
-        kept = {k: v for k, v in metrics.items() if v is None or _is_number(v)}
-        for name in metrics.keys() - kept.keys():
-            self.problems.append(f"line {number}: metric {name!r} was left out: {_short(metrics[name])} is no number.")
-        return {k: None if v is None else _finite(v) for k, v in kept.items()}
+        kept: dict[str, float | None] = {}
+        for name, value in metrics.items():
+            if type(value) is float:  # nearly all
+                kept[name] = value if math.isfinite(value) else None
+            elif value is None or _is_number(value):
+                kept[name] = None if value is None else _finite(value)
+            else:
+                self.problem(f"line {number}: metric {name!r} was left out: {_short(value)} is no number.")
+        return kept
 
     def finish(self, path: Path) -> RunData:
+        """Return what was read."""
         if not self.headers:
-            self.problems.append("no header could be read: versions, dtypes and settings are unknown.")
+            self.problem("no header could be read: versions, dtypes and settings are unknown.")
         self._drop_abandoned()
         return RunData(
             path=path,
@@ -381,15 +483,19 @@ class _Reader:
         """Leave out what a killed segment recorded after the checkpoint that a later segment resumed from."""
         for header in self.headers:
             segment, resumed = header["segment"], header.get("resume_step")
-            if not isinstance(resumed, int) or isinstance(resumed, bool):
+            if not is_resume_step(resumed):
                 continue
             tables: tuple[dict[tuple[int, str], Any], ...] = (self.steps, self.profiles, self.scatters)
             for table in tables:
                 lost = sorted(k for k, r in table.items() if r.segment < segment and k[0] > resumed)
                 for key in lost:
                     del table[key]
-                if lost and table is self.steps:
-                    self.problems.append(
-                        f"segment {segment} resumed from step {resumed}: {len(lost)} earlier step lines "
-                        f"(steps {lost[0][0]} to {lost[-1][0]}) have not been run again and are left out."
-                    )
+                if table is self.steps:
+                    self._say_abandoned(segment, resumed, lost)
+
+    def _say_abandoned(self, segment: int, resumed: Any, lost: list[tuple[int, str]]) -> None:
+        if lost:
+            self.problem(
+                f"segment {segment} resumed from step {resumed}: {len(lost)} earlier step lines "
+                f"(steps {lost[0][0]} to {lost[-1][0]}) have not been run again and are left out."
+            )

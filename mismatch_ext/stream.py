@@ -21,6 +21,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +47,7 @@ from mismatch_ext.rundata import (
 
 __all__ = ["METRICS_FILE", "SCHEMA", "RunData", "RunStream", "find_runs", "read_run"]
 
+SEGMENT = re.compile(rb'"segment"\s*:\s*(\d{1,17})')
 RESERVED_HEADER_KEYS = ("kind", "schema", "segment", "time", "resume_step", "nonfinite")
 
 
@@ -246,30 +248,33 @@ def _unwritable(path: Path, error: OSError | ValueError) -> RunDirectoryError:
 
 def _prepare(fd: int, path: Path, *, resuming: bool) -> tuple[int, bytes]:
     """Return the new segment's number and the torn bytes that were cut off the end of the file."""
-    content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
-    if not content:
+    size = os.fstat(fd).st_size
+    if not size:
         return 0, b""
     if not resuming:
         raise RunDirectoryError(
             f"{path} already holds a run; choose another `mismatch.monitor.run_dir`, move the old folder "
             "away, or resume training from a checkpoint (resume_step)."
         )
-    *lines, tail = content.split(b"\n")
-    segments = [-1]
-    for raw in [*lines, tail]:
-        with contextlib.suppress(ValueError):
-            segment = parse_line(raw).get("segment")
-            segments.append(segment if isinstance(segment, int) and segment <= MAX_STEP else -1)
+    last, tail = -1, b""
+    with open(fd, "rb", closefd=False) as file:
+        for raw in file:
+            # Nearly all lines name a segment that is known by then, and are not parsed.
+            if max(map(int, SEGMENT.findall(raw)), default=-1) > last:
+                with contextlib.suppress(ValueError):
+                    segment = parse_line(raw.removesuffix(b"\n")).get("segment")
+                    last = max(last, segment if isinstance(segment, int) and segment <= MAX_STEP else -1)
+            tail = b"" if raw.endswith(b"\n") else raw
     if not tail:
-        return max(segments) + 1, b""
+        return last + 1, b""
     try:
         parse_line(tail)
     except ValueError:
-        os.ftruncate(fd, len(content) - len(tail))
-        return max(segments) + 1, tail
+        os.ftruncate(fd, size - len(tail))
+        return last + 1, tail
     # Only the newline is missing: the line is whole, and cutting it would lose a step.
     os.write(fd, b"\n")
-    return max(segments) + 1, b""
+    return last + 1, b""
 
 
 def _checked_step(step: int, what: str) -> int:

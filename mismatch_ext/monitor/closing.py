@@ -30,7 +30,7 @@ def closing_lines(run: RunData) -> list[str]:
     lines += _gap(run) + _alarms(run) + _unwatched(run) + _learning_rate(run) + _loss_scale(run)
     lines += _weight_sync(run) + _routing(run)
     if run.problems:
-        lines.append(_line("problems", f"{len(run.problems)}, the first: {run.problems[0]}"))
+        lines.append(_line("problems", f"{len(run.problems) + run.more_problems}, the first: {run.problems[0]}"))
     lines.append(_line("metrics", str(run.path / METRICS_FILE)))
     lines.append(_line("report", f"mismatch-ext report {shlex.quote(str(run.path))}"))
     return lines
@@ -45,7 +45,7 @@ def _status(run: RunData) -> str:
     what = run.ends[-1].of if run.ends else "training"
     why = run.ends[-1].message if status != "open" else ""
     said = {"completed": "was stopped" if why else "completed", "failed": "failed", "open": "did not end"}[status]
-    last = max([record.step for record in run.steps] + [end.step for end in run.ends], default=0)
+    last = max([run.last_step] + [end.step for end in run.ends])
     text = f"mismatch-ext: {what} {said} after {_count(last, 'step')}"
     resumed = [header["resume_step"] for header in run.headers if isinstance(header.get("resume_step"), int)]
     if resumed:
@@ -61,7 +61,7 @@ def _gap(run: RunData) -> list[str]:
             continue
         steps, values = run.series(name)
         known = [(value, step) for step, value in zip(steps, values, strict=True) if value is not None]
-        broken = len(values) - len(known)
+        broken = run.logs(name)[1]
         text = f"{label} was not finite"
         if known:
             worst, at = max(known, key=lambda pair: pair[0])
@@ -124,7 +124,7 @@ def _unwatched(run: RunData) -> list[str]:
     config = run.header.get("config")
     monitor = config.get("monitor") if isinstance(config, dict) else None
     alarms = monitor.get("alarms") if isinstance(monitor, dict) else None
-    logged = {name for record in run.steps if record.split == "train" for name in record.metrics}
+    logged = run.logged("train")
     if not isinstance(alarms, dict) or not logged:
         return []
     lines = []
@@ -173,7 +173,8 @@ def _weight_sync(run: RunData) -> list[str]:
         return []
     parts = []
     if verified:
-        parts.append(f"{_count(len(verified), 'weight update')} verified by prefill")
+        more = sum(one.count - one.undone for (_, name), one in run.repeats.items() if name == "weight_sync")
+        parts.append(f"{_count(len(verified) + more, 'weight update')} verified by prefill")
     known = [value for value in values if value is not None]
     if known:
         parts.append(f"gap of the probes at most {quantity(max(known))}")

@@ -164,11 +164,15 @@ def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
     for trace in traces:
         trace["line"] |= {"shape": "hv"}
     for index, (name, run) in enumerate(runs.items()):
-        steps = _overflows(run)
+        fell = dict(run.falls(PREFIX + "loss_scale"))
+        steps = sorted(set(fell) | {event.step for event in run.events if event.name == "overflow"})
         if not steps:
             continue
         pairs = zip(*run.series(PREFIX + "loss_scale"), strict=True)
         known = {step: scale for step, scale in pairs if drawable(scale, log=True)}
+        known |= {step: scale for step, scale in fell.items() if drawable(scale, log=True)}
+        if run.older and known:  # not every step is known
+            known |= {step: known[min(known, key=lambda at: abs(at - step))] for step in steps if step not in known}
         trace = trace_of(name, index, steps, [known.get(step, 1.0) for step in steps])
         look = {"symbol": "x", "size": 10, "color": style(index)["color"]}
         trace |= {"mode": "markers", "marker": look}
@@ -184,13 +188,6 @@ def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             y=_power_of_two_axis(traces),
         )
     )
-
-
-def _overflows(run: RunData) -> list[int]:
-    """Return the steps that overflowed: by event, or because the loss scale fell since the step before."""
-    steps, scales = run.series(PREFIX + "loss_scale")
-    fell = {s for s, a, b in zip(steps[1:], scales, scales[1:], strict=False) if a and b and b < a}
-    return sorted(fell | {event.step for event in run.events if event.name == "overflow"})
 
 
 def _weight_sync(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:

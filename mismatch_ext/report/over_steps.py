@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, trace_of
 from mismatch_ext.rundata import RunData
+
+MAX_POINTS = 2000
+"""Points of a curve that are drawn as they are; of a longer one, the extremes of half as many stretches."""
 
 
 def over_steps(
@@ -25,6 +28,34 @@ def step_traces(runs: Mapping[str, RunData], metric: str, *, log: bool) -> list[
         for order, split in enumerate(run.splits):
             steps, values = run.series(metric, split)
             if any(drawable(value, log) for value in values):
+                steps, values = thinned(steps, values)
                 shown = [value if drawable(value, log) else None for value in values]
                 traces.append(trace_of(name, index, steps, shown, split=split, order=order))
     return traces
+
+
+def thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """Return a curve as it is, or of a long one what a reader would see of it.
+
+    These are the ends and, of each of `MAX_POINTS / 2` stretches of steps, the smallest and the largest value and the first gap.
+
+    Args:
+        steps: In their order.
+        values: One per step; None is a gap.
+    """
+    if len(steps) <= MAX_POINTS:
+        return list(steps), list(values)
+    width = (steps[-1] - steps[0] + 1) / (MAX_POINTS // 2)
+    stretches: dict[int, dict[str, int]] = {}
+    for at, (step, value) in enumerate(zip(steps, values, strict=True)):
+        found = stretches.setdefault(int((step - steps[0]) / width), {})
+        if value is None:
+            found.setdefault("gap", at)
+            continue
+        low, high = values[found.setdefault("low", at)], values[found.setdefault("high", at)]
+        if low is not None and value < low:
+            found["low"] = at
+        if high is not None and value > high:
+            found["high"] = at
+    kept = sorted({0, len(steps) - 1, *(at for found in stretches.values() for at in found.values())})
+    return [steps[at] for at in kept], [values[at] for at in kept]

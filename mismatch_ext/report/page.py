@@ -110,7 +110,7 @@ def _context(runs: Mapping[str, RunData], summary: Summary) -> dict[str, Any]:
                 "level": LEVEL_LABELS[v.level],
                 "status": ("evaluation " if v.ended == "evaluation" else "") + STATUS_LABELS[v.status],
                 "row": summary.row(v.run, v.split),
-                "steps": len(runs[v.run].series(PREFIX + "logp_abs_diff_mean", v.split)[0]),
+                "steps": runs[v.run].logs(PREFIX + "logp_abs_diff_mean", v.split)[0],
                 "segments": len(runs[v.run].headers),
                 **style(index),
             }

@@ -34,7 +34,7 @@ def replay(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
 def _saved(runs: Mapping[str, RunData]) -> Figure | None:
     """Plot k3 with and without replay, of the runs that measured both."""
     native = PREFIX + NATIVE + "k3_kl"
-    both = [any(native in record.metrics for record in run.steps) for run in runs.values()]
+    both = [native in run.logged() for run in runs.values()]
     traces = []
     for kind, metric in (("replayed", PREFIX + "k3_kl"), ("its own routing", native)):
         for trace in step_traces(runs, metric, log=True):
@@ -61,8 +61,7 @@ def _layers(runs: Mapping[str, RunData]) -> Figure | None:
     traces: list[dict[str, Any]] = []
     for index, (name, run) in enumerate(runs.items()):
         for order, split in enumerate(run.splits):
-            found = {metric for record in run.steps if record.split == split for metric in record.metrics}
-            layers = sorted(int(match[1]) for metric in found if (match := LAYER.fullmatch(metric)))
+            layers = sorted(int(match[1]) for metric in run.logged(split) if (match := LAYER.fullmatch(metric)))
             values = [pooled(run, f"{ROUTING}layer_{layer}_set_mismatch", split) for layer in layers]
             if any(value is not None for value in values):
                 traces.append(trace_of(name, index, layers, values, split=split, order=order))

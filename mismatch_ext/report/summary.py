@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.host_names import Role
-from mismatch_ext.rundata import RunData, find_runs, read_run
+from mismatch_ext.longrun import read_long_run
+from mismatch_ext.older import NATIVE as NATIVE
+from mismatch_ext.older import PREFIX as PREFIX
+from mismatch_ext.older import OlderMetric, weight_of
+from mismatch_ext.rundata import RunData, find_runs
 
-PREFIX = "mismatch/"
-NATIVE = "native/"
 ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
-# Metric -> the count that weighs it, tokens by default. ESS describes one batch: a plain mean over steps.
-ROUTING_WEIGHT = "routing/compared_tokens"
-WEIGHTS = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None}
 COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq")
 RATIO_COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "k3_kl", "seq_kl", "seq_k3_kl")
 # Up to this many runs every pair is compared; beyond it each is compared with the run of the smallest gap.
@@ -80,7 +79,7 @@ def load_runs(directory: str | Path) -> dict[str, RunData]:
     Raises:
         RunDirectoryError: The path holds no run.
     """
-    data = {folder: read_run(path) for folder, path in find_runs(directory).items()}
+    data = {folder: read_long_run(path) for folder, path in find_runs(directory).items()}
     names = {folder: _header_name(run) or folder for folder, run in data.items()}
     taken = list(names.values())
     labels = {f: n if taken.count(n) == 1 else f for f, n in names.items()}
@@ -97,7 +96,7 @@ def _header_name(run: RunData) -> str | None:
 
 def summarise(runs: Mapping[str, RunData]) -> Summary:
     """Compute the table of the report from the data of one or several runs."""
-    tails = {name for run in runs.values() for record in run.steps for name in record.metrics}
+    tails = {name for run in runs.values() for name in run.logged()}
     thresholds = sorted(filter(_is_tail, (n.removeprefix(PREFIX) for n in tails)), key=lambda n: float(n[2:]))
     columns = (*COLUMNS[:6], *thresholds, *COLUMNS[6:])
     rows = [_row(name, run, split, columns) for name, run in runs.items() for split in run.splits]
@@ -112,11 +111,12 @@ def _is_tail(name: str) -> bool:
 def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
     records = [record for record in run.steps if record.split == split]
     broken = sum(any(v is None for k, v in r.metrics.items() if k.startswith(PREFIX)) for r in records)
+    broken += run.older[split].nonfinite if split in run.older else 0
     first, last = _ends(run.series(Role.REWARD, split)[1])
     return Row(
         run=name,
         split=split,
-        steps=len(records),
+        steps=run.count(split),
         values={column: pooled(run, column, split) for column in columns},
         reward_first=first,
         reward_last=last,
@@ -126,25 +126,26 @@ def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
 
 def pooled(run: RunData, column: str, split: str = "train") -> float | None:
     """Pool one metric over the steps of a split: the maximum, or the mean weighted by tokens or sequences."""
-    plain = column.removeprefix(NATIVE)
-    count_name = WEIGHTS.get(plain, ROUTING_WEIGHT if plain.startswith("routing/") else "tokens")
-    if count_name and plain != column:
-        count_name = NATIVE + count_name
+    weight = weight_of(column)
     values: list[float] = []
     weights: list[float | None] = []
     for record in run.steps:
         value = record.metrics.get(PREFIX + column)
         if record.split == split and value is not None:
             values.append(value)
-            weights.append(record.metrics.get(f"{PREFIX}{count_name}") if count_name else None)
-    if not values:
+            weights.append(record.metrics.get(weight) if weight else None)
+    older = run.older[split].metrics.get(PREFIX + column) if split in run.older else None
+    older = older or OlderMetric()
+    if not values and not older.known:
         return None
-    if plain in MAXIMA:
-        return max(values)
+    if column.removeprefix(NATIVE) in MAXIMA:
+        return max([*values, older.largest])
     known = [weight for weight in weights if weight is not None and weight > 0]
-    if len(known) < len(values):
+    total, over = older.weighted, older.weight
+    if len(known) + older.weighed < len(values) + older.known:
         known = [1.0] * len(values)
-    mean = sum(v * w for v, w in zip(values, known, strict=True)) / sum(known)
+        total, over = older.total, float(older.known)
+    mean = (total + sum(v * w for v, w in zip(values, known, strict=True))) / (over + sum(known))
     return mean if math.isfinite(mean) else None
 
 

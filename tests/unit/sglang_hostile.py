@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import resource
 import socket
 import struct
 import sys
@@ -17,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+
+from tests.memory import peak
 
 GOOD = b'{"version": "0.5.23", "tp_size": 1, "success": true, "message": "ok"}'
 CALLS = {
@@ -284,15 +285,15 @@ def attempt(port: int, attack: str, call: str) -> dict[str, object]:
 def main(port: int) -> None:
     """Make every attempt and print how each ended, and by how much memory grew at most."""
     attempt(port, "length too long", "update")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     every = list(attempts())
     # What a client sends it holds itself.
     waiting = [one for one in every if one[0] in STUCK or one[0] == UNREAD]
     found = [attempt(port, *one) for one in every if one not in waiting]
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    with ThreadPoolExecutor(16) as pool:
+    grown = peak() - before
+    with ThreadPoolExecutor(len(waiting)) as pool:
         found += pool.map(lambda one: attempt(port, *one), waiting)
-    print(json.dumps({"found": found, "grown": grown / 1024}))
+    print(json.dumps({"found": found, "grown": grown}))
 
 
 if __name__ == "__main__":

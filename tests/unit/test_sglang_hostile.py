@@ -60,6 +60,9 @@ def test_what_never_ends_is_ended_by_the_deadline(attacked: tuple[dict[str, Any]
 
 def test_memory_is_bounded_whatever_comes(attacked: tuple[dict[str, Any], list[str]]) -> None:
     assert attacked[0]["grown"] < MEGABYTES
+    # Ended by size, before any deadline: what is read whole, one event of a stream, and what comes before headers end.
+    found = {(one["attack"], one["call"]) for one in attacked[0]["found"] if "answered with more than" in one["text"]}
+    assert {("endless chunks", "info"), ("endless event", "stream"), ("endless 100 Continue", "info")} <= found
 
 
 def test_nothing_goes_where_a_redirect_points(attacked: tuple[dict[str, Any], list[str]]) -> None:
