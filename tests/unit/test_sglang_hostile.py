@@ -23,7 +23,7 @@ from mismatch_ext.errors import EngineError
 from tests.unit.sglang_hostile import GOOD, REDIRECTS, STUCK, TIMEOUT, UNREAD, Server, attempts
 
 ROOT = Path(__file__).parents[2]
-MARGIN = 5
+MARGIN = 10
 """How many times its deadline an attempt may take: what is due at the deadline waits for a processor."""
 MEGABYTES = 64
 
