@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from mismatch_ext.cli import command, main, say
+from mismatch_ext.cli import command, folder, main
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.strict import suggestion
+from mismatch_ext.terminal import say
 
 __all__ = ["main"]
 
 
 def _configure_readiness(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_dir", metavar="MODEL_DIR", type=Path, help="folder of the checkpoint and its tokenizer")
+    parser.add_argument(
+        "model_dir", metavar="MODEL_DIR", type=folder, help="folder of the checkpoint and its tokenizer"
+    )
     parser.add_argument("--dtype", default="float16", help="compute dtype in question (default: float16)")
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", default=[], help="sample text for the activations; repeatable"
@@ -27,6 +31,12 @@ def readiness(arguments: argparse.Namespace) -> int:
     """Print the scan and its verdict; the exit status is 1 when the checkpoint is not ready."""
     from mismatch_ext.adapters.transformers import scan_checkpoint
 
+    from mismatch_ext.precision.dtypes import NAMES
+
+    if arguments.dtype not in NAMES:
+        raise ConfigError(
+            f"--dtype: {arguments.dtype!r} is not allowed; allowed: {', '.join(NAMES)}.{suggestion(arguments.dtype, NAMES)}"
+        )
     report = scan_checkpoint(arguments.model_dir, arguments.prompt, arguments.dtype)
     say(str(report))
     return 1 if report.verdict == "not ready" else 0

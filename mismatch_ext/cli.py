@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mismatch_ext.errors import MismatchError
+from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
 
 Run = Callable[[argparse.Namespace], int]
@@ -68,21 +69,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def say(text: str, *, error: bool = False) -> None:
-    """Print one line, with "?" for characters that the terminal's encoding lacks."""
-    stream = sys.stderr if error else sys.stdout
-    encoding = stream.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), file=stream)
+def folder(text: str) -> Path:
+    """Return the path that an argument names; a `~` in front is the home folder, also where the shell left it."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # nobody's home folder
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _configure_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir",
         metavar="RUN_DIR",
-        type=Path,
+        type=folder,
         help="folder that holds metrics.jsonl, or a folder of such folders, which are shown side by side",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: RUN_DIR/report.html)")
+    parser.add_argument("--out", metavar="FILE", type=folder, help="file to write (default: RUN_DIR/report.html)")
 
 
 @command("report", help="Render a run directory as one self-contained HTML file.", configure=_configure_report)
@@ -91,8 +93,8 @@ def report(arguments: argparse.Namespace) -> int:
     from mismatch_ext.report import build
 
     built = build(arguments.run_dir, arguments.out)
-    say(str(built.path))
-    say(built.verdict)
+    say(str(built.path), keep="")
+    say(built.verdict, keep="")
     return 0
 
 

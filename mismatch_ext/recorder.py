@@ -23,6 +23,26 @@ logger = logging.getLogger(__name__)
 PREFIX = "mismatch/"
 
 
+def run_folder(monitor: MonitorConfig, output: Path) -> Path:
+    """Return the folder of a run's metrics.
+
+    Args:
+        monitor: The `monitor` section; a `~` in front of its `run_dir` is the home folder.
+        output: The host's output folder.
+
+    Raises:
+        RunDirectoryError: `run_dir` is in the home folder of nobody.
+    """
+    if not monitor.run_dir:
+        return output / "mismatch"
+    try:
+        return Path(monitor.run_dir).expanduser()
+    except RuntimeError as error:
+        raise RunDirectoryError(
+            f"mismatch.monitor.run_dir={monitor.run_dir!r}: {error} Give the whole path."
+        ) from error
+
+
 def ensure_writable(run_dir: Path) -> None:
     """Check, before anything expensive starts, that metrics can be written.
 

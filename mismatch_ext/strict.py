@@ -1,21 +1,50 @@
-"""Strict loading of frozen dataclasses from mappings, JSON and YAML: nothing unknown, nothing of a wrong type."""
+"""Strict loading of frozen dataclasses from mappings: nothing unknown, nothing of a wrong type.
+
+A section that is written with nothing after it (`lr:` in YAML, `null` in JSON, None in a mapping) is that section with its
+defaults: whoever writes its name wants it. Left out, it is off.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
+import reprlib
 import types
 import typing
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union
 
 from mismatch_ext.errors import ConfigError
 
 Section = TypeVar("Section")
 Action = Literal["error", "warn", "off"]
+
+# What dtypes are called elsewhere, and close matches do not find.
+ALSO_CALLED = {
+    "float32": ("fp32", "f32", "float", "single", "full", "32", "torch.float32", "torch.float"),
+    "float16": ("fp16", "f16", "half", "16", "torch.float16", "torch.half"),
+    "bfloat16": ("bf16", "torch.bfloat16"),
+}
+
+_shortened = reprlib.Repr()
+_shortened.maxdict = _shortened.maxlist = _shortened.maxtuple = 30
+_shortened.maxstring = _shortened.maxother = 300
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: like `repr`, but of bounded length and depth."""
+    return _shortened.repr(value)
+
+
+def suggestion(given: object, allowed: Iterable[object]) -> str:
+    """Return " Did you mean 'x'?" for the allowed name that is meant, or ""."""
+    names = [str(name) for name in allowed]
+    given = given if isinstance(given, str) else shown(given)
+    lowered = given.strip().lower()
+    near = [name for name in names if lowered == name.lower() or lowered in ALSO_CALLED.get(name, ())]
+    near = near or difflib.get_close_matches(given, names, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -24,56 +53,28 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{key}: {value!r} is not allowed; allowed: {allowed}.")
 
 
-def load_mapping(text: str | Path) -> Mapping[str, Any]:
-    """Read the block as a mapping from a JSON or YAML text, or from the path of a JSON or YAML file."""
-    source = "the mismatch block"
-    if str(text).strip().lower().endswith((".json", ".yaml", ".yml")):
-        path = Path(str(text).strip())
-        source = f"mismatch file {path}"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source} cannot be read: {error}. Give the path of a JSON or YAML file.") from error
-    data = _parse_json_or_yaml(str(text), source)
-    if isinstance(data, Mapping) and set(data) == {"mismatch"}:
-        data = data["mismatch"]
-    if data is None:
-        data = {}
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: expected a mapping of sections, found {type(data).__name__} {data!r}.")
-    return data
-
-
-def _parse_json_or_yaml(text: str, source: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as json_error:
-        try:
-            import yaml
-        except ImportError:
-            raise ConfigError(
-                f"{source} is not valid JSON ({json_error}); to read YAML, `pip install pyyaml`."
-            ) from json_error
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{source} is neither valid JSON nor valid YAML: {error}") from error
-
-
 def build(section: type[Section], data: Any, path: str) -> Section:
-    """Build a frozen dataclass from a mapping, refusing what it does not know."""
+    """Build a frozen dataclass from a mapping, refusing what it does not know; None stands for a mapping with nothing in it.
+
+    Raises:
+        ConfigError: Unknown or missing key, wrong type, value out of range; names key, value and what is allowed.
+    """
     if isinstance(data, section):
         return data
+    unwritten = data is None
+    data = {} if unwritten else data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}: expected a mapping, found {type(data).__name__} {data!r}.")
+        raise ConfigError(
+            f"{path}: expected a mapping, found {type(data).__name__} {shown(data)}; give its keys, or {{}} for its defaults. "
+            "Left out, it is off."
+        )
     hints = typing.get_type_hints(section)
     known = [f.name for f in dataclasses.fields(section)]  # type: ignore[arg-type]
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{path}: unknown key {key!r} (value {data[key]!r}); known keys: {', '.join(known)}.{hint}"
+                f"{path}: unknown key {shown(key)} (value {shown(data[key])}); known keys: {', '.join(known)}."
+                f"{suggestion(key, known)}"
             )
     missing = [
         f.name
@@ -83,25 +84,44 @@ def build(section: type[Section], data: Any, path: str) -> Section:
     if missing:
         raise ConfigError(
             f"{path}: missing key {missing[0]!r}; it has no default, allowed: {_name(hints[missing[0]])}."
+            + (
+                f" There is nothing after {path.rpartition('.')[2]!r}: leave it out to switch it off."
+                if unwritten
+                else ""
+            )
         )
     return section(**{key: _convert(hints[key], value, f"{path}.{key}") for key, value in data.items()})
+
+
+def plain(section: Any) -> dict[str, Any]:
+    """Return a frozen dataclass as the mapping that `build` makes it from: a part that is absent is left out."""
+    hints = typing.get_type_hints(type(section))
+    found = {}
+    for field in dataclasses.fields(section):
+        value, kinds = getattr(section, field.name), typing.get_args(hints[field.name])
+        if value is None and any(map(dataclasses.is_dataclass, kinds)):
+            continue
+        if isinstance(value, dict):
+            value = {key: plain(entry) if dataclasses.is_dataclass(entry) else entry for key, entry in value.items()}
+        found[field.name] = plain(value) if dataclasses.is_dataclass(value) else value
+    return found
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
         kinds = [a for a in args if a is not type(None)]
+        # A section that is written is wanted. Of a setting, None is a value like others.
+        if value is None and type(None) in args and not any(map(dataclasses.is_dataclass, kinds)):
+            return None
         fitting = next((a for a in kinds if isinstance(a, type) and type(value) is a), kinds[0])
         return _convert(fitting, value, path)
     if origin is Literal:
         # YAML 1.1 reads a bare `off` as False, and no section has a boolean in a choice.
         value = "off" if value is False and "off" in args else value
         if value not in args or isinstance(value, bool):
-            near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
-            hint_text = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{path}: {value!r} is not allowed; allowed: {', '.join(map(repr, args))}.{hint_text}")
+            allowed = ", ".join(map(repr, args))
+            raise ConfigError(f"{path}: {shown(value)} is not allowed; allowed: {allowed}.{suggestion(value, args)}")
         return value
     if origin is dict:
         return _convert_entries(args[1], value, path)
@@ -111,7 +131,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         value = float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         note = " (YAML reads 1e-3 as text; write 1.0e-3)" if hint is float and isinstance(value, str) else ""
-        raise ConfigError(f"{path}: expected {_name(hint)}, found {type(value).__name__} {value!r}{note}.")
+        raise ConfigError(f"{path}: expected {_name(hint)}, found {type(value).__name__} {shown(value)}{note}.")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{path}: {value!r} is not allowed; allowed: a finite number.")
     return value
@@ -119,11 +139,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 def _convert_entries(hint: Any, value: Any, path: str) -> dict[str, Any]:
     """Convert a mapping of names that users choose, each to the same kind of value."""
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: expected a mapping, found {type(value).__name__} {value!r}.")
+        raise ConfigError(f"{path}: expected a mapping, found {type(value).__name__} {shown(value)}.")
     for key in value:
         if not isinstance(key, str):
-            raise ConfigError(f"{path}: key {key!r} is not allowed; allowed: text, found {type(key).__name__}.")
+            raise ConfigError(f"{path}: key {shown(key)} is not allowed; allowed: text, found {type(key).__name__}.")
     return {key: _convert(hint, entry, f"{path}.{key}") for key, entry in value.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -87,6 +87,27 @@ def in_range(version: str, supports: str) -> bool:
     return SpecifierSet(supports).contains(exact, prereleases=True)
 
 
+def present(*names: str) -> None:
+    """Raise when a peer is not installed, whatever its version: for a module that cannot be imported without it.
+
+    Args:
+        names: Keys of `PEERS` by which they are imported.
+
+    Raises:
+        PeerVersionError: Names the first that is missing and the extra to install.
+    """
+    for name in names:
+        if util.find_spec(name) is None:
+            raise _missing(PEERS[name])
+
+
+def _missing(peer: Peer) -> PeerVersionError:
+    return PeerVersionError(
+        f"{peer.name} is not installed; this release of mismatch-ext supports {peer.name} {peer.supports}. "
+        f"Install it with `pip install mismatch-ext[{peer.extra}]`."
+    )
+
+
 def require(name: str) -> str:
     """Return the version of a peer, or raise when it is missing or outside the tested range.
 
@@ -99,10 +120,7 @@ def require(name: str) -> str:
     peer = PEERS[name]
     version = installed(name)
     if version is None:
-        raise PeerVersionError(
-            f"{name} is not installed; this release of mismatch-ext supports {name} {peer.supports}. "
-            f"Install it with `pip install mismatch-ext[{peer.extra}]`."
-        )
+        raise _missing(peer)
     if not in_range(version, peer.supports):
         raise PeerVersionError(
             f"{name} {version} is outside the supported range {peer.supports}; nothing was patched or changed. "

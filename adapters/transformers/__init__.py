@@ -1,5 +1,9 @@
 """transformers models: token scores, dtypes read back, FP16 readiness, vocabulary checks, routing record and replay."""
 
+from mismatch_ext.versions import present
+
+present("transformers")
+
 from mismatch_ext.adapters.transformers.readiness import scan_checkpoint
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.routing import (

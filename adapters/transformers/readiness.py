@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import torch
 
 from mismatch_ext.errors import ReadinessError
 from mismatch_ext.precision.readiness import ReadinessReport, scan_activations, scan_weights
+
+# Owner and name: an absolute path has no owner, nor has one of several folders.
+HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = "float16") -> ReadinessReport:
@@ -26,6 +30,7 @@ def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = 
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    model_dir = _folder(model_dir)
     try:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(model_dir) if prompts else None
@@ -41,3 +46,18 @@ def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = 
 
     activations = scan_activations(model, forward, dtype) if prompts else []
     return ReadinessReport.of(weights=weights, activations=activations, dtype=dtype)
+
+
+def _folder(model_dir: str | Path) -> Path:
+    """Return a checkpoint's folder, or the Hub's name of a model, which transformers looks up."""
+    try:
+        path = Path(model_dir).expanduser()
+    except RuntimeError as error:  # nobody's home folder
+        raise ReadinessError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
+    if path.is_dir() or (not path.exists() and HUB_NAME.fullmatch(str(model_dir))):
+        return path
+    found = "is a file" if path.exists() else "does not exist"
+    raise ReadinessError(
+        f"checkpoint {model_dir} cannot be loaded: {path} {found}; give the folder that holds config.json, the weights and the "
+        "tokenizer."
+    )

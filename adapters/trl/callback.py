@@ -24,8 +24,9 @@ from mismatch_ext.banner import monitor_lines, print_closing, rule_of
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import TRL
-from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
+from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
 
 NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing")
@@ -129,10 +130,10 @@ class MismatchCallback(TrainerCallback, ExportableState):
             lines = [f"mismatch-ext {installed('mismatch-ext')} is active by callback"]
             if self.block.lr is not None:
                 lines.append(f"  lr         {rule_of(self.block.lr)}")
-            print("\n".join([*lines, *monitor_lines(self._alarms.monitor, run_dir)]), flush=True)
+            say("\n".join([*lines, *monitor_lines(self._alarms.monitor, run_dir)]))
 
     def _run_dir(self, args: TrainingArguments) -> Path:
-        return Path(self.block.monitor.run_dir or Path(str(args.output_dir)) / "mismatch")
+        return run_folder(self.block.monitor, Path(str(args.output_dir)))
 
     def _check_alone(self, state: TrainerState) -> None:
         entries: Any = state.stateful_callbacks  # a dict; transformers annotates what it is made of

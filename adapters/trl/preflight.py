@@ -31,6 +31,7 @@ from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.terminal import say
 from mismatch_ext.weight_sync import SyncVerdict
 
 if TYPE_CHECKING:
@@ -137,9 +138,7 @@ class PreflightMixin(_Host):
             self._wrap_engine(patch_digest)
         if self.accelerator.is_main_process:
             watched, measured = self._alarms.monitor, "at every generation"
-            print(
-                banner(self._config, self._header(), watched, self._run_dir, seams=SEAMS, measured=measured), flush=True
-            )
+            say(banner(self._config, self._header(), watched, self._run_dir, seams=SEAMS, measured=measured))
 
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)

@@ -35,7 +35,7 @@ from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.recorder import PREFIX, ensure_writable
+from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
 from mismatch_ext.records import RolloutBatch, collate
 from mismatch_ext.versions import require
 
@@ -73,7 +73,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         check_stitching(self._block, kwargs)
         # Imports the functions that alarms call; the recorder comes with the run.
         self._alarms = AlarmCallback(self._config.monitor, lambda *event: self._recorder.event(*event))
-        self._run_dir = Path(self._config.monitor.run_dir or Path(config.output_dir) / "mismatch")
+        self._run_dir = run_folder(self._config.monitor, Path(config.output_dir))
         ensure_writable(self._run_dir)
         self._eval_split = "eval/default"
         self._audit_report = None

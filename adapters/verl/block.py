@@ -7,6 +7,7 @@ import json
 import os
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.loading import load_mapping
 
 BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
 """Environment variable that holds the block as JSON: Ray hands it to all processes of a run, as verl's own settings travel."""
@@ -19,7 +20,7 @@ def active_block() -> MismatchConfig | None:
         ConfigError: The variable was set by hand, and holds no block.
     """
     text = os.environ.get(BLOCK_VARIABLE)
-    return MismatchConfig.parse(json.loads(text)) if text else None
+    return MismatchConfig.parse(load_mapping(text, f"the variable {BLOCK_VARIABLE}")) if text else None
 
 
 def encode(block: MismatchConfig) -> str:

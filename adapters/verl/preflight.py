@@ -19,6 +19,7 @@ from mismatch_ext.monitor import Monitor
 from mismatch_ext.patching import PatchSet
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.terminal import say
 from mismatch_ext.weight_sync import SyncObservation, WeightSyncChecker
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class PreflightMixin(_Host):
             seams=seams_of(self._checked.worker),
             measured="at every step",
         )
-        print(said, flush=True)
+        say(said)
 
     def _sampling(self) -> SamplingSettings:
         rollout = self.config.actor_rollout_ref.rollout
@@ -172,6 +173,6 @@ class PreflightMixin(_Host):
 
     def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Say it, and keep it in the run's metrics file."""
-        print(f"mismatch-ext: {message}", flush=True)
+        say(f"mismatch-ext: {message}")
         if self._recorder is not None:
             self._recorder.event(self.global_steps, level, name, message, data)

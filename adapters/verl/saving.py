@@ -19,6 +19,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError, RunDirectoryError, StallError
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.terminal import say
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
@@ -140,7 +141,7 @@ class SavingMixin(_Host):
                 self.global_steps, self._rescued = failed_in, False
         where = f"The training state of step {step} is in {self._folder(step)}; resume with trainer.resume_mode=auto."
         error.add_note(where)
-        print(f"mismatch-ext: {where}", flush=True)
+        say(f"mismatch-ext: {where}")
 
     def _end(self, status: str, message: str = "") -> None:
         if self._recorder is None or not self._recorder.started:

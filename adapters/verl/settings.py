@@ -17,6 +17,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.terminal import say
 from mismatch_ext.versions import PEERS, require
 
 TRAINER = "mismatch"
@@ -82,7 +83,7 @@ def _prepare(config: DictConfig) -> None:
         check_bypass(config, block)
         done += set_kl(config, block.kl) if block.kl is not None else []
         for line in done:
-            print(f"mismatch-ext: {line}", flush=True)
+            say(f"mismatch-ext: {line}")
         _set_environment(config, block)
 
 
@@ -139,10 +140,9 @@ def _set_precision(config: DictConfig, block: MismatchConfig) -> None:
         fsdp.mixed_precision = {**wanted, **(dict(given) if given is not None else {})}
         if not _same_dtype(fsdp.dtype, dtype):
             # The key is documented as the training dtype, and read for Megatron alone.
-            print(
+            say(
                 f"mismatch-ext: actor_rollout_ref.{role}.fsdp_config.dtype={fsdp.dtype!r} is ignored by verl's FSDP engine; "
-                f"mismatch.precision sets mixed_precision.param_dtype={wanted['param_dtype']!r}, which it reads.",
-                flush=True,
+                f"mismatch.precision sets mixed_precision.param_dtype={wanted['param_dtype']!r}, which it reads."
             )
             fsdp.dtype = dtype
     found = group.rollout.dtype

@@ -33,7 +33,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
-from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
+from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
 MEASURED_TOGETHER = 1 << 20
@@ -55,8 +55,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         with open_dict(config):
             # verl asks in several places whether the mode is "sync", and this trainer is.
             config.trainer.v1.trainer_mode = "sync"
-        run_dir = block.monitor.run_dir or Path(config.trainer.default_local_dir) / "mismatch"
-        self._run_dir = Path(run_dir)
+        self._run_dir = run_folder(block.monitor, Path(config.trainer.default_local_dir))
         ensure_writable(self._run_dir)
         self._monitor = Monitor(block.monitor, VERL)
         self._recorder: RunRecorder | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from mismatch_ext.terminal import say
 
 STARTING = 600.0
 """Seconds that servers have to start, whatever a phase of a step may take: they load weights and compile."""
@@ -75,7 +76,7 @@ class Watchdog:
                 f"{self.timeout:g} s). Most often a worker or the rollout server has failed where nobody waits for its answer: "
                 "look for the first error above and in Ray's worker logs. Raise stall_timeout if the phase is only slow."
             )
-            print(f"mismatch-ext: {self.message}", file=sys.stderr, flush=True)
+            say(f"mismatch-ext: {self.message}", error=True)
             try:
                 self._release()
             finally:

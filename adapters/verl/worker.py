@@ -23,6 +23,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, ReadinessError
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
+from mismatch_ext.terminal import say
 from mismatch_ext.versions import require
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             message = f"the checkpoint is not ready for {dtype}: {'; '.join(report.reasons)}"
             if block.precision.readiness == "error":
                 raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
-            print(f"mismatch-ext: {message}", flush=True)
+            say(f"mismatch-ext: {message}")
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:

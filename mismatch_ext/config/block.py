@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,8 @@ from mismatch_ext.config.lr import LrConfig
 from mismatch_ext.config.monitor import MonitorConfig
 from mismatch_ext.config.precision import PrecisionConfig
 from mismatch_ext.config.routing import RoutingConfig
-from mismatch_ext.strict import build, load_mapping
+from mismatch_ext.loading import load_mapping
+from mismatch_ext.strict import build, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class MismatchConfig:
 
         Args:
             value: None (no block: stock behaviour), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml`
-                or `.yml` file (with or without a top-level `mismatch:` key), or a `MismatchConfig`.
+                or `.yml` file (with or without a top-level `mismatch:` key), or a `MismatchConfig`. A section that is
+                written with nothing after it (null, None) is on, with its defaults; to switch it off, leave it out.
 
         Returns:
             The frozen configuration, or None when no block was given.
@@ -57,4 +58,4 @@ class MismatchConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the block as plain JSON-able data, absent sections left out."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return plain(self)

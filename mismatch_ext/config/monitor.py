@@ -46,7 +46,7 @@ class MonitorConfig:
     """
 
     run_dir: str | None = None
-    """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`."""
+    """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`. A `~` in front is the home folder."""
     weight_sync: Action = "error"
     """What to do when, after a weight update, the engine's prefill computes with stale or garbled weights. Decoding is not
     probed: an engine whose captured decode path alone keeps old weights passes."""

@@ -66,7 +66,8 @@ def weight_metrics(rows: Rows, settings: Settings) -> dict[str, float]:
         raw = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         raw_by_row = torch.where(rows.count[filled] > 0, raw, 0.0)
         high, low = float((raw > upper).double().mean()), float((raw < lower).double().mean())
-        largest, smallest = float(log_weight.max().clamp(max=LOG_RATIO_BOUND).exp()), float(log_weight.min().exp())
+        ends = torch.stack([log_weight.max(), log_weight.min()]).clamp(max=LOG_RATIO_BOUND).exp()
+        largest, smallest = ends.tolist()
         beyond = ((raw > upper) | (raw < lower)).double() * rows.count[filled]
         outside = float(beyond.sum()) / tokens
     metrics |= {

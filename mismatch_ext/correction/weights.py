@@ -16,6 +16,7 @@ from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_
 from mismatch_ext.correction.settings import Rule, Settings, resolve
 from mismatch_ext.correction.summary import rule_metrics, summarise, weight_metrics
 from mismatch_ext.errors import RecordError
+from mismatch_ext.metrics.numerics import as_bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +69,7 @@ def correct(
         Weights, mask and metrics.
 
     Raises:
-        RecordError: Shapes differ, nothing is unmasked, or advantages are missing.
+        RecordError: Shapes differ, the mask holds other values than 0 and 1, nothing is unmasked, or advantages are missing.
         NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position.
         ConfigError: The section is malformed.
     """
@@ -105,7 +106,7 @@ def _checked(rollout: Tensor, old: Tensor, mask: Tensor) -> Tensor:
             f"rollout_logprobs {tuple(rollout.shape)}, old_logprobs {tuple(old.shape)} and response_mask {tuple(mask.shape)} "
             "need one shape [B, T]."
         )
-    return mask.bool()
+    return as_bool("response_mask", mask)
 
 
 def _row_weights(rows: Rows, settings: Settings) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.kl.estimators import SATURATION, output_dtype, require_estimator, require_float
+from mismatch_ext.metrics.numerics import as_bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,11 +67,7 @@ def checked_tokens(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, behavio
         raise RecordError(f"{listed}: all must have one shape [B, T].")
     for name, tensor in named.items():
         require_float(name, tensor)
-    if mask.dtype != torch.bool:
-        kept = mask != 0
-        if not torch.equal(kept.to(mask.dtype), mask):
-            raise RecordError("mask holds values other than 0 and 1; weights belong in the loss, not here.")
-        mask = kept
+    mask = as_bool("mask", mask)
     for name, tensor in named.items():
         _require_finite(name, tensor.detach(), mask)
     blank = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from mismatch_ext.config import SurgeConfig
+from mismatch_ext.loading import load_mapping
 from mismatch_ext.lr.simulation import table
-from mismatch_ext.strict import build, load_mapping
+from mismatch_ext.strict import build
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m mismatch_ext.lr", description=__doc__)

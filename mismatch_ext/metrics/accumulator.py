@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.metrics.names import tail_name
-from mismatch_ext.metrics.numerics import SATURATION, k3
+from mismatch_ext.metrics.numerics import SATURATION, as_bool, k3
 from mismatch_ext.metrics.profiles import POSITION_EDGES, PROBABILITY_EDGES, Histogram, Profile
 from mismatch_ext.records import SamplingSettings
 
@@ -333,12 +333,7 @@ def _checked_mask(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
     for name, tensor in (("old_logprobs", old), ("rollout_logprobs", rollout)):
         if not tensor.is_floating_point():
             raise RecordError(f"{name} has dtype {tensor.dtype}; log-probabilities must be floating point.")
-    if mask.dtype != torch.bool:
-        kept = mask != 0
-        if not torch.equal(kept.to(mask.dtype), mask):
-            raise RecordError("response_mask holds values other than 0 and 1; weights belong in the loss, not here.")
-        mask = kept
-    return mask
+    return as_bool("response_mask", mask)
 
 
 def _require_finite(name: str, values: Tensor, rows: Tensor, positions: Tensor) -> None:

@@ -5,11 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mismatch_ext.errors import RecordError
+
 # Largest exponent that is exponentiated; log-ratios beyond it are counted. exp(600) is 4e260, so that a sum over 1e47
 # tokens still fits float64; exp(700) would overflow at the 18,000th.
 SATURATION = 600.0
 # In float64 expm1(d) - d keeps 1e-10 of relative accuracy down to here; two terms of the series are better below.
 SERIES_BELOW = 1e-5
+
+
+def as_bool(name: str, mask: Tensor) -> Tensor:
+    """Return a mask of zeros and ones as one of booleans, of the same shape.
+
+    Args:
+        name: What it is called where it was given.
+        mask: Any dtype; one of booleans is returned as it is.
+
+    Raises:
+        RecordError: It holds something else: weights, which would all count as 1.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    kept = mask != 0
+    if not torch.equal(kept.to(mask.dtype), mask):
+        raise RecordError(f"{name} holds values other than 0 and 1; weights belong in the loss, not here.")
+    return kept
 
 
 def k3(log_ratio: Tensor) -> Tensor:

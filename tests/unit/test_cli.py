@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,43 @@ def test_a_terminal_without_greek_letters_gets_a_question_mark(monkeypatch: pyte
     cli.say("mean |Δlogp|")
     sys.stdout.flush()
     assert raw.getvalue() == b"mean |?logp|\n"
+
+
+STEERING = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\x7f"
+
+
+def test_names_of_runs_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Two runs, so that the verdict has both names; a line of its own would pass for one of ours.
+    for name in (f"a{STEERING}\nready to train", "b"):
+        run = write_run(tmp_path / STEERING / name.replace("\n", " "), "bf16", steps=3)
+        metrics = run / "metrics.jsonl"
+        lines = metrics.read_text().splitlines()
+        header = json.loads(lines[0])
+        header["run"]["name"] = name
+        metrics.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    assert cli.main(["report", str(tmp_path / STEERING), "--out", str(tmp_path / f"{STEERING}.html")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 2 and out.replace("\n", "").isprintable()
+    assert r"a\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\x7f" in out
+    assert cli.main(["report", f"{tmp_path}/{STEERING}/none"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.rstrip("\n").isprintable()
+
+
+def test_what_is_said_keeps_its_lines_and_its_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.say("gap\t|Δlogp| 重い\n  \udcff zero\u200bwidth")
+    assert capsys.readouterr().out == "gap\t|Δlogp| 重い\n  \\udcff zero\\u200bwidth\n"
+
+
+def test_a_home_folder_that_the_shell_left_alone(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(run_dir.parent))
+    assert cli.main(["report", "~/run", f"--out={'~'}/home.html"]) == 0
+    assert (run_dir.parent / "home.html").exists()
+    with pytest.raises(SystemExit):
+        cli.main(["report", "~nobody-of-that-name/run"])
+    assert "nobody-of-that-name" in capsys.readouterr().err
 
 
 def test_another_module_can_register_a_subcommand(

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig, PrecisionConfig
+from mismatch_ext.config import (
+    AlarmConfig,
+    CorrectionConfig,
+    KlConfig,
+    LossScaleConfig,
+    LrConfig,
+    MismatchConfig,
+    MonitorConfig,
+    PrecisionConfig,
+)
 from mismatch_ext.errors import ConfigError
 
 BLOCK = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024}}, "monitor": {"profile_every": 3}}
@@ -169,6 +179,140 @@ def test_errors_name_key_value_and_what_is_allowed(block: object, words: list[st
 def test_yaml_off_is_the_word_off() -> None:
     block = MismatchConfig.parse("monitor: {weight_sync: off}")
     assert block is not None and block.monitor.weight_sync == "off"
+
+
+# A section that is written with nothing after it.
+
+DEFAULTS = {"kl": KlConfig(), "lr": LrConfig(), "correction": CorrectionConfig(), "monitor": MonitorConfig()}
+WRITTEN: list[Callable[[str], object]] = [
+    lambda name: f"{name}:\n",
+    lambda name: f"mismatch:\n  {name}:\n",
+    lambda name: f"{name}: ~",
+    lambda name: json.dumps({name: None}),
+    lambda name: {name: None},
+    lambda name: {name: {}},
+]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_section_with_nothing_after_it_is_on_with_its_defaults(
+    written: Callable[[str], object], name: str, tmp_path: Path
+) -> None:
+    given = written(name)
+    block = MismatchConfig.parse(given)  # type: ignore[arg-type]
+    assert block is not None and getattr(block, name) == DEFAULTS[name]
+    assert name in block.to_dict()
+    assert MismatchConfig.parse(json.loads(json.dumps(block.to_dict()))) == block
+    if isinstance(given, str):
+        file = tmp_path / "block.yaml"
+        file.write_text(given)
+        assert MismatchConfig.parse(file) == block
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize(("name", "missing"), [("precision", "'dtype'"), ("routing", "'mode'")])
+def test_a_section_without_its_required_key_names_it(written: Callable[[str], object], name: str, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"mismatch.{name}: missing key {missing}"):
+        MismatchConfig.parse(written(name))  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_section_with_nothing_after_it() -> None:
+    surge = MismatchConfig.parse("lr:\n  surge:\n")
+    assert surge is not None and surge.lr == LrConfig()
+    alarms = MismatchConfig.parse("monitor:\n  alarms:\n    k3_kl:\n")
+    assert alarms is not None and alarms.monitor.alarms == {"k3_kl": AlarmConfig()}
+    assert MismatchConfig.parse("monitor:\n  alarms:\n") == MismatchConfig()
+    scale = MismatchConfig.parse("precision: {dtype: float16, loss_scale: }")
+    assert scale is not None and scale.precision == PrecisionConfig(dtype="float16")
+    with pytest.raises(ConfigError, match="mismatch.kl.controller: missing key 'target_kl'.*leave it out"):
+        MismatchConfig.parse("kl:\n  coef: 0.1\n  controller:\n")
+
+
+def test_none_is_off_where_nobody_has_written_it_and_a_value_where_it_is_one() -> None:
+    block = MismatchConfig(lr=None, kl=None)
+    assert block == MismatchConfig() and block.to_dict().keys() == {"monitor"}
+    lengths = MismatchConfig.parse({"lr": {"surge": {"truncated_rise": None}}, "kl": {"coef": None}})
+    assert lengths is not None and lengths.lr is not None and lengths.kl is not None
+    assert lengths.lr.surge.truncated_rise is None and lengths.kl.controller is None
+    assert MismatchConfig.parse(lengths.to_dict()) == lengths
+
+
+@pytest.mark.parametrize("value", [False, "off", []])
+def test_what_is_not_a_section_says_how_it_is_switched_off(value: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"mismatch.lr: expected a mapping.*or {} for its defaults. Left out, it is off"
+    ):
+        MismatchConfig.parse({"lr": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: {period: 5}\nmonitor: {}\nlr: {period: 7}\n", ["line 3", "'lr'", "{'period': 5}", "{'period': 7}"]),
+        ("lr:\n  period: 5\n  period: 7\n", ["line 3", "'period'", "as 5 and as 7"]),
+        ('{"lr": {"period": 5}, "lr": {"period": 7}}', ["'lr'", "{'period': 5}", "{'period': 7}"]),
+        ('{"mismatch": {"lr": {"period": 5, "period": 5}}}', ["'period'", "as 5 and as 5"]),
+    ],
+)
+def test_a_key_that_is_given_twice_is_named(text: str, words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "block.yaml"
+    file.write_text(text)
+    for form in (text, file):
+        with pytest.raises(ConfigError, match="given twice") as caught:
+            MismatchConfig.parse(form)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_merged_mapping_may_be_overridden() -> None:
+    block = MismatchConfig.parse("lr: {surge: &calm {ratio: 3.0, smoothing: 7}}\n")
+    merged = MismatchConfig.parse("lr: {surge: {<<: {ratio: 9.0, smoothing: 7}, ratio: 3.0}}\n")
+    assert block == merged
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"lr":' * 100_000, "{a: " * 20_000, "- " * 20_000 + "x", "{", "1" * 5000, "lr: 2001-99-99"],
+    ids=["lists", "json", "yaml", "items", "open", "digits", "date"],
+)
+def test_text_that_cannot_be_read_is_a_config_error(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "block.json"
+    file.write_text(text)
+    for form in (text, file):
+        with pytest.raises(ConfigError) as caught:
+            MismatchConfig.parse(form)
+        assert "mismatch" in str(caught.value) and len(str(caught.value)) < 2000
+
+
+def test_what_is_nested_deeply_is_shown_in_short() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for block in ({"lr": deep}, {"leer": deep}, {"lr": {"period": deep}}, {"lr": {"rule": deep}}, deep):
+        with pytest.raises(ConfigError) as caught:
+            MismatchConfig.parse(block)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "block.yaml").write_text("lr:\n")
+    assert MismatchConfig.parse("~/block.yaml") == MismatchConfig(lr=LrConfig())
+    with pytest.raises(ConfigError, match="~nobody-of-that-name/block.yaml cannot be read"):
+        MismatchConfig.parse("~nobody-of-that-name/block.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("fp16", "float16"), ("half", "float16"), ("FP16", "float16"), ("f16", "float16"), ("torch.float16", "float16"),
+        ("bf16", "bfloat16"), ("torch.bfloat16", "bfloat16"), ("fp32", "float32"), ("float", "float32"), ("f32", "float32"),
+        (16, "float16"),
+    ],
+)  # fmt: skip
+def test_another_name_of_a_dtype_is_understood_in_the_error(given: object, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"mismatch.precision.dtype: {given!r} .* Did you mean '{meant}'"):
+        MismatchConfig.parse({"precision": {"dtype": given}})
 
 
 KEYS = st.sampled_from(

@@ -438,3 +438,18 @@ def test_the_dtype_of_the_mask_changes_nothing(chosen: Settings, dtype: torch.dt
         assert torch.equal(typed, before)  # the caller's mask is not written to
         assert torch.equal(found.mask, plain.mask) and torch.equal(found.weights, plain.weights)
         assert found.metrics == plain.metrics
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("nan")])
+def test_a_mask_of_weights_is_refused(value: float) -> None:
+    mask = torch.tensor([[value, 1.0]])
+    with pytest.raises(RecordError, match="response_mask holds values other than 0 and 1"):
+        correct(torch.zeros(1, 2), torch.zeros(1, 2), mask, CorrectionConfig(preset="tis"))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_least_and_largest_weight_are_finite_where_all_are_huge(level: str) -> None:
+    settings = Settings(level=level, upper=2.0)  # type: ignore[arg-type]
+    found = correct(torch.full((2, 3), -800.0), torch.zeros(2, 3), torch.ones(2, 3), settings).metrics
+    assert found["rollout_is_max"] == found["rollout_is_min"] or level == "token"
+    assert all(math.isfinite(value) for value in found.values())

@@ -40,6 +40,50 @@ def upward(source: str, layer: int) -> list[str]:
     return [name for name in imported(source) if (layer_of(name) or 0) > layer]
 
 
+# Run where a peer cannot be imported: what is said, and by which exception.
+BLOCKED = """
+import importlib, sys
+for missing, module in [pair.split(":") for pair in sys.argv[1:]]:
+    sys.modules[missing] = None
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        print("imported")
+    del sys.modules[missing]
+"""
+
+
+def test_an_adapter_without_its_peer_names_the_extra() -> None:
+    cases = {
+        "trl:mismatch_ext.adapters.trl": "trl",
+        "transformers:mismatch_ext.adapters.trl": "trl",
+        "accelerate:mismatch_ext.adapters.trl": "trl",
+        "transformers:mismatch_ext.adapters.transformers": "trl",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *cases, "trl:mismatch_ext.adapters.vllm"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    *refused, vllm = done.stdout.splitlines()
+    assert len(refused) == len(cases)
+    for case, said in zip(cases, refused, strict=True):
+        assert said.startswith(f"PeerVersionError: {case.partition(':')[0]} is not installed"), said
+        assert f"pip install mismatch-ext[{cases[case]}]" in said
+    # vLLM's adapter asks for vLLM when it is given an engine, so that TRL's works without.
+    assert vllm == "imported"
+
+
+def test_a_command_without_its_peer_names_the_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None; from mismatch_ext.adapters.cli import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "readiness", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "transformers is not installed" in done.stderr and "pip install mismatch-ext[trl]" in done.stderr
+
+
 @pytest.mark.parametrize("folder", ["mismatch_ext", "patches", "adapters"])
 def test_no_module_imports_from_a_higher_layer(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.recorder import RunRecorder, run_folder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.report.verdict import run_status
 from mismatch_ext.rundata import read_run
@@ -28,6 +29,15 @@ def recorder(run_dir: Path) -> RunRecorder:
 
 def ends(run_dir: Path) -> list[tuple[int, str, str]]:
     return [(end.step, end.status, end.of) for end in read_run(run_dir).ends]
+
+
+def test_a_run_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder(MonitorConfig(run_dir="~/x"), Path("out")) == tmp_path / "x"
+    assert run_folder(MonitorConfig(run_dir="x/~"), Path("out")) == Path("x/~")
+    assert run_folder(MonitorConfig(), Path("out")) == Path("out/mismatch")
+    with pytest.raises(RunDirectoryError, match="run_dir='~nobody-of-that-name/x'.*Give the whole path"):
+        run_folder(MonitorConfig(run_dir="~nobody-of-that-name/x"), Path("out"))
 
 
 def test_an_evaluation_of_several_sets_ends_once(tmp_path: Path) -> None:

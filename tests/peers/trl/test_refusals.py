@@ -166,6 +166,55 @@ def test_the_configuration_refuses(
     assert type(refusal.value) is error and all(word in str(refusal.value) for word in words), refusal.value
 
 
+@pytest.mark.parametrize("kind", ["MismatchGRPOConfig", "MismatchRLOOConfig"])
+@pytest.mark.parametrize("nothing", [None, {}, "yaml", "json"])
+def test_a_section_with_nothing_after_it_is_on(configure: Make, kind: str, nothing: Any, tmp_path: Path) -> None:
+    from mismatch_ext.config import LrConfig
+
+    def block(name: str) -> Any:
+        return {"yaml": f"{name}:\n", "json": f'{{"{name}": null}}'}.get(nothing) or {name: nothing}
+
+    given = {"kind": kind, "use_vllm": False, "bf16": False}
+    config = configure(block("lr"), **given)
+    assert config.mismatch_block().lr == LrConfig() and "lr" in config.mismatch
+    for name, words in {
+        "precision": "mismatch.precision: missing key 'dtype'",
+        "routing": "mismatch.routing: missing key 'mode'",
+        "correction": "mismatch.correction",
+        "kl": "mismatch.kl with" if kind == "MismatchRLOOConfig" else "mismatch.kl without a coefficient",
+        "monitor": "use_vllm=False with a mismatch block without",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            configure(block(name), **given)
+
+
+def test_a_section_with_nothing_after_it_through_trls_own_parser(peers: Any, tmp_path: Path) -> None:
+    from mismatch_ext.adapters.trl import MismatchGRPOConfig
+    from trl import TrlParser
+
+    from mismatch_ext.config import LrConfig
+
+    file = tmp_path / "config.yaml"
+    common = f"output_dir: {tmp_path}/run\nuse_vllm: false\nuse_cpu: true\nbf16: false\n"
+    for text, argv in (
+        ("mismatch:\n  lr:\n", []),
+        ("mismatch: {lr: {}}\n", []),
+        ("", ["--mismatch", '{"lr": null}']),
+        ("", ["--mismatch", "lr:"]),
+    ):
+        file.write_text(common + text)
+        (config,) = TrlParser(MismatchGRPOConfig).parse_args_and_config(["--config", str(file), *argv])
+        assert config.mismatch_block().lr == LrConfig(), (text, argv)
+    file.write_text(common + "mismatch:\n  precision:\n")
+    with pytest.raises(ConfigError, match="mismatch.precision: missing key 'dtype'"):
+        TrlParser(MismatchGRPOConfig).parse_args_and_config(["--config", str(file)])
+    with pytest.raises(ConfigError, match="'lr' is given twice"):
+        file.write_text(common)
+        TrlParser(MismatchGRPOConfig).parse_args_and_config(
+            ["--config", str(file), "--mismatch", '{"lr": {"period": 5}, "lr": {}}']
+        )
+
+
 @pytest.mark.parametrize(
     ("block", "launch", "error", "words"),
     [

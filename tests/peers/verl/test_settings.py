@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from mismatch_ext.adapters.verl import block, plugin, settings, steering
 from mismatch_ext.adapters.verl.watchdog import Watchdog
 from omegaconf import DictConfig, OmegaConf
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import KlConfig, LrConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,6 +84,47 @@ def test_the_block_arrives_in_another_process_as_it_was_given(monkeypatch: pytes
     found = block.active_block()
     assert found == MismatchConfig.parse({"routing": {"mode": "R3"}, "lr": {"period": 7}})
     assert block.digest(found) != block.digest(MismatchConfig()) != block.digest(None) == "none"
+
+
+@pytest.mark.parametrize("nothing", ["null", "{}", "''"])
+def test_a_section_with_nothing_after_it_on_verls_command_line(nothing: str) -> None:
+    def sent(*overrides: str) -> MismatchConfig | None:
+        variables = prepared(*overrides).ray_kwargs.ray_init.runtime_env.env_vars
+        return MismatchConfig.parse(json.loads(variables[block.BLOCK_VARIABLE]))
+
+    if nothing == "''":
+        with pytest.raises(ConfigError, match="mismatch.lr: expected a mapping"):
+            sent(f"+mismatch.lr={nothing}")
+        return
+    assert sent(f"+mismatch.lr={nothing}") == sent("+mismatch={lr: {}}") == MismatchConfig(lr=LrConfig())
+    assert sent(f"+mismatch.kl={nothing}") == MismatchConfig(kl=KlConfig())
+    assert sent(f"+mismatch.monitor={nothing}") == MismatchConfig()
+    for name, missing in {
+        "precision": "missing key 'dtype'",
+        "routing": "missing key 'mode'",
+        "correction": "is empty",
+    }.items():
+        with pytest.raises(ConfigError, match=f"mismatch.{name}.*{missing}"):
+            sent(f"+mismatch.{name}={nothing}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "neither valid JSON nor valid YAML"),
+        ('{"lr":' * 50_000, "nested too deeply"),
+        ('{"lr": {"period": 5}, "lr": {}}', "'lr' is given twice"),
+        ("7", "expected a mapping"),
+        ('{"precision": null}', "missing key 'dtype'"),
+    ],
+)
+def test_a_block_in_the_environment_that_cannot_be_read(text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(block.BLOCK_VARIABLE, text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        block.active_block()
+    assert said.startswith("missing") or "MISMATCH_EXT_BLOCK" in str(caught.value)
+    monkeypatch.setenv(block.BLOCK_VARIABLE, '{"lr": null}')
+    assert block.active_block() == MismatchConfig(lr=LrConfig())
 
 
 def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
