@@ -172,7 +172,8 @@ def test_a_section_with_nothing_after_it_is_on(configure: Make, kind: str, nothi
     from mismatch_ext.config import LrConfig
 
     def block(name: str) -> Any:
-        return {"yaml": f"{name}:\n", "json": f'{{"{name}": null}}'}.get(nothing) or {name: nothing}
+        texts = {"yaml": f"{name}:\n", "json": f'{{"{name}": null}}'}
+        return texts[nothing] if isinstance(nothing, str) else {name: nothing}
 
     given = {"kind": kind, "use_vllm": False, "bf16": False}
     config = configure(block("lr"), **given)
