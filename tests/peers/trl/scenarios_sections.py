@@ -187,7 +187,7 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     logits = logits_of(trainer.model, inputs)
     logps = scored(logits, inputs)
     advantages = inputs["advantages"].double()[:, None]
-    groups = torch.arange(len(mask)) // trainer.num_generations
+    groups = inputs.get("prompt_group")
     config = KlConfig(**section)
     if config.preset is not None:
         # TRL's default since 1.10: k3 times the differentiable ratio.
@@ -199,10 +199,7 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
             graded(trainer.processing_class.batch_decode(inputs["completion_ids"], skip_special_tokens=True))
         )
         total = rewards.double() - config.coef * torch.where(mask, logps.detach() - reference, 0.0).sum(1)
-        group = total.view(-1, trainer.num_generations)
-        advantages = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).view(-1, 1)
-        group = rewards.double().view(-1, trainer.num_generations)
-        bare = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        advantages, bare = (standardised(values, groups)[:, None] for values in (total, rewards.double()))
         term, what = (bare - advantages) * logps, "the gradient is that of advantages with the KL in the rewards"
         advantages = bare
     elif config.estimator == "full":
@@ -226,6 +223,15 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     return {"what": what, "error": apart(ours, with_term, with_term), "effect": apart(ours, without, with_term)}
 
 
+def standardised(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return TRL's advantages of rewards `[B]`: without the mean of their prompt, over its spread."""
+    found = torch.zeros_like(rewards)
+    for group in groups.unique():
+        chosen = groups == group
+        found[chosen] = (rewards[chosen] - rewards[chosen].mean()) / (rewards[chosen].std() + 1e-4)
+    return found
+
+
 def fresh(model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
@@ -234,11 +240,11 @@ def precision(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     """Read back the dtype that the products of the step's forward pass and the engine's weights have."""
     dtype = CASES["precision"][label]["dtype"]
     block = {"precision": {"dtype": dtype}, "monitor": {"weight_sync": "off"}}
-    trainer = build(kind, model, out, block, bf16=None)
+    trainer = build(kind, model, out, block, bf16=None, max_steps=1)
     seen: set[str] = set()
     layer = trainer.model.model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, args, output: seen.add(str(output.dtype).removeprefix("torch.")))
-    stepped(trainer)
+    trainer.train()
     held = str(engine.runner(trainer.vllm_generation.llm).model_config.dtype).removeprefix("torch.")
     scaler = trainer.accelerator.scaler is not None
     return {
@@ -264,7 +270,7 @@ def trained(kind: str, model: str, out: str, block: Any, watch: AtStep, **overri
         )
         watch.control = lambda: None if callback._lr is None else callback._lr.lr_control
     else:
-        given_model = model if overrides.get("use_vllm") else fresh(model)
+        given_model = model if overrides.get("use_vllm", True) else fresh(model)
         trainer = build(kind, given_model, out, block, **overrides)
         watch.control = lambda: None if trainer._lr is None else trainer._lr.lr_control
     trainer.add_callback(watch)
@@ -314,7 +320,7 @@ def routing(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     block = {"routing": CASES["routing"][label]}
     watch = AtStep()
     # The second update of a batch sees weights that chose otherwise: a large step on plain gradients.
-    options = {**OWN, "num_iterations": 2, "max_steps": 3, "learning_rate": 10.0, "optim": "sgd"}
+    options = {**OWN, "num_iterations": 2, "max_steps": 3, "learning_rate": 1.0, "optim": "sgd"}
     _, logs = trained(kind, model, out, block, watch, **options)
     compared = sum(entry.get("mismatch/routing/compared_tokens", 0.0) for entry in logs)
     flipped = max(entry.get("mismatch/routing/set_mismatch_frac", 0.0) for entry in logs)
