@@ -12,11 +12,7 @@ from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.longrun import read_long_run
 from mismatch_ext.monitor import Monitor, closing_lines
-<<<<<<< HEAD
-=======
-from mismatch_ext.rundata import read_run
 from mismatch_ext.terminal import say
->>>>>>> 2f67b08 (Take a written section at its word, and say plainly what cannot be read, found or printed)
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +108,7 @@ def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
 def print_closing(run_dir: Path) -> None:
     """Print what happened in a run; training has ended well by then, so that a metrics file which is lost is only said."""
     try:
-<<<<<<< HEAD
-        print("\n".join(closing_lines(read_long_run(run_dir))), flush=True)
-=======
-        say("\n".join(closing_lines(read_run(run_dir))))
->>>>>>> 2f67b08 (Take a written section at its word, and say plainly what cannot be read, found or printed)
+        say("\n".join(closing_lines(read_long_run(run_dir))))
     except RunDirectoryError as error:
         logger.warning("The summary of the run cannot be printed: %s", error)
 
