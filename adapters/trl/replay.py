@@ -202,7 +202,11 @@ def matching(
     """
     ids, real = tokens.cpu().to(torch.int32), attention_mask.bool().cpu()
     rows = [row[mask] for row, mask in zip(ids, real, strict=True)]
-    if any(int(mask.nonzero()[-1] - mask.nonzero()[0]) + 1 != len(row) for row, mask in zip(rows, real, strict=True) if len(row)):
+    if any(
+        int(mask.nonzero()[-1] - mask.nonzero()[0]) + 1 != len(row)
+        for row, mask in zip(rows, real, strict=True)
+        if len(row)
+    ):
         return None
     truncated = [not bool(mask[-length:].any()) for mask in real]
     pairs = list(zip(rows, truncated, strict=True))
@@ -233,7 +237,11 @@ def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Ten
     wanted = token_rows(tokens, attention_mask)
     for trace in passes:
         known = trace.token_rows()
-        if known is not None and trace.rows == len(wanted.ids) and not bool(known.differ(wanted.to(known.ids.device)).any()):
+        if (
+            known is not None
+            and trace.rows == len(wanted.ids)
+            and not bool(known.differ(wanted.to(known.ids.device)).any())
+        ):
             return trace
     raise RoutingError(
         f"a score of {tuple(tokens.shape)} tokens took {len(passes)} forward passes, none of them over those tokens: whatever "

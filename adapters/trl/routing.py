@@ -30,7 +30,7 @@ else:
 
 KEY = "routing"
 _OTHER_TOKENS = (
-    "the routes {} are of other tokens than those that are trained on (mismatch.routing.mode={!r}): rows were reordered or tokens "
+    "the routes {} are of other tokens than those that are trained on (mismatch.routing.mode={!r}): rows moved or tokens "
     "changed between sampling and the loss without their routes. Move inputs['routing'] with the other inputs, and leave "
     "prompt_ids, completion_ids and their masks as they were sampled."
 )
@@ -226,4 +226,8 @@ class RoutingMixin(_Host):
 def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
     """Return tokens and attention mask `[B, S]` of a batch as TRL scores it, and its completion positions."""
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    return tokens, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1), inputs["completion_ids"].size(1)
+    return (
+        tokens,
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].size(1),
+    )

@@ -52,7 +52,9 @@ class TokenRows:
         return wrong | (real != (found.ids != PADDING)) if found.masked else wrong
 
 
-def token_rows(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> TokenRows:
+def token_rows(
+    input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> TokenRows:
     """Read the tokens of a forward pass off its arguments.
 
     Args:
@@ -91,8 +93,8 @@ class Proof:
             raise RoutingError(f"others={others!r}; allowed: {', '.join(map(repr, OTHERS))}.")
         if others != "replay" and expected is None:
             raise RoutingError(
-                "the routing trace does not know which tokens its routes are of (it comes from a file of schema 1, or was made by "
-                "hand), so that no forward pass can be shown to be theirs; say so by trace.of_tokens(ids), for each sequence."
+                "the routing trace does not know which tokens its routes are of (it comes from a file of schema 1, or was made "
+                "by hand), so that no forward pass can be shown to be theirs; say so by trace.of_tokens(ids), for each sequence."
             )
         self.others = 0
         self.reason = ""
@@ -125,8 +127,8 @@ class Proof:
         """Refuse a context in which other passes ran, but not the one that was to be replayed."""
         if self.others and not forwards:
             raise ReplayError(
-                f"{where}: none of the {self.others} forward passes is the one that the routing trace was recorded of, so nothing "
-                f"was replayed: {self.reason}"
+                f"{where}: none of the {self.others} forward passes is the one that the routing trace was recorded of, so "
+                f"nothing was replayed: {self.reason}"
             )
 
     def _why_other(self, found: TokenRows | str) -> str | None:

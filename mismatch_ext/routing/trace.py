@@ -223,7 +223,9 @@ class RoutingTrace:
         tokens = traces[-1].tokens if all(trace.tokens is not None for trace in traces) else None
         for index, trace in enumerate(traces if tokens is not None else ()):
             if tokens is not None and not torch.equal(_known(trace), tokens[: trace.start + trace.rows]):
-                raise RoutingError(f"piece {index} of a routing trace is of other tokens than the last; join one sequence's.")
+                raise RoutingError(
+                    f"piece {index} of a routing trace is of other tokens than the last; join one sequence's."
+                )
         return replace(
             head,
             parts=tuple(parts) or head.parts,

@@ -25,6 +25,7 @@ from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.tokens import Others, Proof
 
+
 class Replay:
     """Routes that the forward passes under `replay_routing` were given.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,10 @@ def pass_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return token_rows(ids, mask, places if isinstance(places, Tensor) and places.dim() == 2 else None)
 
 
+def _parameters(kind: type[Any]) -> tuple[str, ...]:
+    return _names(kind.forward)
+
+
 @cache
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
