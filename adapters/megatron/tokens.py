@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.routing.tokens import TokenRows, token_rows
-
-_UNSEEN = -3  # in the place of a token that sees others than those before it
+from mismatch_ext.routing.tokens import ASTRAY, TokenRows, token_rows
 
 
 def pass_tokens(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenRows | str | None:
@@ -63,7 +61,7 @@ def _masked(ids: Tensor, mask: Tensor, places: Tensor | None) -> TokenRows:
     real = ~hidden.diagonal(dim1=1, dim2=2)
     causal = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()
     astray = real & (hidden != ~(causal & real[:, None])).any(2)
-    found = token_rows(torch.where(astray, _UNSEEN, ids), real, places)
+    found = token_rows(torch.where(astray, ASTRAY, ids), real, places)
     # Where padding comes last, the mask need not leave it out.
     return replace(found, masked=False)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mismatch_ext.errors import ReplayError, RoutingError
 
-PADDING, ANY = -1, -2
-"""In the place of a token id: no token, and a token that has no route and may be any."""
+PADDING, ANY, ASTRAY = -1, -2, -3
+"""In the place of a token id: no token, one that has no route and may be any, and one that does not see all tokens before it in
+its row, and those alone."""
 
 Others = Literal["refuse", "native", "replay"]
 """What becomes of a pass that is not proven to be over the tokens of its routes."""
@@ -60,15 +61,18 @@ def token_rows(
     Args:
         input_ids: `[B, S]`.
         attention_mask: 1 at tokens, 0 at padding `[B, S]`; None where all are tokens, or padding comes last.
-        position_ids: `[B, S]` or `[1, S]`; a token whose position does not follow that of the token before begins a sequence, as
-            in a packed row. None where each row is one sequence.
+        position_ids: `[B, S]` or `[1, S]`; without a mask, a token whose position does not follow that of the token before begins
+            a sequence, as in a packed row. None where each row is one sequence.
     """
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     starts = real & (real.cumsum(1) == 1)
-    if position_ids is not None:
-        jumps = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        starts[:, 1:] |= real[:, 1:] & real[:, :-1] & jumps
     ids = torch.where(real, input_ids, PADDING)
+    if position_ids is not None:
+        jumps = real[:, 1:] & real[:, :-1] & (position_ids[:, 1:] != position_ids[:, :-1] + 1)
+        if attention_mask is None:
+            starts[:, 1:] |= jumps
+        else:  # a mask keeps sequences of one row together
+            ids[:, 1:] = ids[:, 1:].masked_fill(jumps.expand(len(ids), -1), ASTRAY)
     return TokenRows(ids=ids.flatten(), starts=starts.flatten(), masked=attention_mask is not None)
 
 
@@ -156,5 +160,5 @@ class Proof:
 
 def _named(tokens: TokenRows, row: int) -> str:
     token, begins = int(tokens.ids[row]), bool(tokens.starts[row])
-    name = {PADDING: "padding", ANY: "any token"}.get(token, f"token {token}")
+    name = {PADDING: "padding", ANY: "any token", ASTRAY: "a token out of its sequence"}.get(token, f"token {token}")
     return f"{name} at the beginning of a sequence" if begins else name

@@ -36,7 +36,15 @@ def pass_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return f"it continues a KV cache of {cache_of_earlier.get_seq_length()} tokens, which may be any"
     if isinstance(places, Tensor) and places.dim() == 3:
         places = places[0]  # of text, in models that count height and width too
-    return token_rows(ids, mask, places if isinstance(places, Tensor) and places.dim() == 2 else None)
+    places = places if isinstance(places, Tensor) and places.dim() == 2 else None
+    if places is not None and mask is None and _caches(module, given) and bool((places.diff(dim=1) != 1).any()):
+        return "its position_ids are those of packed sequences, which see each other with use_cache=True; pass use_cache=False"
+    return token_rows(ids, mask, places)
+
+
+def _caches(module: nn.Module, given: dict[str, Any]) -> bool:
+    asked = given.get("use_cache")
+    return bool(getattr(getattr(module, "config", None), "use_cache", False) if asked is None else asked)
 
 
 def _parameters(kind: type[Any]) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def change(laid: Laid, random: Random) -> str:
     """Change a pass in some way, or not at all, and say how."""
     inputs, (rows, width) = laid.inputs, laid.mask.shape
     how = random.choice(
-        ["nothing"] * 4 + ["token", "prompt", "order", "some", "column", "mask", "no mask", "jump", "rows"]
+        ["nothing"] * 4 + ["token", "prompt", "order", "some", "column", "mask", "no mask", "jump", "rows", "ones"]
     )
     ids = inputs["input_ids"] = inputs["input_ids"].clone()
     mask = inputs["attention_mask"] = inputs["attention_mask"].clone() if "attention_mask" in inputs else None
@@ -78,6 +78,8 @@ def change(laid: Laid, random: Random) -> str:
             inputs[name] = None if value is None else torch.nn.functional.pad(value, (1, 0))
     elif how == "mask" and mask is not None:
         mask[row, column] = 1 - mask[row, column]
+    elif how == "ones":
+        inputs["attention_mask"] = torch.ones_like(ids)
     elif how == "no mask":
         inputs["attention_mask"] = None
     elif how == "jump":
@@ -172,6 +174,7 @@ def test_inputs_that_are_no_tokens_are_proven_by_nobody() -> None:
     for inputs, message in (
         ({"inputs_embeds": model.get_input_embeddings()(ids)}, "no input_ids"),
         ({"input_ids": ids, "attention_mask": torch.zeros(2, 1, 12, 12)}, r"attention_mask is not \[B, S\]"),
+        ({"input_ids": ids.view(1, -1), "position_ids": torch.arange(12).repeat(2)[None]}, "pass use_cache=False"),
         ({"input_ids": ids, "past_key_values": model(input_ids=ids[:, :3]).past_key_values}, "KV cache of 3 tokens"),
     ):
         with pytest.raises(ReplayError, match=message), torch.no_grad(), replay_routing(model, own):

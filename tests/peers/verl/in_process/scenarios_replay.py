@@ -149,7 +149,7 @@ def other_tokens(model: str) -> dict[str, Any]:
                 # As an own engine's step may: the same number of tokens, of which one is another.
                 ids = built.seen["input_ids"].clone()
                 ids.view(-1)[0] = (ids.view(-1)[0] + 1) % 16
-                built.extra.append(engine.module(**{**built.seen, "input_ids": ids}).logits.detach())
+                built.extra.append(engine.module(**{**built.seen, "input_ids": ids}, use_cache=False).logits.detach())
                 return prepare(engine, *args, **kwargs)
 
             def seen(module: Any, args: Any, given: Any, built: Any = built) -> None:
