@@ -60,7 +60,10 @@ class RoutingMixin(_Host):
         reference = self._is_reference
         self._recording = replay.config.mode == "R2" and forward_only and not reference
         error, others = None, False
-        if not self._recording:
+        if self._recording:
+            # Of a batch that has routes: what is recorded of other tokens would take their place.
+            others = data.get(FIELD, None) is not None and bool(samples.altered(data))
+        else:
             try:
                 others = self._is_of_other_tokens(data, forward_only)
                 self._routes = replay.ingest(
@@ -70,9 +73,10 @@ class RoutingMixin(_Host):
                 error = failure
         try:
             agree(error)
-            if not self._recording and any(gathered(others)):
+            if any(gathered(others)):
                 # Scores of altered samples, which somebody asks for beside those that are trained on.
-                replay.others, self._routes = replay.others + 1, None
+                replay.others += 1
+                self._routes, self._recording = None, False
                 return super().forward_backward_batch(data, loss_function, forward_only)
             data = data.exclude(FIELD, TOKENS)  # a copy: what has been ingested need not be cut, or moved to the device
             data[ROW] = torch.arange(len(data))
