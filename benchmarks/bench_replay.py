@@ -64,8 +64,8 @@ def run() -> list[dict[str, Any]]:
         got = gradients()
         assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
 
-    def replayed(chosen: Tensor | None) -> None:
-        with replay_routing(model, trace, chosen):
+    def replayed(chosen: Tensor | None, others: Any = "refuse") -> None:
+        with replay_routing(model, trace, chosen, others=others):
             step(model, ids)
 
     what = f"forward and backward, {LAYERS} layers, {EXPERTS} experts top-{TOP_K}, hidden {HIDDEN}, {rows} tokens"
@@ -78,6 +78,13 @@ def run() -> list[dict[str, Any]]:
             lambda: step(model, ids),
             equal=equal,
             repeats=3,
+        ),
+        paired(
+            f"{what}: replay that compares its tokens vs replay that does not",
+            lambda: replayed(None),
+            lambda: replayed(None, "replay"),
+            equal=equal,
+            repeats=5,
         ),
     ]
 

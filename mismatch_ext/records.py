@@ -142,7 +142,7 @@ class RolloutRecord:
         routing: Experts of every token but the last, or of the response's alone; None when they were not recorded.
 
     Raises:
-        RecordError: Lengths differ, or a token id is negative.
+        RecordError: Lengths differ, a token id is negative, or the routing is of other tokens.
         NonFiniteLogprobError: An unmasked log-probability is NaN or infinite; names request and token.
         ProvenanceError: There is no provenance.
     """
@@ -198,6 +198,11 @@ class RolloutRecord:
                 f"rollout {self.request_id}: {tokens} tokens of prompt and response, but routing of positions "
                 f"{self.routing.start} to {self.routing.start + self.routing.rows - 1}; it must end at the last token or the "
                 "one before."
+            )
+        known = None if self.routing is None else self.routing.tokens
+        if known is not None and known.tolist() != [*self.prompt_ids, *self.response_ids][: len(known)]:
+            raise RecordError(
+                f"rollout {self.request_id}: its routing was recorded of other tokens than those of its prompt and response."
             )
 
 

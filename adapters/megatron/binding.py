@@ -21,9 +21,11 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from megatron.core.tensor_parallel.random import CheckpointFunction
 from mismatch_ext.adapters.megatron.layout import Chunk
+from mismatch_ext.adapters.megatron.tokens import pass_tokens
 from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError
+from mismatch_ext.routing.tokens import TokenRows
 
 Call = Callable[..., Any]
 
@@ -35,6 +37,8 @@ class Forward:
     Args:
         chunk: The block's chunk.
         gradients: Whether gradients were on when it began.
+        tokens: What it is over, or why that is not known; None where an earlier pipeline stage knows.
+        again: Whether it runs again, in a backward pass.
         batch: Micro-batch size, as the routers see it.
         hits: Times that each MoE layer's router ran.
         seen: What the session keeps per layer.
@@ -42,6 +46,8 @@ class Forward:
 
     chunk: Chunk
     gradients: bool
+    tokens: TokenRows | str | None = None
+    again: bool = False
     batch: int = 0
     hits: dict[int, int] = field(default_factory=dict)
     seen: dict[int, Tensor] = field(default_factory=dict)
@@ -51,6 +57,9 @@ class Session(Protocol):
     """What is done at a router."""
 
     replays: bool
+
+    def takes(self, forward: Forward) -> bool:
+        """Tell, as a pass begins, whether it is this session's; the model runs another one as if there were no session."""
 
     def select(
         self, chunk: Chunk, layer: int, forward: Forward | None, shape: torch.Size, scores: Tensor, plain: Call
@@ -80,9 +89,12 @@ class Binding:
     def __init__(self, chunks: tuple[Chunk, ...], session: Session) -> None:
         self._session = session
         self._forward_now: Forward | None = None
+        self._others = False  # whether a pass runs that is not the session's
+        self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the model around the decoder
         self._checkpoints = 0  # depth of functions that run, or run again, bound to this session
         self._shadows: list[tuple[nn.Module, str, _Shadow]] = []
         for chunk in chunks:
+            self._shadow(chunk.model, "forward", partial(self._run_model, chunk.model.forward))
             self._shadow(chunk.block, "forward", partial(self._run_block, chunk, chunk.block.forward))
             for layer, moe in chunk.moe.items():
                 routing = partial(self._run_router, chunk, layer, moe.router, moe.router.routing)
@@ -119,6 +131,8 @@ class Binding:
 
     def bound(self, function: Call) -> Call:
         """Return a function that, run again in a backward pass, finds this session at the routers."""
+        if self._others:
+            return function
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as stack:
@@ -131,15 +145,31 @@ class Binding:
         return run
 
     def _unrelated(self) -> bool:
-        """Tell whether this is the recomputation of a forward that ran outside this session, before it."""
-        return in_backward() and not self._checkpoints
+        """Tell whether this is another pass, or the recomputation of a forward that ran outside this session."""
+        return self._others or (in_backward() and not self._checkpoints)
+
+    def _run_model(self, plain: Call, *args: Any, **kwargs: Any) -> Any:
+        before, self._called = self._called, (args, kwargs)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self._called = before
 
     def _run_block(self, chunk: Chunk, plain: Call, *args: Any, **kwargs: Any) -> Any:
         if self._unrelated():
             return plain(*args, **kwargs)
         if self._session.replays and not self._checkpoints and _inside(CheckpointFunction.forward):
             raise ReplayError(_UNBOUND.format("the decoder block"))
-        forward = Forward(chunk=chunk, gradients=torch.is_grad_enabled())
+        called = "the decoder was called by itself, without its model"
+        tokens = called if self._called is None else pass_tokens(chunk.model, *self._called)
+        forward = Forward(chunk=chunk, gradients=torch.is_grad_enabled(), tokens=tokens, again=in_backward())
+        if not self._session.takes(forward):
+            # Nothing is bound in it, so that what is recomputed of it is not the session's either.
+            self._others = True
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._others = False
         outer, self._forward_now = self._forward_now, forward
         try:
             output = plain(*args, **kwargs)
@@ -182,6 +212,9 @@ class Binding:
         return result
 
     def _run_layers(self, block: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._others:  # it asks for its layers when it runs again
+            return type(block)._checkpointed_forward(block, *args, **kwargs)
+
         def get_layer(index: int) -> Any:
             layer = block._get_layer(index)
             return _StandIn(layer, {}, self.bound(layer))

@@ -23,6 +23,7 @@ class Chunk:
     """The decoder block of one model chunk and its MoE layers.
 
     Args:
+        model: The model around it, which is given the token ids.
         block: The decoder.
         moe: Its MoE layers by absolute decoder index, ascending.
         group: Tensor-parallel group.
@@ -30,6 +31,7 @@ class Chunk:
         ranks: Its size when it divides the sequence, else 1.
     """
 
+    model: nn.Module
     block: TransformerBlock
     moe: dict[int, MoELayer]
     group: Any
@@ -145,6 +147,7 @@ def _chunk(model: nn.Module) -> Chunk:
             )
     divided = bool(block.config.sequence_parallel)
     return Chunk(
+        model=model.get_submodule(found[0][0].rpartition(".")[0]),
         block=block,
         moe=moe,
         group=block.tp_group,

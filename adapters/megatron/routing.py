@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace, storage_dtype
+from mismatch_ext.routing.tokens import Others, Proof, TokenRows
 
 TopK = tuple[Tensor, Tensor]
 
@@ -41,6 +42,7 @@ class Recording:
         self.layout = layout
         # A chunk of dense layers alone has nothing to record.
         self._parts: dict[int, list[Tensor]] = {index: [] for index, chunk in enumerate(layout.chunks) if chunk.moe}
+        self._tokens: dict[int, list[TokenRows | str | None]] = {index: [] for index in self._parts}
 
     @property
     def trace(self) -> RoutingTrace:
@@ -60,7 +62,20 @@ class Recording:
         parts = per_chunk[0]
         if len(per_chunk) > 1:
             parts = [torch.cat([torch.cat(each) for each in per_chunk], dim=1)[:, order].contiguous()]
-        return RoutingTrace(parts=tuple(parts), layers=self.layout.layers, num_experts=self.layout.num_experts)
+        # The chunks of a stage see the same passes, and the first of the model is told what they are over.
+        known = [[rows for rows in each if isinstance(rows, TokenRows)] for each in self._tokens.values()]
+        whole = next((each for each in known if len(each) == len(per_chunk[0])), None)
+        return RoutingTrace(
+            parts=tuple(parts),
+            layers=self.layout.layers,
+            num_experts=self.layout.num_experts,
+            tokens=None if whole is None else torch.cat([rows.ids.to(torch.int32) for rows in whole]),
+            starts=None if whole is None else torch.cat([rows.starts for rows in whole]),
+        )
+
+    def takes(self, forward: Forward) -> bool:
+        """Take every pass."""
+        return True
 
     def select(
         self,
@@ -84,7 +99,9 @@ class Recording:
             return
         local = torch.stack([forward.seen[layer] for layer in chunk.moe], dim=1)
         rows = to_batch_first(local, forward.batch, chunk.group, chunk.ranks)
-        self._parts[self.layout.chunks.index(chunk)].append(rows)
+        index = self.layout.chunks.index(chunk)
+        self._parts[index].append(rows)
+        self._tokens[index].append(forward.tokens)
 
 
 class Replay:
@@ -95,17 +112,23 @@ class Replay:
         trace: Routes, a row per token.
         mask: True where a row is replayed `[R]`; None for all.
         native: Whether to record the model's own choice beside the replayed one.
+        others: What becomes of a pass that is not proven to be over the trace's tokens, as for `replay_routing`.
 
     Attributes:
-        forwards: Forward passes of decoder blocks.
+        forwards: Forward passes of decoder blocks that were replayed.
         rows: Tokens routed, over all passes, on all ranks of a divided sequence.
         native_rows: Those of them that the mask left to the model's own routing.
     """
 
     replays = True
 
-    def __init__(self, layout: MoeLayout, trace: RoutingTrace, mask: Tensor | None, native: bool) -> None:
+    def __init__(
+        self, layout: MoeLayout, trace: RoutingTrace, mask: Tensor | None, native: bool, others: Others = "refuse"
+    ) -> None:
         layout.expect(trace)
+        # A stage that embeds nothing may not be told the tokens; the one that does proves them for all.
+        blind = trace.tokens is None and not any(getattr(chunk.model, "pre_process", True) for chunk in layout.chunks)
+        self._proof = Proof(trace.token_rows(), trace.rows, "replay" if blind else others)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != (trace.rows,)):
             raise RoutingError(
                 f"mask is {mask.dtype} {tuple(mask.shape)}; allowed: torch.bool, one per row of the trace, ({trace.rows},)."
@@ -128,6 +151,24 @@ class Replay:
         if self._native is None:
             raise ReplayError("the model's own routing was not recorded; use replay_routing(..., native=True).")
         return self._native.trace
+
+    @property
+    def others(self) -> int:
+        """Forward passes over other tokens, which the model routed itself."""
+        return self._proof.others
+
+    def takes(self, forward: Forward) -> bool:
+        """Compare a pass's tokens with the trace's, once and on their device.
+
+        Raises:
+            ReplayError: They are others, or are not known, and no other passes are allowed.
+        """
+        tokens = forward.tokens
+        return tokens is None or self._proof.holds(tokens, "megatron-core model", again=forward.again)
+
+    def expect_replayed(self) -> None:
+        """Refuse a context in which only other passes ran."""
+        self._proof.expect_replayed(self.forwards, "megatron-core model")
 
     def select(
         self,
@@ -191,9 +232,17 @@ def record_routing(model: nn.Module | Sequence[nn.Module]) -> Iterator[Recording
 
 @contextmanager
 def replay_routing(
-    model: nn.Module | Sequence[nn.Module], trace: RoutingTrace, mask: Tensor | None = None, *, native: bool = False
+    model: nn.Module | Sequence[nn.Module],
+    trace: RoutingTrace,
+    mask: Tensor | None = None,
+    *,
+    native: bool = False,
+    others: Others = "refuse",
 ) -> Iterator[Replay]:
     """Route the tokens of the forward passes in this context as a trace says.
+
+    A pass is replayed that proves to be over the trace's tokens: equal ids and beginnings of sequences, in every row, and causal
+    attention. It is proven where the ids are given to the model: a pipeline stage that is given none follows the first one.
 
     One micro-batch a context: its backward pass may come at any time and in any order, inside or after the context, and
     recomputes activations (`recompute_granularity`, or torch.utils.checkpoint) with the same routes.
@@ -204,19 +253,27 @@ def replay_routing(
             model or of these chunks.
         mask: True for rows that are replayed `[R]`, bool; the others are routed by the model. None replays all.
         native: Also record what the model itself would choose; costs a top-k per layer.
+        others: What becomes of another pass: "refuse" raises, "native" lets the model route it as if there were no context and
+            counts it, and "replay" compares nothing, for inputs that are no token ids, whose caller vouches for them.
 
     Yields:
         Counts, and `native`.
 
     Raises:
-        RoutingError: The trace does not fit the model, or has ids that no router can choose.
+        RoutingError: The trace does not fit the model, has ids that no router can choose, or does not know its tokens.
         ReplayError: The model's routing cannot be replayed; a forward pass has other tokens than the trace, or did not run
-            each router once; or no forward pass went through the model.
+            each router once; or no forward pass over the trace's tokens went through the model.
     """
     layout = moe_layout(model)
-    replay = Replay(layout, trace, mask, native)
+    if others == "native" and layout.model_layers != layout.layers:
+        raise ReplayError(
+            "others='native' with pipeline parallelism: a stage that is given no token ids cannot tell another pass from the one "
+            "that is replayed. Run other passes outside of this context, with others='refuse'."
+        )
+    replay = Replay(layout, trace, mask, native, others)
     with Binding(layout.chunks, replay).installed():
         yield replay
+    replay.expect_replayed()
     if not replay.forwards:
         raise ReplayError(
             "no forward pass went through the model that the routing trace was bound to, so nothing was replayed. Was the "

@@ -148,7 +148,7 @@ def parse_response(
             start=routed_experts_start,
             version=provenance.weight_version,
             request=request,
-        ),
+        ).of_tokens((*prompt_ids, *ids)),
     )
 
 

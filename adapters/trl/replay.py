@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import Agreement, RoutingTrace, agreement, align, check_plausible, share_prompts
+from mismatch_ext.routing.tokens import token_rows
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Score = Callable[..., Scores]
@@ -31,7 +32,9 @@ class RoutingReplay:
     Attributes:
         in_batch: Whether a batch is being sampled and scored.
         traces: Routes of its completions, a row of the batch each; None until they are known.
+        recorded: With R2, the same of each scoring pass of the batch that was recorded, whatever tokens it was over.
         forwards: Forward passes that were replayed.
+        others: Forward passes over other tokens than were recorded, which the model routed itself, by split.
 
     Raises:
         ReplayError: The model's routing cannot be replayed.
@@ -42,7 +45,9 @@ class RoutingReplay:
         self.layout = moe_layout(model)
         self.in_batch = False
         self.traces: list[RoutingTrace] | None = None
+        self.recorded: list[list[RoutingTrace]] = []
         self.forwards = 0
+        self.others: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._agreement: dict[str, Agreement] = {}
         self._checked = config.mode == "R2"  # the model's own routes need no such check
@@ -50,11 +55,11 @@ class RoutingReplay:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Hold the routes of one batch while it is sampled and scored."""
-        self.in_batch, self.traces = True, None
+        self.in_batch, self.traces, self.recorded = True, None, []
         try:
             yield
         finally:
-            self.in_batch, self.traces = False, None
+            self.in_batch, self.traces, self.recorded = False, None, []
 
     def compares_gap(self) -> bool:
         """Draw whether a rollout batch is scored without replay as well."""
@@ -83,9 +88,11 @@ class RoutingReplay:
         """
         trace, recorded = _aligned(traces, attention_mask, length)
         measured = split is not None and self._random.random() < self.config.agreement_rate
-        with replay_routing(model, trace, recorded, native=measured) as replay:
+        # Whoever is asked for a score may run the model on other tokens too.
+        with replay_routing(model, trace, recorded, native=measured, others="native") as replay:
             yield
         self.forwards += replay.forwards
+        self.others[split or "reference"] += replay.others
         if split is not None and measured:
             new = agreement(trace, replay.native, recorded, real=attention_mask.bool().flatten())
             self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
@@ -148,7 +155,7 @@ class RoutingReplay:
         with torch.no_grad(), torch.random.fork_rng(), record_routing(model) as recording:
             score(model, tokens, attention_mask, length, len(tokens))
         trace, recorded = _aligned(traces, attention_mask, length)
-        check_plausible(trace, recording.trace, recorded)
+        check_plausible(trace, _of_pass(recording.passes, tokens, attention_mask), recorded)
 
     def record(
         self,
@@ -162,7 +169,7 @@ class RoutingReplay:
         version: int,
         **options: Any,
     ) -> Scores:
-        """Run TRL's scoring pass as `replay` does, and keep the model's own routes as those of the present batch.
+        """Run TRL's scoring pass as `replay` does, and keep the model's own routes among those of the present batch.
 
         Args:
             score, model, tokens, attention_mask, length, batch_size, options: As for `replay`.
@@ -174,9 +181,73 @@ class RoutingReplay:
         for rows in _chunks(len(tokens), batch_size):
             with record_routing(model, version=version) as recording:
                 parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
-            traces += rows_of(recording.trace, attention_mask[rows])
-        self.traces = share(traces, prompts_of(tokens, attention_mask, length))
+            traces += rows_of(_of_pass(recording.passes, tokens[rows], attention_mask[rows]), attention_mask[rows])
+        self.recorded.append(share(traces, prompts_of(tokens, attention_mask, length)))
         return _joined(parts)
+
+
+def matching(
+    traces: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor, length: int
+) -> list[RoutingTrace] | None:
+    """Return the routes of each row of a scoring pass, or None where it is over other tokens than they were recorded of.
+
+    A row in its own place has its own routes, and one in another place those of the same tokens, unless several traces are of
+    the same tokens and differ.
+
+    Args:
+        traces: Routes of a batch.
+        tokens: Prompt and completion of the pass `[B, S]`.
+        attention_mask: 1 for tokens that are not padding `[B, S]`.
+        length: Completion positions per row, padding included.
+    """
+    ids, real = tokens.cpu().to(torch.int32), attention_mask.bool().cpu()
+    rows = [row[mask] for row, mask in zip(ids, real, strict=True)]
+    if any(
+        int(mask.nonzero()[-1] - mask.nonzero()[0]) + 1 != len(row)
+        for row, mask in zip(rows, real, strict=True)
+        if len(row)
+    ):
+        return None
+    truncated = [not bool(mask[-length:].any()) for mask in real]
+    pairs = list(zip(rows, truncated, strict=True))
+    if len(rows) == len(traces) and all(_is_of(trace, *pair) for trace, pair in zip(traces, pairs, strict=True)):
+        return list(traces)
+    found = []
+    for (row, cut), mask in zip(pairs, real, strict=True):
+        fitting = [trace for trace in traces if _is_of(trace, row, cut)]
+        alike = [fitted(trace, mask, length) for trace in fitting]
+        if not fitting or not all(trace.same_as(alike[0]) for trace in alike):
+            return None
+        found.append(fitting[0])
+    return found
+
+
+def _is_of(trace: RoutingTrace, row: Tensor, truncated: bool) -> bool:
+    """Tell whether a trace is of the tokens of a row, whose completion may have been made padding."""
+    known = trace.tokens
+    if known is None or trace.start:
+        return False
+    if truncated:
+        return len(row) <= len(known) and torch.equal(known[: len(row)], row)
+    return len(row) - len(known) in (0, 1) and torch.equal(known, row[: len(known)])
+
+
+def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor) -> RoutingTrace:
+    """Return, of the forward passes that a score took, the routes of the one over its tokens."""
+    wanted = token_rows(tokens, attention_mask)
+    for trace in passes:
+        known = trace.token_rows()
+        if (
+            known is not None
+            and trace.rows == len(wanted.ids)
+            and not bool(known.differ(wanted.to(known.ids.device)).any())
+        ):
+            return trace
+    raise RoutingError(
+        f"a score of {tuple(tokens.shape)} tokens took {len(passes)} forward passes, none of them over those tokens: whatever "
+        "overrides _get_per_token_logps_and_entropies changes them, and their routes are not known. Remove it, or "
+        "mismatch.routing."
+    )
 
 
 def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:
@@ -193,7 +264,7 @@ def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list
 
 def on_cpu(trace: RoutingTrace) -> RoutingTrace:
     """Return a trace in the host's memory: TRL holds those of a whole generation batch, for several updates."""
-    return replace(trace, parts=tuple(part.cpu() for part in trace.parts))
+    return trace.to("cpu")
 
 
 def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
@@ -208,7 +279,7 @@ def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
     for row, mask in enumerate(attention_mask.bool().cpu()):
         real = mask.nonzero()[:, 0]
         first = row * width + int(real[0])
-        traces.append(replace(trace.slice(first, first + len(real)), start=0))
+        traces.append(trace.sequence(first, first + len(real)))
     return traces
 
 

@@ -133,9 +133,6 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
 
     # One rollout batch.
 
-    # Log-probabilities of the pass that R2 records where TRL takes none.
-    _own_scores: Tensor | None = None
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Generate, then measure the gap between the engine's log-probabilities and the trainer's."""
         if self._block is None:
@@ -153,10 +150,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         with overridden(self, _keeps_scores=isinstance(self, RLOOTrainer)):
             output = super()._generate_and_score_completions(inputs)
         if self._routing is not None:
-            if self._sampled_routes() is None:
-                # TRL took no pass that R2 could record.
-                self._own_scores = self._score_again(output)
-            output[KEY] = self._routing.traces
+            output[KEY] = self._batch_routes(output)
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
@@ -296,6 +290,8 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if agreement is not None:
             extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
             by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
+        if extra or (training and "loss" in logs):
+            extra |= {PREFIX + name: value for name, value in self._other_passes(split).items()}
         if training and "loss" in logs:
             extra |= self._training_metrics()
         logs.update({prefix + name: value for name, value in extra.items()})

@@ -140,6 +140,13 @@ def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
     return _PATCHES
 
 
+def replayed_others() -> int:
+    """Return how many passes were over other tokens than their routes since the last call, by the checks of this process."""
+    from mismatch_ext.patches.verl.megatron_replay import GUARD
+
+    return sum(guard.take_others() for guard in GUARD)
+
+
 def megatron_report(engine: Any) -> dict[str, Any]:
     """Return what verl's Megatron engine runs with, as plain data, for the check before the first step.
 

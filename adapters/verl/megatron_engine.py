@@ -15,6 +15,8 @@ from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.checkpoint import read_state, write_state
 from mismatch_ext.adapters.verl.engine import VENDOR
 from mismatch_ext.adapters.verl.lr import ChainedLr
+from mismatch_ext.adapters.verl.megatron import replayed_others
+from mismatch_ext.adapters.verl.ranks import gathered
 from torch.optim import Optimizer
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
@@ -22,6 +24,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.routing import OTHER_PASSES
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -138,8 +141,12 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         return {} if self.mismatch_lr is None else self.mismatch_lr.update(**statistics)
 
     def mismatch_metrics(self) -> dict[str, float]:
-        """Return what is to be logged of the last update, without prefix."""
-        return dict(self._applied)
+        """Return what is to be logged of the last update, without prefix; all ranks must call this."""
+        found = dict(self._applied)
+        if self.block is not None and self.block.routing is not None:
+            # A pass counts once, however many ranks share its tokens.
+            found[OTHER_PASSES] = float(max(gathered(replayed_others())))
+        return found
 
 
 def register_megatron_engine() -> None:

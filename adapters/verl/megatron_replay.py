@@ -11,8 +11,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from mismatch_ext.adapters.verl.ranks import agree
-from mismatch_ext.adapters.verl.samples import lengths, names, routes
+from mismatch_ext.adapters.verl.megatron_passes import PassGuard
+from mismatch_ext.adapters.verl.ranks import agree, gathered
+from mismatch_ext.adapters.verl.samples import ALTERED, altered, lengths, names, routes
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
 from verl.utils.megatron.router_replay_utils import (
@@ -36,32 +37,45 @@ class ReplayGuard:
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[Any, int] | None = None  # selections per router while a batch is replayed
         self._layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # decoder index of each router
+        self.passes = PassGuard()
 
     @contextmanager
     def batch(self, engine: Any, data: Any, loss_function: Any = None, forward_only: bool = False) -> Iterator[None]:
         """Check the routes of a batch's samples, and afterwards that all routers replayed or recorded it.
 
         Raises:
-            RoutingError: Routes are missing or malformed; names sample, row and layer. On all ranks, when on one.
+            RoutingError: Routes are missing, malformed, or in an update of other tokens; names sample, row and layer. On all
+                ranks, when on one.
             ReplayError: The batch would not be replayed, or was not by all routers.
         """
         if not self._replays(engine, data, forward_only):
             yield
             return
-        error = None
+        error, others = None, False
         try:
             routers = self._routers(engine)
             records = (
                 engine.engine_config.router_replay.mode == "R2" and forward_only and data.get("routed_experts") is None
             )
             if not records:
+                others = is_of_other_tokens(data, forward_only)
                 check_routes(engine, data)
         except RoutingError as failure:
             error = failure
         agree(error)
+        if any(gathered(others)):
+            # Scores of altered samples, which somebody asks for beside those that are trained on.
+            self.passes.others += 1
+            tu.assign_non_tensor(data, **{FLAG: False})
+            try:
+                yield
+            finally:
+                tu.assign_non_tensor(data, **{FLAG: True})
+            return
         self._passes = WeakKeyDictionary()
         try:
-            yield
+            with self.passes.batch(engine):
+                yield
             missed = [layer for router, layer in routers if not self._passes.get(router)]
         except BaseException:
             # verl clears its queues at the end of a batch that succeeds; the next one would replay what is left in them.
@@ -76,6 +90,11 @@ class ReplayGuard:
                 f"the routers of decoder layers {missed} selected experts without verl's replay, although the batch was to be "
                 "replayed; look for a router that verl does not patch (moe_router_load_balancing_type='sinkhorn', a fused one)."
             )
+
+    def take_others(self) -> int:
+        """Return how many passes were over other tokens since the last call."""
+        found, self.passes.others = self.passes.others, 0
+        return found
 
     @staticmethod
     def _replays(engine: Any, data: Any, forward_only: bool) -> bool:
@@ -107,6 +126,8 @@ class ReplayGuard:
 
     def before(self, router: Any) -> None:
         """Refuse to let a router choose for itself where it is to replay."""
+        if self.passes.foreign:
+            return
         action = router.router_replay_action
         missing = {
             RouterReplayAction.REPLAY_FORWARD: router.target_topk_idx is None,
@@ -153,6 +174,19 @@ def moe_layers(config: Any) -> tuple[int, ...]:
             f"themselves; set actor_rollout_ref.model.mtp.enable=False."
         )
     return tuple(index for index in range(config.num_layers) if is_moe_layer(config, index))
+
+
+def is_of_other_tokens(data: Any, forward_only: bool) -> bool:
+    """Tell whether samples of a pass that scores have other tokens than their routes were recorded of.
+
+    Raises:
+        RoutingError: Those of an update have; names the first.
+    """
+    changed = altered(data)
+    if changed and not forward_only:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        raise RoutingError(ALTERED.format(names(data, rank)[changed[0]], len(changed), len(data)))
+    return bool(changed)
 
 
 def check_routes(engine: Any, data: Any) -> None:

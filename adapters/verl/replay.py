@@ -23,9 +23,12 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import Agreement, RoutingTrace, agreement, align, align_packed, check_plausible
+from mismatch_ext.routing import OTHER_PASSES, Agreement, RoutingTrace, agreement, align, align_packed, check_plausible
+from mismatch_ext.routing.tokens import PADDING, TokenRows
 
 FIELD = "routed_experts"
+TOKENS = "routed_tokens"
+"""Field of the token ids that R2 recorded the routes of; those of R3 are of `prompts` and `responses`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +71,15 @@ class Rows:
             return torch.arange(sum(self.lengths) + self.padding) < sum(self.lengths)
         return self.attention().flatten()
 
+    def token_rows(self, ids: Sequence[Tensor]) -> TokenRows:
+        """Return what a forward pass over the samples' token ids is over, a row per token."""
+        rows = len(self.real())
+        found, starts = torch.full((rows,), PADDING, dtype=torch.int32), torch.zeros(rows, dtype=torch.bool)
+        for place, own in zip(self.places, ids, strict=True):
+            found[place : place + len(own)] = own
+            starts[place] = True
+        return TokenRows(ids=found, starts=starts)
+
     def attention(self) -> Tensor:
         """Return the same of a padded batch `[B, S]`."""
         return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
@@ -91,16 +103,17 @@ class EngineReplay:
         self._model = model
         self._random = random.Random(seed)
         self._agreement: Agreement | None = None
+        self.others = 0  # passes over other tokens, which the model routed itself
         self._checked = config.mode == "R2"  # the model's own routes need no such check
 
     def ingest(
-        self, arrays: Sequence[Any], tokens: Sequence[int], needed: Sequence[int], names: Sequence[str]
+        self, arrays: Sequence[Any], tokens: Sequence[Tensor], needed: Sequence[int], names: Sequence[str]
     ) -> list[SampleRoutes]:
         """Check the routes of a batch's samples.
 
         Args:
             arrays: Expert ids of each sample `[rows, layers, K]`; None where there are none.
-            tokens: Tokens of each sample.
+            tokens: Token ids of each sample `[T]`.
             needed: Rows of each sample, from the first on, that its loss depends on.
             names: What to call each sample in messages.
 
@@ -108,7 +121,9 @@ class EngineReplay:
             RoutingError: Routes are missing or malformed; names sample, row and layer.
         """
         read = self._recorded if self.config.mode == "R3" else self._complete
-        return [read(*sample) for sample in zip(arrays, tokens, needed, names, strict=True)]
+        counts = [len(ids) for ids in tokens]
+        found = [read(*sample) for sample in zip(arrays, counts, needed, names, strict=True)]
+        return [replace(routes, trace=routes.trace.of_tokens(ids)) for routes, ids in zip(found, tokens, strict=True)]
 
     def _complete(self, array: Any, tokens: int, needed: int, name: str) -> SampleRoutes:
         """Read what a pass of this engine has recorded: a row for every token."""
@@ -180,8 +195,10 @@ class EngineReplay:
         trace, mask = self._laid(samples, rows)
         checks = not self._checked and measured
         drawn = measured and self._random.random() < self.config.agreement_rate
-        with replay_routing(self._model, trace, mask, native=checks or drawn) as replay:
+        # Whoever extends verl's step may run the model on other tokens too.
+        with replay_routing(self._model, trace, mask, native=checks or drawn, others="native") as replay:
             yield
+        self.others += replay.others
         if checks:
             self._check(trace, replay.native, mask)
         if drawn:
@@ -205,7 +222,7 @@ class EngineReplay:
         if rows.packed:
             trace, mask = align_packed(traces, rows.lengths)
             if rows.padding:
-                trace = replace(trace, parts=(*trace.parts, self._filler(rows.padding)))
+                trace = _padded(trace, self._filler(rows.padding))
                 mask = torch.cat([mask, torch.zeros(rows.padding, dtype=torch.bool)])
         else:
             trace, mask = align(traces, rows.attention())
@@ -214,12 +231,28 @@ class EngineReplay:
         return trace, mask
 
     @contextmanager
-    def recording(self, rows: Rows) -> Iterator[list[Tensor]]:
-        """Record the forward pass of a micro-batch; afterwards the list holds the routes of each sample `[T, L, K]`."""
+    def recording(self, rows: Rows, ids: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Record the forward pass of a micro-batch; afterwards the list holds the routes of each sample `[T, L, K]`.
+
+        Args:
+            rows: Where the tokens of its samples lie.
+            ids: Token ids of its samples.
+
+        Raises:
+            RoutingError: No forward pass was over these tokens.
+        """
         found: list[Tensor] = []
         with record_routing(self._model) as recording:
             yield found
-        experts = recording.trace.experts
+        wanted, passes = rows.token_rows(ids), recording.passes
+        own = [trace for trace in passes if _is_over(trace, wanted)]
+        if not own:
+            raise RoutingError(
+                f"R2 saw {len(passes)} forward passes of a micro-batch of {len(ids)} samples, none of them over their tokens: "
+                "something changes them on their way to the model, and their routes are not known."
+            )
+        self.others += len(passes) - 1
+        experts = own[-1].experts
         # Neither torch's pickles nor its nested tensors take unsigned 16 bits.
         experts = experts if experts.dtype == torch.uint8 else experts.to(torch.int32).to(torch.int16)
         found += [experts[place : place + length] for place, length in zip(rows.places, rows.lengths, strict=True)]
@@ -227,8 +260,30 @@ class EngineReplay:
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this."""
         found, self._agreement = self._agreement, None
-        states = [state for state in gathered(None if found is None else found.state_dict()) if state is not None]
+        others, self.others = self.others, 0
+        told = gathered((None if found is None else found.state_dict(), others))
+        counts = {OTHER_PASSES: float(sum(count for _, count in told))}
+        states = [state for state, _ in told if state is not None]
         if not states:
-            return {}
+            return counts
         merged = functools.reduce(Agreement.merge, map(Agreement.from_state, states))
-        return {**merged.metrics(), **merged.layer_metrics()}
+        return {**merged.metrics(), **merged.layer_metrics(), **counts}
+
+
+def _padded(trace: RoutingTrace, filler: Tensor) -> RoutingTrace:
+    """Add rows behind the last sequence of a packed row."""
+    assert trace.tokens is not None and trace.starts is not None
+    return replace(
+        trace,
+        parts=(*trace.parts, filler),
+        tokens=torch.cat([trace.tokens, torch.full((len(filler),), PADDING, dtype=torch.int32)]),
+        starts=torch.cat([trace.starts, torch.zeros(len(filler), dtype=torch.bool)]),
+    )
+
+
+def _is_over(trace: RoutingTrace, wanted: TokenRows) -> bool:
+    """Tell whether a recorded pass is over some tokens; behind them there may be padding that it takes for tokens."""
+    found = trace.token_rows()
+    if found is None or len(found.ids) != len(wanted.ids):
+        return False
+    return not bool(wanted.to(found.ids.device).differ(replace(found, masked=False)).any())

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.verl import samples
-from mismatch_ext.adapters.verl.ranks import agree
-from mismatch_ext.adapters.verl.replay import FIELD, EngineReplay, SampleRoutes
+from mismatch_ext.adapters.verl.ranks import agree, gathered
+from mismatch_ext.adapters.verl.replay import FIELD, TOKENS, EngineReplay, SampleRoutes
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
@@ -50,7 +50,8 @@ class RoutingMixin(_Host):
         """Run a mini-batch as the parent does, under the routes that travel with its samples.
 
         Raises:
-            RoutingError: A sample's routes are missing or malformed, on any rank; names it. No forward pass has run then.
+            RoutingError: A sample's routes are missing, malformed, or in an update of other tokens, on any rank; names it. No
+                forward pass has run then.
             ReplayError: A forward pass did not obey them.
         """
         replay = self._replay
@@ -58,21 +59,38 @@ class RoutingMixin(_Host):
             return super().forward_backward_batch(data, loss_function, forward_only)
         reference = self._is_reference
         self._recording = replay.config.mode == "R2" and forward_only and not reference
-        error = None
-        if not self._recording:
+        error, others = None, False
+        if self._recording:
+            # Of a batch that has routes: what is recorded of other tokens would take their place.
+            others = data.get(FIELD, None) is not None and bool(samples.altered(data))
+        else:
             try:
+                others = self._is_of_other_tokens(data, forward_only)
                 self._routes = replay.ingest(
-                    samples.routes(data), samples.lengths(data), samples.needed(data), samples.names(data, self.rank)
+                    samples.routes(data), samples.tokens(data), samples.needed(data), samples.names(data, self.rank)
                 )
             except RoutingError as failure:
                 error = failure
         try:
             agree(error)
-            data = data.exclude(FIELD)  # a copy: what has been ingested need not be cut, or moved to the device
+            if any(gathered(others)):
+                # Scores of altered samples, which somebody asks for beside those that are trained on.
+                replay.others += 1
+                self._routes, self._recording = None, False
+                return super().forward_backward_batch(data, loss_function, forward_only)
+            data = data.exclude(FIELD, TOKENS)  # a copy: what has been ingested need not be cut, or moved to the device
             data[ROW] = torch.arange(len(data))
             return super().forward_backward_batch(data, loss_function, forward_only)
         finally:
             self._routes, self._recording = None, False
+
+    def _is_of_other_tokens(self, data: Any, forward_only: bool) -> bool:
+        """Tell whether samples of a pass that scores have other tokens than their routes; an update of such is refused."""
+        altered = samples.altered(data)
+        if altered and not forward_only:
+            name = samples.names(data, self.rank)[altered[0]]
+            raise RoutingError(samples.ALTERED.format(name, len(altered), len(data)))
+        return bool(altered)
 
     @property
     def _is_reference(self) -> bool:
@@ -93,7 +111,10 @@ class RoutingMixin(_Host):
             routes = [self._routes[row] for row in micro_batch[ROW].tolist()]
             with replay.replaying(routes, rows, measured=not self._is_reference):
                 return super().forward_step(micro_batch, loss_function, forward_only)
-        with replay.recording(rows) as recorded:
+        ids = samples.tokens(micro_batch)
+        with replay.recording(rows, ids) as recorded:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         output["model_output"][FIELD] = torch.nested.as_nested_tensor(recorded, layout=torch.jagged)
+        of = [own.to(recorded[0].device) for own in ids]
+        output["model_output"][TOKENS] = torch.nested.as_nested_tensor(of, layout=torch.jagged)
         return loss, output

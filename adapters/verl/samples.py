@@ -4,16 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from mismatch_ext.adapters.verl.replay import FIELD, Rows
+import torch
+from mismatch_ext.adapters.verl.replay import FIELD, TOKENS, Rows
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
 
+ALTERED = (
+    "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples): input_ids were changed "
+    "without routed_experts, or routes were moved without their samples. Give an update the tokens that were sampled."
+)
+
 
 def lengths(data: Any) -> list[int]:
     """Return the tokens of each sample."""
     return [int(count) for count in data["input_ids"].offsets().diff().tolist()]
+
+
+def tokens(data: Any) -> list[Tensor]:
+    """Return the token ids of each sample `[T]`, int32, on the CPU."""
+    return [ids.to(device="cpu", dtype=torch.int32) for ids in data["input_ids"].unbind()]
+
+
+def altered(data: Any) -> list[int]:
+    """Return the samples that have a loss, but other token ids than their routes were recorded of.
+
+    With R2 the recording says which these were. With R3 they are the agent loop's prompt and response, which came with the
+    routes; where these fields are missing or padded, nothing is known of other ones than `input_ids`.
+    """
+    field, prompts, responses = (data.get(name, None) for name in (TOKENS, "prompts", "responses"))
+    if field is not None:
+        known = list(field.unbind())
+    elif prompts is not None and responses is not None and prompts.is_nested and responses.is_nested:
+        known = [torch.cat(pair) for pair in zip(prompts.unbind(), responses.unbind(), strict=True)]
+    else:
+        return []
+    pairs = zip(known, tokens(data), needed(data), strict=True)
+    return [row for row, (ids, own, rows) in enumerate(pairs) if rows and not torch.equal(ids.cpu().to(own.dtype), own)]
 
 
 def rows_of(data: Any, padding: int) -> Rows:

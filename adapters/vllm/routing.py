@@ -158,7 +158,7 @@ def to_traces(
                     completion.routed_experts,
                     num_experts=num_experts,
                     layers=layers,
-                    tokens=len(output.prompt_token_ids) + len(completion.token_ids),
+                    tokens=[*output.prompt_token_ids, *completion.token_ids],
                     version=version,
                     request=request,
                     top_k=top_k,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mismatch_ext.host_names import roles_table
-from mismatch_ext.routing.agreement import ROUTING_MEASURES
+from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,10 @@ def table() -> str:
         "|---|---|",
     ]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in ROUTING_MEASURES.items()]
+    lines.append(
+        f"| `{OTHER_PASSES}` | forward passes over other tokens than were recorded, such as those of an own loss over altered "
+        "prompts, which the model routed itself; in `metrics.jsonl` from the first log on, 0 where there were none |"
+    )
     lines.append(
         "| `routing/layer_<n>_set_mismatch` | share of tokens whose sets differ in layer n; in `metrics.jsonl` alone |"
     )

@@ -1,6 +1,6 @@
 """Expert routing of mixture-of-experts models: its record, its way to the trainer, and how far two records agree."""
 
-from mismatch_ext.routing.agreement import ROUTING_MEASURES, Agreement, agreement
+from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES, Agreement, agreement
 from mismatch_ext.routing.align import align, align_packed
 from mismatch_ext.routing.ingest import ingest_batch
 from mismatch_ext.routing.plausibility import check_plausible, expert_overlap
@@ -9,6 +9,7 @@ from mismatch_ext.routing.storage import load_traces, save_traces
 from mismatch_ext.routing.trace import RoutingTrace, storage_dtype, traces_nbytes
 
 __all__ = [
+    "OTHER_PASSES",
     "ROUTING_MEASURES",
     "Agreement",
     "RoutingTrace",

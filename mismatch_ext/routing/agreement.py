@@ -25,6 +25,9 @@ ROUTING_MEASURES: dict[str, str] = {
 }
 """Names and meanings of what `Agreement.metrics` returns."""
 
+OTHER_PASSES = "routing/other_passes"
+"""Name of the count of forward passes over other tokens than were recorded, which the model routed itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.tokens import ANY, PADDING
 from mismatch_ext.routing.trace import RoutingTrace, run_lengths
 
 
@@ -28,7 +29,8 @@ def align(
     Returns:
         A trace of B * S rows, row after row of the batch, and a mask `[B * S]` that is True where a route was recorded. The
         other positions (padding, the last sampled token, a prompt whose rows were left out) hold experts 0 to K - 1, which
-        the mask keeps from being used, and count as of the version before them.
+        the mask keeps from being used, and count as of the version before them. The trace knows the tokens of its rows if all
+        of the traces do.
 
     Raises:
         RoutingError: The number of traces or their rows do not fit, a row has padding between its tokens, or the traces are
@@ -94,9 +96,16 @@ def _lay(
     filler = torch.arange(head.top_k, dtype=torch.int32, device=kind.device).to(kind.dtype)
     recorded = torch.ones(positions, dtype=torch.bool)
     filled = 0
+    known = all(trace.tokens is not None for trace in traces)
+    ids = torch.full((positions,), PADDING, dtype=torch.int32)
+    starts = torch.zeros(positions, dtype=torch.bool)
     stamps: list[tuple[int, int]] = []
     for row, (trace, place, count) in enumerate(zip(traces, places, tokens, strict=True)):
         _check_fit(row, trace, head, count)
+        if trace.tokens is not None and count:
+            starts[place] = True
+            ids[place : place + count] = ANY  # the last sampled token, whose id decides no other's route
+            ids[place : place + len(trace.tokens)] = trace.tokens
         if not trace.rows:
             continue
         at = place + trace.start
@@ -111,11 +120,13 @@ def _lay(
     recorded[filled:] = False
     stamps[:1] = [(0, stamps[0][1] if stamps else head.versions[0][1])]
     aligned = RoutingTrace(
-        parts=(experts if device is None else experts.to(device),),
+        parts=(experts,),
         layers=head.layers,
         num_experts=head.num_experts,
         versions=run_lengths(stamps),
-    )
+        tokens=ids if known else None,
+        starts=starts if known else None,
+    ).to(kind.device if device is None else device)
     return aligned, recorded.to(aligned.parts[0].device)
 
 

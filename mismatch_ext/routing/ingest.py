@@ -34,7 +34,7 @@ def ingest_batch(
     *,
     num_experts: int,
     layers: Sequence[int],
-    tokens: Sequence[int],
+    tokens: Sequence[int | Sequence[int] | Tensor],
     version: int | Sequence[int],
     requests: Sequence[str],
     top_k: int | None = None,

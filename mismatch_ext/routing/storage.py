@@ -17,7 +17,9 @@ from torch import Tensor
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing.trace import RoutingTrace
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, SCHEMA)
+"""Files of schema 1 have no token ids: their traces have to be given them by `RoutingTrace.of_tokens` before a replay."""
 UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, NotImplementedError, RuntimeError, MemoryError,
     OverflowError, struct.error, zipfile.BadZipFile,
@@ -35,7 +37,7 @@ def save_traces(path: str | Path, traces: Sequence[RoutingTrace]) -> None:
     path = Path(path)
     arrays: dict[str, NDArray[Any]] = {}
     names: dict[int, str] = {}
-    entries = []
+    entries: list[dict[str, Any]] = []
     for trace in traces:
         for part in trace.parts:
             if id(part) not in names:
@@ -51,6 +53,10 @@ def save_traces(path: str | Path, traces: Sequence[RoutingTrace]) -> None:
                 "versions": trace.versions,
             }
         )
+        for field, known in (("tokens", trace.tokens), ("starts", trace.starts)):
+            if known is not None:
+                entries[-1][field] = f"{field}{len(entries)}"
+                arrays[f"{field}{len(entries)}"] = known.cpu().numpy()
     document = json.dumps({"schema": SCHEMA, "traces": entries}).encode()
     arrays["header"] = np.frombuffer(document, dtype=np.uint8)
     unfinished = path.with_name(path.name + ".unfinished")
@@ -69,7 +75,7 @@ def load_traces(path: str | Path) -> list[RoutingTrace]:
         with np.load(path, allow_pickle=False) as archive:
             document = json.loads(archive["header"].tobytes())
             schema = document.get("schema")
-            if schema == SCHEMA:
+            if schema in READABLE:
                 parts = {name: torch.from_numpy(archive[name]) for name in archive.files if name != "header"}
                 return [_trace(entry, parts) for entry in document["traces"]]
     except UNREADABLE as error:
@@ -77,7 +83,7 @@ def load_traces(path: str | Path) -> list[RoutingTrace]:
             f"routing file {path} cannot be read ({type(error).__name__}: {error}); it is missing, truncated or not a file of "
             "routing traces. Record the routes again."
         ) from error
-    raise RoutingError(f"routing file {path} is of schema {schema!r}; this release reads schema {SCHEMA}.")
+    raise RoutingError(f"routing file {path} is of schema {schema!r}; this release reads schemas {READABLE}.")
 
 
 def _trace(entry: dict[str, Any], parts: dict[str, Tensor]) -> RoutingTrace:
@@ -87,6 +93,8 @@ def _trace(entry: dict[str, Any], parts: dict[str, Tensor]) -> RoutingTrace:
         num_experts=int(entry["num_experts"]),
         start=int(entry["start"]),
         versions=tuple((int(row), int(version)) for row, version in entry["versions"]),
+        tokens=parts[entry["tokens"]] if "tokens" in entry else None,
+        starts=parts[entry["starts"]] if "starts" in entry else None,
     )
     if trace.rows != entry["rows"]:
         raise RoutingError(f"a trace has {trace.rows} rows, its header says {entry['rows']}.")

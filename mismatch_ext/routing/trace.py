@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.tokens import TokenRows
 
 
 def storage_dtype(num_experts: int) -> torch.dtype:
@@ -33,6 +34,10 @@ class RoutingTrace:
         start: Position in the sequence of row 0; the prompt's length when its rows were left out.
         versions: Policy versions, run-length: (first row, version), first rows ascending from 0. A trace that several
             versions of the policy contributed to shows it.
+        tokens: Ids of the sequence's tokens, from its first to that of the last row `[start + rows]`, int32: what a forward pass
+            has to be over for these routes to be its own. `PADDING` and `ANY` of `mismatch_ext.routing.tokens` may be among
+            them. None when they are not known, and the routes cannot be replayed then.
+        starts: True where a sequence begins, for rows of several `[start + rows]`, bool; None for one sequence.
 
     Raises:
         RoutingError: The parts disagree with each other or with the other fields.
@@ -43,6 +48,8 @@ class RoutingTrace:
     num_experts: int
     start: int = 0
     versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    tokens: Tensor | None = None
+    starts: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -69,6 +76,12 @@ class RoutingTrace:
             )
         if self.start < 0:
             raise RoutingError(f"start={self.start} of a routing trace must be a position >= 0.")
+        for name, given, dtype in (("tokens", self.tokens, torch.int32), ("starts", self.starts, torch.bool)):
+            if given is not None and (given.shape != (self.start + self.rows,) or given.dtype != dtype):
+                raise RoutingError(
+                    f"{name} of a routing trace is {given.dtype} {tuple(given.shape)}; allowed: {dtype} "
+                    f"({self.start + self.rows},), one per token up to that of the last row."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         # torch 2.13 pickles uint16 tensors but cannot read them back, so they travel as int16 bits.
@@ -117,6 +130,49 @@ class RoutingTrace:
         ids = narrow[0] if len(narrow) == 1 else torch.cat(narrow)
         return ids.to(device=device).to(torch.int64)
 
+    def to(self, device: torch.device | str) -> RoutingTrace:
+        """Return the trace on a device; what is there already is not copied."""
+        return replace(
+            self,
+            parts=tuple(part.to(device) for part in self.parts),
+            tokens=None if self.tokens is None else self.tokens.to(device),
+            starts=None if self.starts is None else self.starts.to(device),
+        )
+
+    def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
+        """Say which tokens the routes are of, for a trace that does not know: replay compares them with those of a pass.
+
+        Args:
+            ids: Token ids of the sequence, from its first token on, at least up to the last row's.
+
+        Raises:
+            RoutingError: There are too few, or the trace has others.
+        """
+        known = torch.as_tensor(ids).flatten()[: self.start + self.rows].to(torch.int32)
+        if len(known) < self.start + self.rows:
+            raise RoutingError(
+                f"{len(known)} token ids for a routing trace that ends before position {self.start + self.rows}; give those "
+                "of the whole sequence."
+            )
+        if self.tokens is not None and not torch.equal(self.tokens.cpu(), known.cpu()):
+            raise RoutingError("the routing trace is of other tokens than these; its ids were recorded with it.")
+        return replace(self, tokens=known)
+
+    def token_rows(self) -> TokenRows | None:
+        """Return the tokens along the rows, or None when they are not known."""
+        if self.tokens is None:
+            return None
+        starts = self.starts
+        if starts is None:
+            starts = torch.arange(len(self.tokens), device=self.tokens.device) == 0
+        return TokenRows(ids=self.tokens[self.start :], starts=starts[self.start :])
+
+    def sequence(self, first: int, last: int) -> RoutingTrace:
+        """Return rows first to last - 1 as those of one sequence by itself, whose first token is that of row `first`."""
+        rows, tokens = self.slice(first, last), self.tokens
+        own = None if tokens is None else tokens[self.start + first : self.start + last]
+        return replace(rows, start=0, tokens=own, starts=None)
+
     def slice(self, first: int, last: int) -> RoutingTrace:
         """Return rows first to last - 1, without copying; `start` and `versions` follow."""
         if not 0 <= first <= last <= self.rows:
@@ -134,6 +190,8 @@ class RoutingTrace:
             parts=tuple(kept) or (self.parts[0][:0],),
             start=self.start + first,
             versions=((0, before), *after),
+            tokens=None if self.tokens is None else self.tokens[: self.start + last],
+            starts=None if self.starts is None else self.starts[: self.start + last],
         )
 
     @classmethod
@@ -144,7 +202,7 @@ class RoutingTrace:
             traces: At least one; each starts at the position where the one before it ends.
 
         Raises:
-            RoutingError: The pieces leave a gap or overlap, or are of different models.
+            RoutingError: The pieces leave a gap or overlap, or are of different models or sequences.
         """
         if not traces:
             raise RoutingError("no routing traces to join.")
@@ -162,13 +220,28 @@ class RoutingTrace:
                 parts += trace.parts
                 versions += [(at + row, version) for row, version in trace.versions]
             at += trace.rows
-        return replace(head, parts=tuple(parts) or head.parts, versions=run_lengths(versions) or head.versions)
+        tokens = traces[-1].tokens if all(trace.tokens is not None for trace in traces) else None
+        for index, trace in enumerate(traces if tokens is not None else ()):
+            if tokens is not None and not torch.equal(_known(trace), tokens[: trace.start + trace.rows]):
+                raise RoutingError(
+                    f"piece {index} of a routing trace is of other tokens than the last; join one sequence's."
+                )
+        return replace(
+            head,
+            parts=tuple(parts) or head.parts,
+            versions=run_lengths(versions) or head.versions,
+            tokens=tokens,
+            starts=None,
+        )
 
     def same_as(self, other: RoutingTrace) -> bool:
         """Tell whether two traces have equal content, however it is divided into parts."""
         header = (self.layers, self.num_experts, self.start, self.versions, self.rows, self.top_k)
         if header != (other.layers, other.num_experts, other.start, other.versions, other.rows, other.top_k):
             return False
+        if self.tokens is not None and other.tokens is not None:
+            if not torch.equal(self.tokens, other.tokens.to(self.tokens.device)):
+                return False
         mine = self.experts
         return torch.equal(mine, other.experts.to(mine.device))
 
@@ -213,7 +286,7 @@ class RoutingTrace:
         *,
         num_experts: int,
         layers: Sequence[int],
-        tokens: int,
+        tokens: int | Sequence[int] | Tensor,
         version: int,
         request: str,
         top_k: int | None = None,
@@ -228,7 +301,8 @@ class RoutingTrace:
                 on the CPU.
             num_experts: Experts per layer.
             layers: Absolute indices of the MoE layers.
-            tokens: Tokens of prompt and response.
+            tokens: Token ids of prompt and response, which a pass must be over to be replayed; or their number alone, and the
+                ids then have to follow by `of_tokens`.
             version: Policy version that sampled.
             request: Name of the request, for messages.
             top_k: Experts per token, if known.
@@ -246,15 +320,16 @@ class RoutingTrace:
             array,
             num_experts=num_experts,
             layers=tuple(layers),
-            tokens=tokens,
+            tokens=tokens if isinstance(tokens, int) else len(tokens),
             request=request,
             top_k=top_k,
             start=start,
             last_row=last_row,
         )
-        return cls(
+        trace = cls(
             parts=(experts,), layers=tuple(layers), num_experts=num_experts, start=start, versions=((0, version),)
         )
+        return trace if isinstance(tokens, int) else trace.of_tokens(tokens)
 
 
 def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -264,6 +339,11 @@ def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...
         if not kept or kept[-1][1] != version:
             kept.append((row, version))
     return tuple(kept)
+
+
+def _known(trace: RoutingTrace) -> Tensor:
+    assert trace.tokens is not None
+    return trace.tokens
 
 
 def traces_nbytes(traces: Iterable[RoutingTrace]) -> int:

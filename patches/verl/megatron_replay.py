@@ -19,6 +19,9 @@ class Guard(Protocol):
     def before(self, router: Any) -> None:
         """Raise where the RouterReplay would fall back on its router's own choice."""
 
+    def take_others(self) -> int:
+        """Return how many passes were over other tokens than their routes since the last call."""
+
     def after(self, router: Any, scores: Any, top_k: int, indices: Any) -> None:
         """Look at the expert ids `[T, K]` that it selected for scores `[T, E]`."""
 
@@ -63,8 +66,8 @@ REPLAYED_BATCH = Patch(
     upstream=_UPSTREAM.format("workers/engine/megatron/transformer_impl.py"),
     reason="Rows that an agent loop filled with zeros are replayed as expert 0, K times; nobody looks at an id on the way.",
     not_covered="What happens to routes after this: splitting into micro-batches and packing are verl's own. Rows of padding, "
-    "which verl sends to expert 0 under R2. With one expert per token, rows of zeros are routes. Routes of other tokens or "
-    "layers that are valid ids.",
+    "which verl sends to expert 0 under R2. With one expert per token, rows of zeros are routes. Routes of other "
+    "layers that are valid ids. With context parallelism, which tokens a pass is over.",
     remove_when="verl checks the ids of routed_experts before its Megatron engine replays them.",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import RoutingTrace, align, load_traces, save_traces, share_prompts, traces_nbytes
+from mismatch_ext.routing.tokens import ANY, PADDING
 from tests.unit.test_routing_trace import routes, trace
 
 
@@ -84,8 +86,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     for name in ("array.npy", "other.npz", "text.npz"):
         with pytest.raises(RoutingError, match=f"{name} cannot be read"):
             load_traces(tmp_path / name)
-    np.savez(tmp_path / "future.npz", header=np.frombuffer(b'{"schema": 2, "traces": []}', np.uint8))
-    with pytest.raises(RoutingError, match="future.npz is of schema 2; this release reads schema 1"):
+    np.savez(tmp_path / "future.npz", header=np.frombuffer(b'{"schema": 3, "traces": []}', np.uint8))
+    with pytest.raises(RoutingError, match=r"future.npz is of schema 3; this release reads schemas \(1, 2\)"):
         load_traces(tmp_path / "future.npz")
     np.savez(tmp_path / "pickle.npz", header=np.array([{"schema": 1}], dtype=object))
     with pytest.raises(RoutingError, match="pickle.npz cannot be read"):
@@ -156,3 +158,22 @@ def test_shared_prompts_align_like_their_own() -> None:
 def test_lists_of_different_length_are_refused() -> None:
     with pytest.raises(RoutingError, match="1 routing traces, 2 prompt lengths and 1 groups"):
         share_prompts([trace(3)], [1, 2], ["A"])
+
+
+def test_tokens_are_kept_and_a_file_of_schema_1_has_none(tmp_path: Path) -> None:
+    plain = trace(4)
+    told = plain.of_tokens([7, 8, 9, 10, 11])
+    batch, _ = align([told, told.slice(0, 2)], torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]))
+    save_traces(tmp_path / "two.npz", [plain, told, batch])
+    loaded = load_traces(tmp_path / "two.npz")
+    assert loaded[0].tokens is None and loaded[0].starts is loaded[1].starts is None
+    assert loaded[1].tokens is not None and loaded[1].tokens.tolist() == [7, 8, 9, 10]
+    assert loaded[2].tokens is not None and loaded[2].tokens.tolist() == [7, 8, 9, 10, PADDING, 7, 8, ANY]
+    assert loaded[2].starts is not None and loaded[2].starts.nonzero().flatten().tolist() == [0, 5]
+    # As the release before wrote it.
+    part = plain.parts[0].numpy()
+    entry = {"parts": ["part0"], "layers": plain.layers, "num_experts": plain.num_experts, "start": 0, "rows": 4}
+    header = json.dumps({"schema": 1, "traces": [{**entry, "versions": [[0, 0]]}]}).encode()
+    np.savez(tmp_path / "one.npz", part0=part, header=np.frombuffer(header, np.uint8))
+    (old,) = load_traces(tmp_path / "one.npz")
+    assert old.same_as(plain) and old.tokens is None

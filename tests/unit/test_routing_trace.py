@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mismatch_ext.errors import RoutingError
+from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace, storage_dtype, traces_nbytes
+from mismatch_ext.routing.tokens import Proof, token_rows
 
 
 def routes(rows: int, layers: int = 2, top_k: int = 3, experts: int = 8, seed: int = 0) -> Tensor:
@@ -182,3 +184,63 @@ def test_a_trace_survives_the_way_to_another_process() -> None:
     group = [RoutingTrace(parts=(prompt,), layers=(1, 3), num_experts=8) for _ in range(2)]
     one, two = pickle.loads(pickle.dumps(group))
     assert one.parts[0] is two.parts[0]
+
+
+def test_tokens_follow_their_rows() -> None:
+    told = trace(6, start=2).of_tokens(range(50, 60))
+    assert told.tokens is not None and told.tokens.tolist() == list(range(50, 58))
+    first, last = told.slice(0, 3), told.slice(3, 6)
+    # A row's route depends on all tokens before it: a piece knows them too.
+    assert (first.tokens is not None and first.tokens.tolist()) == list(range(50, 55))
+    assert last.start == 5 and last.tokens is not None and last.tokens.tolist() == list(range(50, 58))
+    assert RoutingTrace.concat([first, last]).same_as(told)
+    rows = told.token_rows()
+    assert rows is not None and rows.ids.tolist() == list(range(52, 58)) and not rows.starts.any()
+    own = told.sequence(3, 6)
+    assert own.start == 0 and own.tokens is not None and own.tokens.tolist() == [55, 56, 57]
+    assert not told.same_as(trace(6, start=2).of_tokens(range(51, 61)))
+    assert RoutingTrace.concat([first, replace(last, tokens=None)]).tokens is None
+    with pytest.raises(RoutingError, match="piece 0 of a routing trace is of other tokens than the last"):
+        RoutingTrace.concat([first, replace(last, tokens=last.tokens + 1)])
+    with pytest.raises(RoutingError, match="the routing trace is of other tokens than these"):
+        told.of_tokens(range(51, 61))
+    with pytest.raises(RoutingError, match="7 token ids for a routing trace that ends before position 8"):
+        trace(6, start=2).of_tokens(range(7))
+    for wrong in (torch.arange(8), torch.arange(7, dtype=torch.int32)):
+        with pytest.raises(RoutingError, match=r"tokens of a routing trace is .*; allowed: torch.int32 \(8,\)"):
+            replace(told, tokens=wrong)
+
+
+def test_a_pass_is_over_its_tokens_or_not() -> None:
+    ids = torch.tensor([[0, 5, 6, 7], [8, 9, 5, 0]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
+    wanted = token_rows(ids, mask)
+
+    def differs(*args: Any) -> list[int]:
+        return wanted.differ(token_rows(*args)).nonzero().flatten().tolist()
+
+    assert differs(ids, mask) == differs(torch.where(mask == 1, ids, 3), mask, torch.arange(4)[None] + 9) == []
+    assert differs(ids + 1, mask) == [1, 2, 3, 4, 5, 6]
+    assert differs(ids, 1 - (1 - mask) * torch.tensor([[1], [0]])) == [7]
+    assert differs(ids) == [1]  # the sequence begins a token earlier; padding behind the other one is seen by nobody
+    assert differs(ids, mask, torch.tensor([0, 1, 3, 4])[None]) == [2, 6]
+    packed = token_rows(torch.tensor([[5, 6, 7, 8]]), None, torch.tensor([[0, 1, 0, 1]]))
+    assert packed.differ(token_rows(torch.tensor([[5, 6, 7, 8]]))).nonzero().flatten().tolist() == [2]
+    assert packed.differ(token_rows(torch.tensor([[5, 6], [7, 8]]))).sum() == 0
+
+
+def test_other_passes_are_counted_once() -> None:
+    wanted, other = (token_rows(torch.tensor([ids])) for ids in ([5, 6], [5, 7]))
+    proof = Proof(wanted, 2, "native")
+    assert proof.holds(wanted, "here") and not proof.holds(other, "here") and not proof.holds(other, "here", again=True)
+    assert not proof.holds("it was given none", "here") and proof.others == 2 and "it was given none" in proof.reason
+    proof.expect_replayed(1, "here")
+    with pytest.raises(ReplayError, match="here: none of the 2 forward passes"):
+        proof.expect_replayed(0, "here")
+    with pytest.raises(
+        ReplayError, match="here: a forward pass is over other tokens than its routes: 1 of 2 rows differ"
+    ):
+        Proof(wanted, 2, "refuse").holds(other, "here")
+    assert Proof(None, 2, "replay").holds(other, "here")
+    with pytest.raises(RoutingError, match="does not know which tokens"):
+        Proof(None, 2, "native")

@@ -18,13 +18,16 @@ from mismatch_ext.adapters.transformers.routing.checkpointing import in_backward
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, Router, moe_layout
 from mismatch_ext.adapters.transformers.routing.session import Forward, Session
 from mismatch_ext.adapters.transformers.routing.shadow import Around, Instead, shadow, uncompiled
+from mismatch_ext.adapters.transformers.routing.tokens import pass_tokens
 from mismatch_ext.adapters.transformers.routing.topk import AnsweredTopK
 from mismatch_ext.patches.torch.checkpoint import checkpoints_bound
 from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError
+from mismatch_ext.routing.tokens import TokenRows
 
 Call = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Running(threading.local):
@@ -33,6 +36,7 @@ class _Running(threading.local):
     session: Session | None = None
     forward: Forward | None = None
     bound: int = 0  # depth of checkpointed functions that know their session
+    called: Arguments | None = None  # of the caller that embeds for the decoder
 
 
 class Binding:
@@ -139,6 +143,8 @@ class Binding:
     def _install(self, stack: ExitStack) -> None:
         layout = self.layout
         shadow(stack, layout.decoder, "forward", Around(enter=self._begin, leave=self._end))
+        if layout.caller is not None:
+            shadow(stack, layout.caller, "forward", Around(enter=self._call, leave=self._return))
         for router in layout.routers:
             shadow(stack, router.module, router.method, Instead(call=partial(self._run_router, router)))
         for experts, layer in {r.experts: r.layer for r in layout.routers if r.experts is not None}.items():
@@ -151,24 +157,42 @@ class Binding:
         # A recomputation that no session is bound to belongs to a forward that ran before this context.
         return None if session is None or (not self._running.bound and in_backward()) else session
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Session, Forward] | None:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        before, self._running.called = self._running.called, (args, kwargs)
+        return before
+
+    def _return(self, before: Arguments | None, returned: bool) -> None:
+        self._running.called = before
+
+    def _tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenRows | str:
+        called = self._running.called
+        found = pass_tokens(self.layout.decoder, args, kwargs)
+        if isinstance(found, TokenRows) or self.layout.caller is None or called is None:
+            return found
+        return pass_tokens(self.layout.caller, *called)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Session, Forward, bool] | None:
         session, running = self._session(), self._running
         if session is None:
             return None
-        running.forward = Forward(
+        forward = Forward(
             arguments=(args, kwargs),
+            tokens=self._tokens(args, kwargs),
             gradients=torch.is_grad_enabled(),
             recomputed=bool(running.bound) and in_backward(),
             outer=running.forward,
         )
-        return session, running.forward
+        taken = session.takes(forward)
+        # A pass without session leaves its checkpoints unbound, so that what is recomputed of it is without one too.
+        running.session, running.forward = (session, forward) if taken else (None, None)
+        return session, forward, taken
 
-    def _end(self, begun: tuple[Session, Forward] | None, returned: bool) -> None:
+    def _end(self, begun: tuple[Session, Forward, bool] | None, returned: bool) -> None:
         if begun is None:
             return
-        session, forward = begun
-        self._running.forward = forward.outer
-        if not returned:
+        session, forward, taken = begun
+        self._running.session, self._running.forward = session, forward.outer
+        if not (returned and taken):
             return
         if any(forward.hits.get(layer, 0) != 1 for layer in self.layout.layers) or forward.chosen:
             raise ReplayError(self._wrong_hits(forward))

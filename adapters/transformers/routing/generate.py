@@ -46,10 +46,9 @@ class GenerationRecording(Recording):
         """Keep a step's routes `[B, S, L, K]`, and the first step's attention mask; other forward passes are not kept."""
         if self._steps is None:
             return
-        super().finish(forward)
         args, kwargs = forward.arguments
         tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if isinstance(x, Tensor))
-        step = self._parts.pop()
+        step = self.routes(forward)
         if not self._steps:
             self._mask = kwargs.get("attention_mask")
         self._steps.append(step.view(len(tokens), -1, *step.shape[1:]))
@@ -97,6 +96,7 @@ class GenerationRecording(Recording):
                     layers=self.layout.layers,
                     num_experts=self.layout.num_experts,
                     versions=((0, self._version),),
+                    tokens=sequences[row].cpu()[positions].to(torch.int32),
                 )
             )
 

@@ -53,6 +53,7 @@ class MoeLayout:
         top_k: Experts per token.
         routers: The routers; several of one layer are alternatives, of which a forward pass runs one (PEFT's copies).
         decoder: The module that runs the layers: one call of it is one forward pass, however the model is wrapped.
+        caller: The module that embeds the tokens for it, in a model that mixes them with other inputs; else None.
         family: `model_type` of the config, for messages.
     """
 
@@ -61,6 +62,7 @@ class MoeLayout:
     top_k: int
     routers: tuple[Router, ...]
     decoder: nn.Module
+    caller: nn.Module | None
     family: str
 
     def places(self) -> tuple[tuple[int, ...], ...]:
@@ -115,14 +117,25 @@ def moe_layout(model: nn.Module) -> MoeLayout:
         )
     _refuse_two_in_a_layer(routers, family)
     num_experts, top_k = shapes.pop()
+    decoder = stacks.pop().rpartition(".")[0]
     return MoeLayout(
         layers=tuple(sorted({router.layer for router in routers})),
         num_experts=num_experts,
         top_k=top_k,
         routers=tuple(sorted(routers, key=lambda router: router.layer)),
-        decoder=names[stacks.pop().rpartition(".")[0]],
+        decoder=names[decoder],
+        caller=_caller(names, decoder),
         family=family,
     )
+
+
+def _caller(names: dict[str, nn.Module], decoder: str) -> nn.Module | None:
+    """Return the innermost model around the decoder, if it is one of several parts, as a multimodal model's decoder is."""
+    while decoder:
+        decoder = decoder.rpartition(".")[0]
+        if hasattr(config := getattr(names[decoder], "config", None), "model_type"):
+            return names[decoder] if getattr(config, "text_config", None) is not None else None
+    return None
 
 
 def _blocks(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ def forward(model: nn.Module) -> tuple[Tensor, Tensor]:
     return logits, -logits.log_softmax(-1).gather(-1, targets).mean()
 
 
+def vouched(model: nn.Module) -> Any:
+    """Return `others` of `replay_routing` for the passes of `forward`: a speech decoder's have no token ids to prove."""
+    return "refuse" if getattr(model, "codec_embedding", None) is None else "replay"
+
+
 def backward(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradients of all parameters that have one."""
     model.zero_grad()
@@ -70,7 +75,7 @@ def another(trace: RoutingTrace) -> RoutingTrace:
     ids = trace.experts.long()
     step = 1 + torch.arange(ids.shape[0])[:, None, None] % 3 + torch.arange(ids.shape[1])[None, :, None] % 2
     moved = (ids + step) % trace.num_experts
-    return RoutingTrace(parts=(moved.to(trace.parts[0].dtype),), layers=trace.layers, num_experts=trace.num_experts)
+    return replace(trace, parts=(moved.to(trace.parts[0].dtype),), versions=((0, 0),))
 
 
 @dataclass

@@ -20,6 +20,7 @@ from mismatch_ext.adapters.transformers.routing.passes import (
     equal,
     forward,
     run,
+    vouched,
     watched,
 )
 from mismatch_ext.adapters.transformers.routing.record import record_routing
@@ -100,7 +101,7 @@ def _exactness(model: Any, layout: MoeLayout, plain: Pass) -> Iterator[tuple[str
     other = another(own)
     yield "recording changes nothing", recorded.same(plain)
     yield "recorded experts ran", seen.ran(own, recorded.gradients)
-    with replay_routing(model, other):
+    with replay_routing(model, other, others=vouched(model)):
         replayed = run(model)
     yield "another routing changes logits", not torch.equal(replayed.logits, plain.logits)
     yield "nothing stays behind", run(model).same(plain)
@@ -108,14 +109,14 @@ def _exactness(model: Any, layout: MoeLayout, plain: Pass) -> Iterator[tuple[str
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         for routing, trace, expected in (("own", own, plain), ("another", other, replayed)):
-            with watched(layout) as seen, replay_routing(model, trace):
+            with watched(layout) as seen, replay_routing(model, trace, others=vouched(model)):
                 got = run(model)
             yield f"{routing} routing bit-identical, {mode}", got.same(expected)
             yield f"{routing} routing ran exactly, {mode}", seen.ran(trace, got.gradients)
             yield f"{routing} routing recomputed, {mode}", seen.times() == {1 if reentrant is None else 2}
-        with replay_routing(model, other):
+        with replay_routing(model, other, others=vouched(model)):
             first = forward(model)
-        with replay_routing(model, own):
+        with replay_routing(model, own, others=vouched(model)):
             second = forward(model)
         grown = [backward(model, loss) for loss in (second[1], first[1])]
         yield (
@@ -134,7 +135,7 @@ def _slope(family: Family, result: Result) -> Iterator[tuple[str, bool]]:
     for reentrant, mode in CHECKPOINTING.items():
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with replay_routing(model, trace):
+        with replay_routing(model, trace, others=vouched(model)):
             loss = forward(model)[1]
         grown = backward(model, loss)
         gradients = gradients or grown
@@ -174,7 +175,7 @@ def gradient_error(model: nn.Module, trace: RoutingTrace, gradients: dict[str, T
         for sign in (1, -2, 1):  # forth, back past the start, and to the start
             for (_, parameter), d in zip(parameters, direction, strict=True):
                 parameter.add_(sign * step * d)
-            with replay_routing(model, trace):
+            with replay_routing(model, trace, others=vouched(model)):
                 ends.append(float(forward(model)[1]))
         return (ends[0] - ends[1]) / (2 * step)
 

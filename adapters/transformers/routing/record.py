@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing import RoutingTrace, storage_dtype
+from mismatch_ext.routing.tokens import TokenRows
 
 
 class Recording:
@@ -33,6 +34,7 @@ class Recording:
         self._dtype = storage_dtype(layout.num_experts)
         self._version = version
         self._parts: list[Tensor] = []
+        self._tokens: list[TokenRows | str] = []
 
     @property
     def trace(self) -> RoutingTrace:
@@ -41,16 +43,32 @@ class Recording:
         Raises:
             ReplayError: Nothing was recorded.
         """
-        if not self._parts:
+        return self._trace(self._parts, self._tokens)
+
+    @property
+    def passes(self) -> list[RoutingTrace]:
+        """The same of each forward pass by itself."""
+        return [self._trace([part], [tokens]) for part, tokens in zip(self._parts, self._tokens, strict=True)]
+
+    def _trace(self, parts: list[Tensor], tokens: list[TokenRows | str]) -> RoutingTrace:
+        if not parts:
             raise ReplayError(
                 f"{self.layout.family}: no forward pass was recorded. Was the model built anew, or a copy of it called?"
             )
+        known = [rows for rows in tokens if isinstance(rows, TokenRows)]
+        all_known = len(known) == len(parts)
         return RoutingTrace(
-            parts=tuple(self._parts),
+            parts=tuple(parts),
             layers=self.layout.layers,
             num_experts=self.layout.num_experts,
             versions=((0, self._version),),
+            tokens=torch.cat([rows.ids.to(torch.int32) for rows in known]) if all_known else None,
+            starts=torch.cat([rows.starts for rows in known]) if all_known else None,
         )
+
+    def takes(self, forward: Forward) -> bool:
+        """Take every pass."""
+        return True
 
     def select(
         self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]
@@ -66,8 +84,13 @@ class Recording:
         forward.seen[layer] = indices.detach().reshape(-1, self.layout.top_k).to(self._dtype)
 
     def finish(self, forward: Forward) -> None:
-        """Take a pass's layers together, in the order of the layout."""
-        self._parts.append(torch.stack([forward.seen[layer] for layer in self.layout.layers], dim=1))
+        """Take a pass's layers together, and its tokens."""
+        self._parts.append(self.routes(forward))
+        self._tokens.append(forward.tokens)
+
+    def routes(self, forward: Forward) -> Tensor:
+        """Return what was chosen in a pass `[R, L, K]`, in the order of the layout."""
+        return torch.stack([forward.seen[layer] for layer in self.layout.layers], dim=1)
 
 
 @contextmanager

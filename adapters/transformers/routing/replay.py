@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing.tokens import Others, Proof
 
 
 class Replay:
@@ -33,9 +34,10 @@ class Replay:
         trace: Routes, a row per token.
         mask: True where a row is replayed `[R]`; None for all.
         native: Whether to record the model's own choice beside the replayed one.
+        others: What becomes of a pass that is not proven to be over the trace's tokens, as for `replay_routing`.
 
     Attributes:
-        forwards: Forward passes of the decoder.
+        forwards: Forward passes of the decoder that were replayed.
         rows: Tokens routed, over all passes.
         native_rows: Those of them that the mask left to the model's own routing.
 
@@ -45,8 +47,11 @@ class Replay:
 
     replays = True
 
-    def __init__(self, layout: MoeLayout, trace: RoutingTrace, mask: Tensor | None, native: bool) -> None:
+    def __init__(
+        self, layout: MoeLayout, trace: RoutingTrace, mask: Tensor | None, native: bool, others: Others = "refuse"
+    ) -> None:
         layout.expect(trace)
+        self._proof = Proof(trace.token_rows(), trace.rows, others)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != (trace.rows,)):
             raise RoutingError(
                 f"mask is {mask.dtype} {tuple(mask.shape)}; allowed: torch.bool, one per row of the trace, ({trace.rows},)."
@@ -71,6 +76,23 @@ class Replay:
         if self._native is None:
             raise ReplayError("the model's own routing was not recorded; use replay_routing(..., native=True).")
         return self._native.trace
+
+    @property
+    def others(self) -> int:
+        """Forward passes over other tokens, which the model routed itself."""
+        return self._proof.others
+
+    def expect_replayed(self) -> None:
+        """Refuse a context in which only other passes ran."""
+        self._proof.expect_replayed(self.forwards, self.layout.family)
+
+    def takes(self, forward: Forward) -> bool:
+        """Compare a pass's tokens with the trace's, once and on their device.
+
+        Raises:
+            ReplayError: They are others, or are not known, and no other passes are allowed.
+        """
+        return self._proof.holds(forward.tokens, self.layout.family, again=forward.recomputed)
 
     def select(
         self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]
@@ -126,9 +148,16 @@ class Replay:
 
 @contextmanager
 def replay_routing(
-    model: nn.Module, trace: RoutingTrace, mask: Tensor | None = None, *, native: bool = False
+    model: nn.Module,
+    trace: RoutingTrace,
+    mask: Tensor | None = None,
+    *,
+    native: bool = False,
+    others: Others = "refuse",
 ) -> Iterator[Replay]:
     """Route the tokens of the forward passes in this context as a trace says.
+
+    A pass is replayed that proves to be over the trace's tokens: equal ids, padding and beginnings of sequences, in every row.
 
     One micro-batch a context: its backward pass may come at any time and in any order, inside or after the context, and
     recomputes checkpointed activations, in both modes, with the same routes.
@@ -138,19 +167,22 @@ def replay_routing(
         trace: A row per token of the micro-batch, batch-first, padding included, as `align` or `align_packed` makes it.
         mask: True for rows that are replayed `[R]`, bool; the others are routed by the model. None replays all.
         native: Also record what the model itself would choose; costs a top-k per layer.
+        others: What becomes of another pass: "refuse" raises, "native" lets the model route it as if there were no context and
+            counts it, and "replay" compares nothing, for inputs that are no token ids, whose caller vouches for them.
 
     Yields:
         Counts, and `native`.
 
     Raises:
-        RoutingError: The trace does not fit the model, or has ids that no router can choose.
+        RoutingError: The trace does not fit the model, has ids that no router can choose, or does not know its tokens.
         ReplayError: The model's routing cannot be replayed; a forward pass has other tokens than the trace, did not run each
-            layer's router once, or did not obey it; or no forward pass went through the model.
+            layer's router once, or did not obey it; or no forward pass over the trace's tokens went through the model.
     """
     binding = Binding.of(model)
-    replay = Replay(binding.layout, trace, mask, native)
+    replay = Replay(binding.layout, trace, mask, native, others)
     with binding.active(replay):
         yield replay
+    replay.expect_replayed()
     if not replay.forwards:
         raise ReplayError(
             f"{replay.layout.family}: no forward pass went through the model that the routing trace was bound to, so nothing "

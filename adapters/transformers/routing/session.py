@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mismatch_ext.routing.tokens import TokenRows
+
 
 @dataclass(eq=False)
 class Forward:
@@ -15,6 +17,7 @@ class Forward:
 
     Args:
         arguments: What the decoder was called with: positional and named.
+        tokens: What it is over, or why its arguments do not tell.
         gradients: Whether gradients were on when it began.
         recomputed: Whether it runs again, in a backward pass.
         outer: The pass that it interrupts, if any.
@@ -24,6 +27,7 @@ class Forward:
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    tokens: TokenRows | str
     gradients: bool
     recomputed: bool
     outer: Forward | None
@@ -36,6 +40,9 @@ class Session(Protocol):
     """What is done at a router."""
 
     replays: bool
+
+    def takes(self, forward: Forward) -> bool:
+        """Tell, as a pass begins, whether it is this session's; the model runs another one as if there were no session."""
 
     def select(
         self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]

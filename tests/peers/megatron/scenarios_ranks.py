@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mismatch_ext.adapters.megatron import moe_layout, record_routing, replay_routing
+from mismatch_ext.adapters.megatron import moe_layout, record_routing
 from torch import Tensor
 
 from mismatch_ext.routing import RoutingTrace, load_traces
@@ -27,7 +27,7 @@ from tests.peers.megatron.cpu import (
     start,
     tokens,
 )
-from tests.peers.megatron.scenarios_routing import ROWS, expected_maps, random_trace, refused, replayed
+from tests.peers.megatron.scenarios_routing import ROWS, expected_maps, random_trace, refused, replay_routing, replayed
 
 WORLD = 2
 
@@ -79,13 +79,14 @@ def parallel_of(rank: int, tensor: int, expert: int, kinds: list[str], trace: st
         own, own_gradients = replayed(model, forward, ids, recording.trace)
         with chosen(model) as moved_maps:
             _, moved_gradients = replayed(model, forward, ids, another)
-        with chosen(model) as given_maps, torch.no_grad(), replay_routing(model, other):
+        # Routes of one rank's tokens: what is looked at is which rows go where.
+        with chosen(model) as given_maps, torch.no_grad(), replay_routing(model, other, others="replay"):
             forward(ids)
         reference = reference or moved_gradients
         # Two micro-batches, the later one's backward pass first.
         with replay_routing(model, another):
             first = forward(ids)
-        with replay_routing(model, other):
+        with replay_routing(model, other, others="replay"):
             second = forward(later)
         loss_of(second).backward()
         gradients(model)

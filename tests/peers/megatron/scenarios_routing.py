@@ -6,12 +6,14 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from mismatch_ext.adapters.megatron import moe_layout, record_routing, replay_routing
+from mismatch_ext.adapters.megatron import moe_layout, record_routing
+from mismatch_ext.adapters.megatron import replay_routing as proving_replay
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
@@ -35,6 +37,11 @@ from tests.peers.megatron.cpu import (
 )
 
 ROWS = BATCH * SEQUENCE
+
+
+def replay_routing(model: Any, trace: RoutingTrace, mask: Tensor | None = None, **options: Any) -> Any:
+    """Replay, vouching for the tokens of random routes, which are of none."""
+    return proving_replay(model, trace, mask, **{"others": "replay" if trace.tokens is None else "refuse", **options})
 
 
 def random_trace(seed: int, rows: int = ROWS, layers: tuple[int, ...] = (0, 1, 2, 3)) -> RoutingTrace:
@@ -230,6 +237,62 @@ def interleaved_of(kind: str) -> dict[str, Any]:
         forward(batches["b"][0])
         loss_of(pending).backward()
     found["native_stays_native"] = same(gradients(model), native) and not same(native, alone["a"])
+    return found
+
+
+@alone
+def other_tokens(kinds: list[str]) -> dict[str, Any]:
+    """Run other passes in a replay's context, each of which the model has to route as it does by itself."""
+    return {kind: other_tokens_of(kind) for kind in kinds}
+
+
+def other_tokens_of(kind: str) -> dict[str, Any]:
+    """Do so under one way to recompute."""
+    model, forward = recomputing(kind)
+    ids, altered = tokens(1), tokens(1)
+    altered[0, 2] = (altered[0, 2] + 1) % 64
+    with torch.no_grad(), record_routing(model) as recording:
+        run(model, ids)
+    trace = replace(recording.trace, parts=random_trace(5).parts)  # routes that the model would not choose
+    positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
+    seeing = torch.zeros(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool)
+    packed = torch.triu(torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool), 1)
+    passes: dict[str, Callable[[], Tensor]] = {
+        "altered": lambda: forward(altered),
+        "rows": lambda: forward(ids.flip(0)),
+        "seeing": lambda: model(ids, positions, seeing),
+        "packed": lambda: model(ids.view(1, -1), torch.arange(ROWS)[None], packed),
+    }
+
+    def both(run_pass: Callable[[], Tensor]) -> tuple[Tensor, Any]:
+        output = run_pass()
+        loss_of(output).backward()
+        return output.detach(), gradients(model)
+
+    plain = {name: both(each) for name, each in passes.items()}
+    expected = replayed(model, forward, ids, trace)
+    found: dict[str, Any] = {}
+    with chosen(model) as maps, replay_routing(model, trace, others="native") as replay:
+        for name, each in passes.items():
+            output, own = both(each)
+            found[name] = torch.equal(output, plain[name][0]) and same(own, plain[name][1])
+        output, own = both(lambda: forward(ids))
+    wanted = expected_maps(trace)
+    found["replayed"] = torch.equal(output, expected[0]) and same(own, expected[1])
+    found["obeyed"] = all(torch.equal(maps[layer][-1], each) for layer, each in wanted.items())
+    found["counts"] = [replay.forwards, replay.others]
+
+    def attempt(others: str) -> float:
+        with replay_routing(model, trace, others=others):
+            return float(forward(altered).sum())
+
+    def without() -> float:
+        with proving_replay(model, replace(trace, tokens=None, starts=None)):
+            return float(forward(ids).sum())
+
+    found["refused"], found["only"], found["unknown"] = (
+        refused(each) for each in (lambda: attempt("refuse"), lambda: attempt("native"), without)
+    )
     return found
 
 

@@ -46,6 +46,15 @@ def refusals(run: Run) -> dict[str, str]:
     return run(scenarios.refusals).expect()
 
 
+def test_other_tokens_are_routed_by_the_model_or_refused(run: Run) -> None:
+    for kind, found in run(scenarios.other_tokens, kinds=["none", "uniform", "moe", "torch-saved"]).expect().items():
+        for name in ("altered", "rows", "seeing", "packed", "replayed", "obeyed"):
+            assert found[name], (kind, name)
+        assert found["counts"] == [1, 4], kind
+        assert "over other tokens than its routes: 1 of 20 rows differ, the first is row 2" in found["refused"], found
+        assert "none of the 1 forward passes is the one" in found["only"] and "does not know" in found["unknown"], found
+
+
 @pytest.mark.parametrize(
     "dispatchers, formulas, kinds",
     [(["alltoall"], FORMULAS, MEGATRON + TORCH), (["allgather"], FORMULAS[:1], MEGATRON)],

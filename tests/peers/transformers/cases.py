@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from mismatch_ext.adapters.transformers.routing.passes import (
     Pass,
     forward,
     run,
+    vouched,
 )
 from mismatch_ext.adapters.transformers.routing.tiny import families
 from torch import Tensor, nn
@@ -46,10 +48,10 @@ def case(name: str, dtype: torch.dtype = torch.float32, experts: str = "eager") 
 
 def replayed(model: nn.Module, trace: RoutingTrace, mask: Tensor | None = None) -> Pass:
     """Run forward and backward with a routing."""
-    with replay_routing(model, trace, mask):
+    with replay_routing(model, trace, mask, others=vouched(model)):
         return run(model)
 
 
 def of(experts: Tensor, like: RoutingTrace) -> RoutingTrace:
     """Return a trace of other experts."""
-    return RoutingTrace(parts=(experts.to(like.parts[0].dtype),), layers=like.layers, num_experts=like.num_experts)
+    return replace(like, parts=(experts.to(like.parts[0].dtype),))

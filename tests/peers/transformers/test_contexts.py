@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -130,9 +131,13 @@ def test_a_router_with_two_top_ks_over_its_experts_is_refused() -> None:
 @pytest.mark.parametrize("rows", [23, 25])
 def test_a_trace_of_other_tokens_is_refused(rows: int) -> None:
     model, own, _ = case(QWEN)
-    trace = of(own.experts.repeat(2, 1, 1)[:rows], own)
-    with pytest.raises(ReplayError, match=f"layer 0: the routing trace has {rows} rows, the forward pass 24 tokens"):
+    assert own.tokens is not None
+    trace = replace(own, parts=(own.experts.repeat(2, 1, 1)[:rows],), tokens=own.tokens.repeat(2)[:rows], starts=None)
+    with pytest.raises(ReplayError, match=f"the routing trace has {rows} rows, the forward pass 24 tokens"):
         replayed(model, trace)
+    with pytest.raises(ReplayError, match=f"layer 0: the routing trace has {rows} rows, the forward pass 24 tokens"):
+        with replay_routing(model, trace, others="replay"):
+            run(model)
 
 
 @pytest.mark.parametrize(

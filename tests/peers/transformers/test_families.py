@@ -194,9 +194,9 @@ def test_routing_in_the_forward_of_a_block_of_foreign_code_is_found() -> None:
     with record_routing(model) as recording:
         plain = model(hidden)
     assert recording.trace.experts.shape == (10, 2, 2)
-    with replay_routing(model, recording.trace):
+    with replay_routing(model, recording.trace, others="replay"):  # its inputs are no token ids
         assert torch.equal(model(hidden), plain)
-    with replay_routing(model, of((recording.trace.experts + 1) % 4, recording.trace)):
+    with replay_routing(model, of((recording.trace.experts + 1) % 4, recording.trace), others="replay"):
         assert not torch.equal(model(hidden), plain)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.aggregation import overridden
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -21,7 +22,7 @@ R2, R3 = {"mode": "R2", "agreement_rate": 1.0}, {"mode": "R3", "agreement_rate":
 ROUTING = "mismatch/routing/"
 
 
-def build(model: str, out: str, routing: Any, **overrides: Any) -> Any:
+def build(model: str, out: str, routing: Any, *, kind: Any = MismatchGRPOTrainer, **overrides: Any) -> Any:
     """Build a trainer; without a block it is TRL's own."""
     eager = {"experts_implementation": "eager"}  # grouped products do not come out the same in every process
     given = {"use_vllm": False, "bf16": False, "router_aux_loss_coef": 0.0, "model_init_kwargs": eager, **overrides}
@@ -33,7 +34,7 @@ def build(model: str, out: str, routing: Any, **overrides: Any) -> Any:
         )
     block = {"routing": routing, **rest}
     config = MismatchGRPOConfig(**arguments(out, mismatch=block, **given))
-    return MismatchGRPOTrainer(model=model, reward_funcs=graded, args=config, train_dataset=rows(), **extra)
+    return kind(model=model, reward_funcs=graded, args=config, train_dataset=rows(), **extra)
 
 
 def logged(trainer: Any, name: str, key: str = "loss") -> list[float]:
@@ -163,20 +164,93 @@ def shared(model: str, out: str) -> dict[str, Any]:
     return result
 
 
-def misplaced(model: str, out: str) -> dict[str, Any]:
-    """Hand each micro-batch its routes in another order: what the agreement shows when TRL's shuffle is not followed."""
+def misplaced(model: str, out: str, kind: str) -> dict[str, Any]:
+    """Hand each micro-batch routes that are not in its order.
+
+    Args:
+        model: Path of the model.
+        out: Output directory.
+        kind: "routes" gives them under the ids of others, "rows" moves both, and "tokens" alters a prompt after sampling.
+    """
     trainer = build(model, out, R3, max_steps=1, max_completion_length=6, per_device_train_batch_size=8)
     plain = trainer.compute_loss
 
-    def reversed_routes(model: Any, inputs: Any, **kwargs: Any) -> Any:
-        lengths = [trace.rows for trace in inputs["routing"]]
-        order = list(range(len(lengths)))[::-1]
-        swapped = [order[i] if lengths[order[i]] == lengths[i] else i for i in range(len(lengths))]
-        inputs["routing"] = [inputs["routing"][i] for i in swapped]
+    def other_order(model: Any, inputs: Any, **kwargs: Any) -> Any:
+        routes = inputs["routing"]
+        order = list(range(len(routes)))[::-1]
+        if kind == "rows":
+            inputs["routing"] = [routes[i] for i in order]
+        elif kind == "tokens":
+            inputs["prompt_ids"][3, -1] += 1
+        else:
+            swapped = [order[i] if routes[order[i]].rows == routes[i].rows else i for i in range(len(routes))]
+            inputs["routing"] = [replace(routes[i], parts=routes[j].parts) for i, j in enumerate(swapped)]
         return plain(model, inputs, **kwargs)
 
-    trainer.compute_loss = reversed_routes
+    trainer.compute_loss = other_order
     return outcome(trainer)
+
+
+class Extra(GRPOTrainer):  # type: ignore[misc]  # trl has no types
+    """As objectives with corrupted prompts do: scores the micro-batch's rows again, and other rows of the same size."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        loss = super()._compute_loss(model, inputs)
+        tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        length, width = inputs["completion_ids"].size(1), inputs["prompt_ids"].size(1)
+        kept = inputs["completion_mask"].bool()
+
+        def score(ids: Any, mask: Any) -> Any:
+            with torch.no_grad():
+                return self._get_per_token_logps_and_entropies(model, ids, mask, length, compute_entropy=True)[0]
+
+        def native(ids: Any, mask: Any) -> Any:
+            with overridden(self, _routing=None):
+                return score(ids, mask)
+
+        own, plain = score(tokens, mask), native(tokens, mask)
+        altered, holes, order = tokens.clone(), mask.clone(), torch.arange(len(tokens)).flip(0)
+        altered[:, :width] = 9
+        holes[:, width - 2] = 0
+        widened = [torch.nn.functional.pad(each, (3, 0)) for each in (tokens, mask)]
+        found = {
+            "moved": (own - plain)[kept].abs().max(),
+            "altered": (score(altered, mask) - native(altered, mask))[kept].abs().max(),
+            "holes": (score(tokens, holes) - native(tokens, holes))[kept].abs().max(),
+            "order": (score(tokens[order], mask[order]) - own[order])[kept[order]].abs().max(),
+            "some": (score(tokens[2:5], mask[2:5]) - own[2:5])[kept[2:5]].abs().max(),
+            "wider": (score(*widened) - own)[kept].abs().max(),
+        }
+        self.seen = [*getattr(self, "seen", []), {name: float(value) for name, value in found.items()}]
+        return loss
+
+
+class ExtraWithReplay(MismatchTrainerMixin, Extra):
+    """The same with a block."""
+
+
+def other_tokens(model: str, out: str) -> dict[str, Any]:
+    """Train by a loss that scores other rows too, two updates per batch: the second's routes are not the model's own."""
+    result: dict[str, Any] = {}
+    for name, routing in (("R3", R3), ("R2", R2)):
+        given = {"num_iterations": 2, "max_steps": 2}
+        trainer = build(model, f"{out}/{name}", routing, kind=ExtraWithReplay, **given)
+        found = outcome(trainer)
+        plain = build(model, f"{out}/{name}-plain", routing, **given)
+        result[name] = {
+            "seen": trainer.seen,
+            "others": logged(trainer, ROUTING + "other_passes"),
+            "parameters": [found["parameters"], digest_of_trained(plain)],
+            "plain others": logged(plain, ROUTING + "other_passes"),
+        }
+    return result
+
+
+def digest_of_trained(trainer: Any) -> str:
+    """Train, and return the digest of the parameters."""
+    trainer.train()
+    return digest_of(trainer.model)
 
 
 def engine(model: str, out: str, dtype: str, **overrides: Any) -> dict[str, Any]:

@@ -84,7 +84,26 @@ def test_completions_of_a_prompt_share_its_routes(run: Run, moe: Path, tmp_path:
 
 def test_agreement_sees_routes_that_do_not_follow_their_samples(run: Run, moe: Path, tmp_path: Path) -> None:
     # What test_replay_of_the_models_own_routes_changes_no_bit would miss if agreement did not look.
-    assert run(scenarios.misplaced, model=moe, out=tmp_path).expect()["mismatch"][0] > 0.1
+    assert run(scenarios.misplaced, model=moe, out=tmp_path, kind="routes").expect()["mismatch"][0] > 0.1
+
+
+def test_routes_follow_their_tokens_or_the_batch_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.misplaced, model=moe, out=tmp_path / "rows", kind="rows").expect()
+    assert found["mismatch"] == [0.0] and found["forwards"] > 0
+    ran = run(scenarios.misplaced, model=moe, out=tmp_path / "tokens", kind="tokens")
+    assert ran.code != 0 and "are of other tokens than those that are trained on" in ran.stderr, ran.stderr[-2000:]
+
+
+def test_other_tokens_in_the_loss_are_routed_by_the_model(run: Run, moe: Path, tmp_path: Path) -> None:
+    for mode, found in run(scenarios.other_tokens, model=moe, out=tmp_path, timeout=600).expect().items():
+        first, second = found["seen"]
+        # The second update's routes are those of the weights before: its passes tell which of them are replayed.
+        assert first["moved"] < 1e-5 and second["moved"] > 1e-3, mode
+        for seen in (first, second):
+            assert seen["altered"] == seen["holes"] == 0.0, (mode, seen)
+            assert max(seen["order"], seen["some"], seen["wider"]) < 1e-5, (mode, seen)
+        assert found["others"] == [2.0, 2.0] and found["plain others"] == [0.0, 0.0], mode
+        assert found["parameters"][0] == found["parameters"][1], mode  # what is scored beside the loss changes nothing
 
 
 def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Run, moe: Path, tmp_path: Path) -> None:

@@ -157,6 +157,22 @@ def test_tokens_without_a_loss_need_no_routes(faulty: Result) -> None:
     assert faulty["filler"] == faulty["tool_answer"] == "nothing was refused"
 
 
+def test_other_tokens_are_routed_by_the_model_and_never_trained_on(run: Run, moe: Path) -> None:
+    found = run(replaying.other_tokens, model=moe, timeout=300).expect()
+    native, altered = found.pop("native"), found.pop("native_altered")
+    for name, own in found.items():
+        replays = native if "R2" in name else own["again"]  # R3's routes are not the model's own
+        for got, wanted in ((own["altered"], altered), (own["scored"], replays), (own["again"], replays)):
+            assert sum(got, []) == pytest.approx(sum(wanted, []), abs=2e-6), name
+        assert own["scored"] != altered and (
+            "R2" in name or sum(own["scored"], []) != pytest.approx(sum(native, []), abs=1e-3)
+        )
+        assert (
+            "its token ids are others than those that its routes were recorded of (1 of 4 samples)" in own["refused"]
+        ), name
+        assert own["others"] == own["extra_others"] == 1.0 and own["extra"] < 1e-6, (name, own["others"], own["extra"])
+
+
 def test_the_reference_is_replayed_where_it_was_asked_for(run: Run, moe: Path) -> None:
     found = run(replaying.reference, model=moe).expect()
     assert found["off"] == found["native"]

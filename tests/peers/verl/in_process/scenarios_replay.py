@@ -120,6 +120,58 @@ def replay(model: str) -> dict[str, Any]:
     return found
 
 
+def changed(data: TensorDict) -> TensorDict:
+    """Return a batch with another first token in the second sample's `input_ids`, all else as it was."""
+    rows = [row.clone() for row in data["input_ids"].unbind()]
+    rows[1][0] = (rows[1][0] + 1) % 16
+    data = data.clone()
+    data["input_ids"] = nested(rows)
+    return data
+
+
+def other_tokens(model: str) -> dict[str, Any]:
+    """Score altered samples beside the batch, in calls of verl's worker and in a step that runs the model once more."""
+    found: dict[str, Any] = {}
+    routes = other(own_routes(model))
+    native = worker(model, vendor=None)
+    found["native"], found["native_altered"] = logprobs(native, batch()), logprobs(native, changed(batch()))
+    for mode in ("R3", "R2"):
+        for packed in (False, True):
+            built = worker(model, {"routing": {"mode": mode, "agreement_rate": 1.0}}, use_remove_padding=packed)
+            data = scored(built, batch(routed_experts=routes) if mode == "R3" else batch())
+            own: dict[str, Any] = {"scored": [row.tolist() for row in data["old_log_probs"].unbind()]}
+            own["altered"] = logprobs(built, changed(data))
+            own["refused"] = refused(update, built, changed(data))
+            own["others"] = built.engine.mismatch_metrics()["routing/other_passes"]
+            prepare = type(built.engine).prepare_model_outputs
+
+            def twice(engine: Any, *args: Any, prepare: Any = prepare, built: Any = built, **kwargs: Any) -> Any:
+                # As an own engine's step may: the same number of tokens, of which one is another.
+                ids = built.seen["input_ids"].clone()
+                ids.view(-1)[0] = (ids.view(-1)[0] + 1) % 16
+                built.extra.append(engine.module(**{**built.seen, "input_ids": ids}, use_cache=False).logits.detach())
+                return prepare(engine, *args, **kwargs)
+
+            def seen(module: Any, args: Any, given: Any, built: Any = built) -> None:
+                built.seen = {
+                    name: given[name] for name in ("input_ids", "attention_mask", "position_ids") if name in given
+                }
+
+            built.extra = []
+            handle = built.engine.module.register_forward_pre_hook(seen, with_kwargs=True)
+            built.engine.prepare_model_outputs = twice.__get__(built.engine)
+            again = scored(built, data.exclude("old_log_probs"))
+            handle.remove()
+            own["again"] = [row.tolist() for row in again["old_log_probs"].unbind()]
+            with torch.no_grad():
+                ids = built.seen["input_ids"]
+                plain = built.engine.module(**{**built.seen, "input_ids": ids}, use_cache=False).logits
+            own["extra"] = float((built.extra[-1] - plain).abs().max())
+            own["extra_others"] = built.engine.mismatch_metrics()["routing/other_passes"]
+            found[f"{mode} {packed}"] = own
+    return found
+
+
 def layouts(model: str) -> dict[str, Any]:
     """Replay other routes in micro-batches of several shapes: whole, one by one, dynamic, packed, packed and filled up."""
     routes = other(own_routes(model, range(8)))

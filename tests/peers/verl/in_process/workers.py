@@ -156,6 +156,8 @@ def scored(built: Any, data: TensorDict) -> TensorDict:
     data["old_log_probs"] = response_from_nested(output["log_probs"], data["response_mask"]).float()
     if "routed_experts" in output.keys():  # a TensorDict iterates over its rows
         data["routed_experts"] = output["routed_experts"]
+    if "routed_tokens" in output.keys():
+        data["routed_tokens"] = output["routed_tokens"]
     return data
 
 

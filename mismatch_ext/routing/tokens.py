@@ -1,0 +1,164 @@
+"""Which tokens a forward pass is over, row by row, and whether they are those that routes were recorded of.
+
+The route of a token depends on all tokens before it, so that equal ids in equal places prove it, and counts prove nothing.
+Shapes: B batch, S positions, R = B * S rows of a forward pass, batch-first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import ReplayError, RoutingError
+
+PADDING, ANY, ASTRAY = -1, -2, -3
+"""In the place of a token id: no token, one that has no route and may be any, and one that does not see all tokens before it in
+its row, and those alone."""
+
+Others = Literal["refuse", "native", "replay"]
+"""What becomes of a pass that is not proven to be over the tokens of its routes."""
+OTHERS = get_args(Others)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenRows:
+    """Tokens along the rows of a forward pass.
+
+    Args:
+        ids: Token ids `[R]`, `PADDING` or `ANY`, any integer dtype.
+        starts: True where a sequence begins `[R]`, bool.
+        masked: Whether padding was told from tokens by an attention mask; without one, what looks like a token may be padding
+            behind its sequence, which nothing before it sees.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    masked: bool = True
+
+    def to(self, device: torch.device | str) -> TokenRows:
+        """Return them on a device."""
+        return TokenRows(ids=self.ids.to(device), starts=self.starts.to(device), masked=self.masked)
+
+    def differ(self, found: TokenRows) -> Tensor:
+        """Tell where a pass is over other tokens than these, bool `[R]`, without waiting for the device.
+
+        Args:
+            found: Those of the pass, as many rows on the same device.
+        """
+        real = self.ids != PADDING
+        wrong = real & (((self.ids != found.ids) & (self.ids != ANY)) | (self.starts != found.starts))
+        return wrong | (real != (found.ids != PADDING)) if found.masked else wrong
+
+
+def token_rows(
+    input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> TokenRows:
+    """Read the tokens of a forward pass off its arguments.
+
+    Args:
+        input_ids: `[B, S]`.
+        attention_mask: 1 at tokens, 0 at padding `[B, S]`; None where all are tokens, or padding comes last.
+        position_ids: `[B, S]` or `[1, S]`; without a mask, a token whose position does not follow that of the token before begins
+            a sequence, as in a packed row. None where each row is one sequence.
+    """
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    starts = real & (real.cumsum(1) == 1)
+    ids = torch.where(real, input_ids, PADDING)
+    if position_ids is not None:
+        jumps = real[:, 1:] & real[:, :-1] & (position_ids[:, 1:] != position_ids[:, :-1] + 1)
+        if attention_mask is None:
+            starts[:, 1:] |= jumps
+        else:  # a mask keeps sequences of one row together
+            ids[:, 1:] = ids[:, 1:].masked_fill(jumps.expand(len(ids), -1), ASTRAY)
+    return TokenRows(ids=ids.flatten(), starts=starts.flatten(), masked=attention_mask is not None)
+
+
+class Proof:
+    """Tells the passes that are over the tokens of some routes from others, and counts the others.
+
+    Args:
+        expected: The tokens that the routes are of, a row each; None when they are not known.
+        rows: Rows of routes.
+        others: What becomes of another pass.
+
+    Attributes:
+        others: Passes that were left to the model.
+        reason: Why the last of them was.
+
+    Raises:
+        RoutingError: The tokens are not known, but for `others="replay"`; or there is no such `others`.
+    """
+
+    def __init__(self, expected: TokenRows | None, rows: int, others: Others) -> None:
+        if others not in OTHERS:
+            raise RoutingError(f"others={others!r}; allowed: {', '.join(map(repr, OTHERS))}.")
+        if others != "replay" and expected is None:
+            raise RoutingError(
+                "the routing trace does not know which tokens its routes are of (it comes from a file of schema 1, or was made "
+                "by hand), so that no forward pass can be shown to be theirs; say so by trace.of_tokens(ids), for each sequence."
+            )
+        self.others = 0
+        self.reason = ""
+        self._expected, self._rows, self._do = expected, rows, others
+        self._placed: dict[torch.device, TokenRows] = {}
+
+    def holds(self, found: TokenRows | str, where: str, *, again: bool = False) -> bool:
+        """Compare a pass's tokens with the expected ones, on their device and once.
+
+        Args:
+            found: Its tokens, or why they are not known.
+            where: Beginning of messages.
+            again: Whether the pass is one that was counted before, and runs again in a backward pass.
+
+        Raises:
+            ReplayError: They are others, or not known, and `others` is "refuse".
+        """
+        if self._do == "replay" or (why := self._why_other(found)) is None:
+            return True
+        if self._do == "refuse":
+            raise ReplayError(
+                f"{where}: {why} Replay in this context the pass that the routes were recorded of; run others outside of it, or "
+                "let the model route them itself by replay_routing(..., others='native')."
+            )
+        self.others += not again
+        self.reason = why
+        return False
+
+    def expect_replayed(self, forwards: int, where: str) -> None:
+        """Refuse a context in which other passes ran, but not the one that was to be replayed."""
+        if self.others and not forwards:
+            raise ReplayError(
+                f"{where}: none of the {self.others} forward passes is the one that the routing trace was recorded of, so "
+                f"nothing was replayed: {self.reason}"
+            )
+
+    def _why_other(self, found: TokenRows | str) -> str | None:
+        if isinstance(found, str):
+            return f"a forward pass does not show which tokens it is over: {found}."
+        if len(found.ids) != self._rows:
+            return (
+                f"the routing trace has {self._rows} rows, the forward pass {len(found.ids)} tokens, padding included; pass the "
+                "rows of exactly these tokens, as mismatch_ext.routing.align makes them."
+            )
+        assert self._expected is not None
+        device = found.ids.device
+        if device not in self._placed:
+            self._placed[device] = self._expected.to(device)
+        wanted = self._placed[device]
+        wrong = wanted.differ(found)
+        if not bool(wrong.any()):
+            return None
+        row = int(wrong.nonzero()[0])
+        return (
+            f"a forward pass is over other tokens than its routes: {int(wrong.sum())} of {len(wrong)} rows differ, the first is "
+            f"row {row}, {_named(found, row)} in the pass and {_named(wanted, row)} in the trace."
+        )
+
+
+def _named(tokens: TokenRows, row: int) -> str:
+    token, begins = int(tokens.ids[row]), bool(tokens.starts[row])
+    name = {PADDING: "padding", ANY: "any token", ASTRAY: "a token out of its sequence"}.get(token, f"token {token}")
+    return f"{name} at the beginning of a sequence" if begins else name
