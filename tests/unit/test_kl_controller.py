@@ -71,7 +71,7 @@ def test_a_resumed_run_goes_on_identically() -> None:
     whole, first = controller(), controller()
     want = [whole.update(kl) for kl in measured]
     got = [first.update(kl) for kl in measured[:25]]
-    second = controller(initial=0.7)
+    second = controller()
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     assert second.coef == first.coef
     got += [second.update(kl) for kl in measured[25:]]
