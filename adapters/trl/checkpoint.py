@@ -16,6 +16,7 @@ from mismatch_ext.adapters.trl.host import step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from transformers.trainer import TRAINER_STATE_NAME
+from trl.trainer.utils import RepeatSampler
 
 from mismatch_ext.banner import print_closing
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
@@ -41,6 +42,7 @@ class CheckpointMixin(_Host):
     _alarms: AlarmCallback
     _run_dir: Path
     _saved_step: int
+    _train_sampler: Any = None
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
 
     @property
@@ -162,6 +164,28 @@ class CheckpointMixin(_Host):
         state["monitor"] = self._alarms.monitor.state_dict()
         return state
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the parent's sampler, and keep it: a resumed run shuffles on from where the checkpoint's run stood."""
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _shuffle_on(self) -> None:
+        """Let TRL's sampler draw the orders of the epochs that are done.
+
+        It draws one per epoch, from a generator of its own that begins with the seed, and of a resumed run's epochs the first
+        would have the order of the very first again.
+        """
+        if isinstance(self._train_sampler, RepeatSampler) and self._train_sampler.shuffle and not self.args.ignore_data_skip:
+            for _ in range(int(self.state.epoch or 0)):
+                next(iter(self._train_sampler), None)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run an epoch as the parent does, unless the run was complete when it was resumed: transformers takes one more step."""
+        if self._block is not None and 0 < self.state.max_steps <= self.state.global_step:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights as the parent does, and those too that were saved under other names, as experts are."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -180,6 +204,7 @@ class CheckpointMixin(_Host):
         super()._load_scaler(checkpoint)
         if self._block is None or checkpoint is None:
             return
+        self._shuffle_on()
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
         state = read_state(Path(checkpoint) / STATE_FILE)

@@ -19,7 +19,9 @@ MODES = ("R3", "R2")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
-def test_a_hundred_kills_leave_no_trace(evidence: Callable[..., None], tmp_path: Path) -> None:
+def test_a_hundred_kills_leave_no_trace(
+    evidence: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Killed 100 times at random moments and resumed without help, TRL ends bit for bit as if nothing had stopped it."""
     model = tiny_model("moe", tmp_path / "moe")
     bar, lock = tqdm(total=KILLS, desc="kills", smoothing=0), threading.Lock()
@@ -42,7 +44,7 @@ def test_a_hundred_kills_leave_no_trace(evidence: Callable[..., None], tmp_path:
         finally:
             forks.close()
 
-    with ThreadPoolExecutor(len(MODES)) as pool:
+    with capsys.disabled(), ThreadPoolExecutor(len(MODES)) as pool:
         shares = list(pool.map(share, MODES))
     bar.close()
     found = {where: sum(counted[where] for _, _, counted in shares) for where in MOMENTS}
