@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers.modeling_utils as modeling
-from mismatch_ext.adapters.trl import MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from transformers import TrainerCallback, TrainerState
 
-from tests.peers.trl.scenarios_training import build, digest_of
+from tests.peers.death import Death, plain
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 
 def block(mode: str) -> dict[str, Any]:
@@ -65,7 +61,14 @@ def leg(
         **rest,
     }  # fmt: skip
     armed = Armed(resume)
-    trainer = build(model, out, {**block(mode), **(changed or {})}, [armed], **given)
+    trainer = MismatchGRPOTrainer(
+        model=model,
+        reward_funcs=graded,
+        args=MismatchGRPOConfig(**arguments(out, mismatch=block(mode) | (changed or {}), **given)),
+        # Three steps an epoch, so that runs are killed in each part of several.
+        train_dataset=rows(3),
+        callbacks=[armed],
+    )
     if kill is not None:
         plant(trainer, armed, **kill)
     trainer.train(resume_from_checkpoint=resume or None)
@@ -75,6 +78,18 @@ def leg(
         "schedule": _digest(trainer.lr_scheduler.state_dict()),
         "step": trainer.state.global_step,
     }
+
+
+def stock(model: str, out: str, resume: bool) -> str:
+    """Train two steps without a block, or say what resuming fails with."""
+    given = {"use_vllm": False, "bf16": False, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    args = MismatchGRPOConfig(**arguments(out, max_completion_length=4, **given))
+    trainer = MismatchGRPOTrainer(model=model, reward_funcs=graded, args=args, train_dataset=rows(3))
+    try:
+        trainer.train(resume_from_checkpoint=resume or None)
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
 
 
 class Armed(TrainerCallback):
@@ -100,69 +115,28 @@ class Armed(TrainerCallback):
 
 def plant(trainer: MismatchGRPOTrainer, armed: Armed, where: str, count: float, part: float = 0.5) -> None:
     """Let this process die at a moment."""
-    seen = [0]
-
-    def due() -> bool:
-        seen[0] += armed.on
-        return armed.on and seen[0] >= count
-
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def torn(path: Any, content: bytes) -> None:
-        Path(path).write_bytes(content[: int(part * len(content))])
-        die()
-
+    death = Death(count, part, lambda: armed.on)
     if where == "time":
         begin = trainer._inner_training_loop
 
         def begun(*args: Any, **kwargs: Any) -> Any:
-            timer = threading.Timer(count, die)
-            timer.daemon = True
-            timer.start()
+            death.plant(where)
             return begin(*args, **kwargs)
 
         trainer._inner_training_loop = begun
+    elif death.plant(where):
+        pass
     elif where in ("step begins", "step ends", "saved"):
-        armed.moments = lambda name: die() if name == where and due() else None
+        armed.moments = lambda name: death.die() if name == where and death.due() else None
     elif where == "generation":
-        trainer.model.get_input_embeddings().register_forward_hook(lambda *_: die() if due() else None)
-    elif where == "mismatch.json":
-        write = Path.write_text
-
-        def write_text(path: Path, text: str, *args: Any, **kwargs: Any) -> int:
-            if path.name.startswith("mismatch.") and due():
-                torn(path, text.encode())
-            return write(path, text, *args, **kwargs)
-
-        Path.write_text = write_text  # type: ignore[method-assign]
-    elif where == "metrics.jsonl":
-        plain = os.write
-
-        def write_line(descriptor: int, line: bytes) -> int:
-            if line.startswith(b'{"kind"') and due():
-                plain(descriptor, line[: int(part * len(line))])
-                die()
-            return plain(descriptor, line)
-
-        os.write = write_line
-    elif where == "torch.save":
-        save = torch.save
-
-        def save_torn(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(file, (str, Path)) and due():
-                save(value, whole := io.BytesIO(), *args, **kwargs)
-                torn(file, whole.getvalue())
-            save(value, file, *args, **kwargs)
-
-        torch.save = save_torn
+        trainer.model.get_input_embeddings().register_forward_hook(lambda *_: death.die() if death.due() else None)
     elif where == "weights":
         save_weights = modeling.safe_save_file
 
         def save_weights_torn(tensors: Any, file: Any, *args: Any, **kwargs: Any) -> None:
             save_weights(tensors, file, *args, **kwargs)
-            if due():
-                torn(file, Path(file).read_bytes())
+            if death.due():
+                death.torn(file, Path(file).read_bytes())
 
         modeling.safe_save_file = save_weights_torn
     elif where == "trainer_state.json":
@@ -170,19 +144,19 @@ def plant(trainer: MismatchGRPOTrainer, armed: Armed, where: str, count: float, 
 
         def to_json_torn(state: TrainerState, path: str) -> None:
             to_json(state, path)
-            if due():
-                torn(path, Path(path).read_bytes())
+            if death.due():
+                death.torn(path, Path(path).read_bytes())
 
         TrainerState.save_to_json = to_json_torn  # type: ignore[method-assign]
     elif where == "rotation":
         remove = shutil.rmtree
 
         def remove_some(path: Any, *args: Any, **kwargs: Any) -> None:
-            if "checkpoint-" in str(path) and due():
+            if "checkpoint-" in str(path) and death.due():
                 files = sorted(Path(path).iterdir())
                 for file in files[: int(part * len(files))]:
                     file.unlink()
-                die()
+                death.die()
             remove(path, *args, **kwargs)
 
         shutil.rmtree = remove_some  # type: ignore[assignment]
@@ -191,15 +165,4 @@ def plant(trainer: MismatchGRPOTrainer, armed: Armed, where: str, count: float, 
 
 
 def _digest(state: Any) -> str:
-    return hashlib.sha256(repr(_plain(state)).encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Return nested data with tensors as their bytes, which compare bit for bit."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return [(key, _plain(inner)) for key, inner in sorted(value.items(), key=str)]
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value
+    return hashlib.sha256(repr(plain(state)).encode()).hexdigest()
