@@ -175,7 +175,11 @@ class CheckpointMixin(_Host):
         It draws one per epoch, from a generator of its own that begins with the seed, and of a resumed run's epochs the first
         would have the order of the very first again.
         """
-        if isinstance(self._train_sampler, RepeatSampler) and self._train_sampler.shuffle and not self.args.ignore_data_skip:
+        if (
+            isinstance(self._train_sampler, RepeatSampler)
+            and self._train_sampler.shuffle
+            and not self.args.ignore_data_skip
+        ):
             for _ in range(int(self.state.epoch or 0)):
                 next(iter(self._train_sampler), None)
 

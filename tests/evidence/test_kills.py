@@ -13,6 +13,7 @@ from tqdm import tqdm
 from tests.models import tiny_model
 from tests.peers.scenarios import Forks, Ran, Scenario
 from tests.peers.trl.kills import MOMENTS, STEPS, TORN, Whole, kill_many, metrics_of, whole_run
+from tests.rendezvous import rendezvous
 
 KILLS = 100
 MODES = ("R3", "R2")
@@ -35,7 +36,7 @@ def test_a_hundred_kills_leave_no_trace(
         forks = Forks()
 
         def start(scenario: Scenario, /, **payload: object) -> Ran:
-            return forks.run(scenario, payload, {"HF_HUB_OFFLINE": "1"}, 300)
+            return forks.run(scenario, payload, {"HF_HUB_OFFLINE": "1", **rendezvous()}, 300)
 
         try:
             whole = whole_run(start, model, tmp_path / mode, mode)

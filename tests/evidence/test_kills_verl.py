@@ -13,6 +13,7 @@ from tqdm import tqdm
 from tests.models import tiny_model
 from tests.peers.scenarios import Forks, Ran, Scenario
 from tests.peers.verl.kills import kill_in_process, killed_run, whole_run
+from tests.rendezvous import rendezvous
 
 KILLS, STEPS = 10, 10
 IN_PROCESS = 10
@@ -29,7 +30,7 @@ def test_kills_over_verl_leave_no_trace(
     forks = Forks()
 
     def start(scenario: Scenario, /, **payload: object) -> Ran:
-        return forks.run(scenario, payload, {"HF_HUB_OFFLINE": "1"}, 300)
+        return forks.run(scenario, payload, {"HF_HUB_OFFLINE": "1", **rendezvous()}, 300)
 
     try:
         with capsys.disabled(), tqdm(total=KILLS + IN_PROCESS, desc="kills", smoothing=0) as bar:
