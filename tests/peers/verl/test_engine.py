@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.peers.scenarios import Run, named
+from tests.peers.verl.kills import kill_in_process
 
 if TYPE_CHECKING:
     from tests.peers.verl.in_process import scenarios_replay as replaying
@@ -227,6 +229,14 @@ def test_killed_and_resumed_the_next_update_is_the_same(run: Run, dense: Path, t
     # The scale had moved, and the surge of update 4 was found: both would differ if they began anew.
     assert straight[5]["loss_scale"] == 2.0**14
     assert straight[9]["lr_multiplier"] < 1
+
+
+@pytest.mark.in_process
+def test_killed_in_the_middle_of_writes_it_goes_on_from_the_last_whole_checkpoint(
+    run: Run, moe: Path, tmp_path: Path
+) -> None:
+    found = kill_in_process(run, moe, tmp_path, random.Random(2), kills=4, steps=8, told=lambda: None)
+    assert sum(found.values()) == 4, found
 
 
 @pytest.mark.in_process
