@@ -1,4 +1,4 @@
-"""Which checkpoints of transformers' Trainer and of verl are whole, with the files that both write, torn at every place."""
+"""Which checkpoints of transformers' Trainer are whole, with the files that it writes, torn at every place."""
 
 from __future__ import annotations
 
@@ -73,60 +73,3 @@ def test_what_was_begun_and_not_finished_is_not_whole(tmp_path: Path, name: str,
 def test_without_checkpoints_the_trainer_decides(tmp_path: Path) -> None:
     for asked in (None, False, True, "elsewhere"):
         assert trainer.resumable(asked, tmp_path / "new") == (asked, [])
-
-
-def verl_checkpoint(out: Path, step: int, world: int = 2) -> Path:
-    folder = out / f"global_step_{step}"
-    (folder / "actor").mkdir(parents=True)
-    for rank in range(world):
-        for name in ("model", "optim", "extra_state"):
-            torch.save({"state": torch.arange(50.0)}, folder / f"actor/{name}_world_size_{world}_rank_{rank}.pt")
-    torch.save({"state": 1}, folder / "data.pt")
-    (out / "latest_checkpointed_iteration.txt").write_text(str(step))
-    return folder
-
-
-@pytest.fixture
-def verl() -> object:
-    return pytest.importorskip("mismatch_ext.adapters.verl.whole")
-
-
-def test_verls_own_choice_stands_where_it_is_whole(tmp_path: Path, verl: object) -> None:
-    assert verl.resumable(tmp_path) == (None, None)  # type: ignore[attr-defined]
-    verl_checkpoint(tmp_path, 1)
-    verl_checkpoint(tmp_path, 2)
-    (tmp_path / "global_step_3/actor").mkdir(parents=True)  # begun, and not named yet
-    assert verl.resumable(tmp_path) == (None, None)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("torn", "words"),
-    [
-        ("latest_checkpointed_iteration.txt", "holds '', which is no step"),
-        ("global_step_2/data.pt", "its data.pt is cut off"),
-        ("global_step_2/actor/model_world_size_2_rank_1.pt", "is cut off"),
-        ("-global_step_2/actor/optim_world_size_2_rank_1.pt", "its actor/optim lacks rank 1 of 2"),
-        ("-global_step_2/actor", "its folder actor has no files"),
-        ("-global_step_2/data.pt", "it has no data.pt"),
-        ("-global_step_2", "it is not there"),
-    ],
-)
-def test_verl_resumes_the_last_whole_one(tmp_path: Path, verl: object, torn: str, words: str) -> None:
-    before = verl_checkpoint(tmp_path, 1)
-    verl_checkpoint(tmp_path, 2)
-    path = tmp_path / torn.removeprefix("-")
-    if not torn.startswith("-"):
-        tear(path, 0.0)
-    elif path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-    chosen, message = verl.resumable(tmp_path)  # type: ignore[attr-defined]
-    named = torn.endswith(".txt")
-    assert chosen == (tmp_path / "global_step_2" if named else before) and words in message
-    shutil.rmtree(before)
-    if named or torn == "-global_step_2":
-        return
-    with pytest.raises(RecordError, match="no other checkpoint in") as error:
-        verl.resumable(tmp_path)  # type: ignore[attr-defined]
-    assert "latest_checkpointed_iteration.txt and global_step_2" in str(error.value)
