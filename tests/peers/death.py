@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,9 +55,13 @@ class Death:
         return where in moments
 
     def _in_time(self) -> None:
-        timer = threading.Timer(self.count, self.die)
-        timer.daemon = True
-        timer.start()
+        def wait() -> None:
+            while not self._armed():
+                time.sleep(0.005)
+            time.sleep(self.count)
+            self.die()
+
+        threading.Thread(target=wait, daemon=True).start()
 
     def _in_state(self) -> None:
         write = Path.write_text
