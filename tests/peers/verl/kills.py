@@ -162,24 +162,31 @@ def killed_run(
     model: Path,
     whole: Whole,
     draw: random.Random,
-    kills: int,
-    clock: Callable[[], float],
+    *,
+    more: Callable[[], bool],
     told: Callable[[], None],
-) -> tuple[int, list[int]]:
-    """Train to the end over as many kills as the run has time for; return how many there were, and the steps whose log is lost.
+    clock: Callable[[], float],
+) -> list[int]:
+    """Train to the end over as many kills as are wanted and the run has time for; return the steps whose log they have cost.
 
     Each leg is killed at a random moment of its first four steps or so, with all of its processes at once.
+
+    Args:
+        work: The run's folder.
+        model: The checkpoint to begin with.
+        whole: The run that nothing stopped.
+        draw: Draws the moments.
+        more: Whether there is to be another kill.
+        told: Is told of each.
+        clock: Tells the time, in seconds.
     """
-    died = 0
-    for number in range(kills + 1):
-        until = Moment(work, draw.uniform(0, whole.seconds), clock) if number < kills else None
+    while True:
+        until = Moment(work, draw.uniform(0, whole.seconds), clock) if more() else None
         ran = run(work, model, whole.steps, until)
         if ran.code != KILLED:
             assert ran.code == 0, ran.log[-6000:]
-            break
-        died += 1
+            return check_equal(whole, work)
         told()
-    return died, check_equal(whole, work)
 
 
 # In verl's worker and engine alone, in one process.
