@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mismatch_ext.errors import RecordError
@@ -42,9 +42,10 @@ def fault_of(checkpoint: Path) -> str | None:
                 pass
         except SafetensorError:
             return f"its {path.name} is cut off"
-    # What torch.save writes is a zip archive, whose directory comes last.
-    for path in sorted([*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]):
-        if not zipfile.is_zipfile(path):
+    # What torch.save writes is a zip archive, whose directory comes last; other files beside these are their owners' affair.
+    saved = [checkpoint / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME)]
+    for path in [*saved, *sorted(checkpoint.glob("rng_state*.pth"))]:
+        if path.is_file() and not zipfile.is_zipfile(path):
             return f"its {path.name} is cut off"
     return None
 

@@ -33,10 +33,11 @@ def fault_of(checkpoint: Path) -> str | None:
         return "its folder actor has no files"
     ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
     for path in sorted(checkpoint.rglob("*.pt")):
-        # What torch.save writes is a zip archive, whose directory comes last.
-        if not zipfile.is_zipfile(path):
+        match = SHARD.fullmatch(path.name)
+        # What torch.save writes is a zip archive, whose directory comes last; other files are their owners' affair.
+        if (match or path.name == "data.pt") and not zipfile.is_zipfile(path):
             return f"its {path.relative_to(checkpoint)} is cut off"
-        if match := SHARD.fullmatch(path.name):
+        if match:
             ranks[f"{path.parent.name}/{match[1]}", int(match[2])].add(int(match[3]))
     for (name, world), found in ranks.items():
         if missing := sorted(set(range(world)) - found):

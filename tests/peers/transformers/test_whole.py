@@ -70,6 +70,15 @@ def test_what_was_begun_and_not_finished_is_not_whole(tmp_path: Path, name: str,
     assert f"Delete {folder} and train without resume_from_checkpoint" in str(error.value)
 
 
+def test_files_of_others_do_not_count(tmp_path: Path) -> None:
+    folder = trainer_checkpoint(tmp_path, 1)
+    (folder / "mine.pt").write_text("no archive")
+    (folder / "scaler.pt").touch()
+    assert trainer.fault_of(folder) == "its scaler.pt is cut off"
+    (folder / "scaler.pt").unlink()
+    assert trainer.fault_of(folder) is None
+
+
 def test_without_checkpoints_the_trainer_decides(tmp_path: Path) -> None:
     for asked in (None, False, True, "elsewhere"):
         assert trainer.resumable(asked, tmp_path / "new") == (asked, [])
