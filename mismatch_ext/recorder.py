@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.rundata import read_run
@@ -111,6 +111,25 @@ class RunRecorder:
         self._early_events: list[tuple[Any, ...]] = []
         self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
         self._flushes: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what chooses the steps whose profiles are written and the tokens that are drawn, as JSON-able data."""
+        return {"flushes": dict(self._flushes), "created": self._created}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, so that a resumed run draws what it would have drawn.
+
+        Raises:
+            RecordError: It is damaged.
+        """
+        flushes, created = state.get("flushes"), state.get("created")
+        counts = [created, *flushes.values()] if isinstance(flushes, Mapping) else [None]
+        if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
+            raise RecordError(
+                f"the recorder's state is damaged: {dict(state)!r}; expected `flushes`, an integer >= 0 for each split, and "
+                "`created`, an integer >= 0. Resume from another checkpoint."
+            )
+        self._flushes, self._created = dict(flushes or {}), int(created or 0)
 
     @property
     def started(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 from transformers.trainer_callback import ExportableState
 
 from mismatch_ext.banner import monitor_lines, print_closing, rule_of
+from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import TRL
@@ -28,6 +30,8 @@ from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_fold
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
+
+logger = logging.getLogger(__name__)
 
 NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing")
 OWN_RATE = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
@@ -122,6 +126,10 @@ class MismatchCallback(TrainerCallback, ExportableState):
         self._recorder.begin(state.global_step or None)
         if state.global_step:
             self._alarms.resume(saved.get("monitor"), state.global_step)
+            changed = changed_settings(entry.get("args", {}).get("mismatch"), self.block.to_dict())
+            if changed is not None:
+                logger.warning(changed)
+                self._recorder.event(state.global_step, "warning", "settings_changed", changed)
         self._alarms.on_train_begin(args, state, control)
         if self._lr is not None:
             self._lr.resume(saved.get("lr"))

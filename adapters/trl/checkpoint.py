@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.transformers.whole import resumable
 from mismatch_ext.adapters.trl.host import step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.replay import RoutingReplay
+from transformers.trainer import TRAINER_STATE_NAME
+from trl.trainer.utils import RepeatSampler
 
 from mismatch_ext.banner import print_closing
+from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.recorder import RunRecorder
@@ -24,8 +30,6 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
-STATE_FILE = "mismatch.json"
-
 
 class CheckpointMixin(_Host):
     """Overrides the methods of Trainer that begin a training, save it and load it; `MismatchTrainerMixin` sets what is active."""
@@ -34,9 +38,11 @@ class CheckpointMixin(_Host):
     _recorder: RunRecorder
     _kl: KlTerm | None
     _lr: LrCallback | None
+    _routing: RoutingReplay | None
     _alarms: AlarmCallback
     _run_dir: Path
     _saved_step: int
+    _train_sampler: Any = None
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
 
     @property
@@ -49,9 +55,12 @@ class CheckpointMixin(_Host):
         """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        resume_from_checkpoint, passed_over = self._resumable(resume_from_checkpoint)
         resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
         if resumed is not None or not resume_from_checkpoint:
             self._recorder.begin(resumed)  # else the parent refuses, and the metrics that are there stay as they are
+        for message in passed_over:
+            self._told(resumed or 0, "torn_checkpoint", message)
         # Whatever an earlier training of this trainer has left; a checkpoint's state is loaded over it.
         self._saved_step = 0
         self._alarms.begin_anew()
@@ -59,6 +68,8 @@ class CheckpointMixin(_Host):
             self._lr.resume(None)
         if self._kl is not None:
             self._kl.reset()
+        if self._routing is not None:
+            self._routing.begin_anew()
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
@@ -72,6 +83,32 @@ class CheckpointMixin(_Host):
                 self._lr.release()
         self._end("completed", self._alarms.stopped or "")
         return result
+
+    def _resumable(self, asked: Any) -> tuple[Any, list[str]]:
+        """Return the checkpoint to resume, the last whole one where the last is asked for, and what to say of others.
+
+        The main process looks, and all take the same: the others may see a folder at another moment.
+
+        Raises:
+            RecordError: There is none, or the one that was named is not whole.
+        """
+        found: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                found = [resumable(asked, self._output_dir), None]
+            except RecordError as error:
+                found = [None, str(error)]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        if found[1] is not None:
+            raise RecordError(found[1])
+        chosen, messages = found[0]
+        return chosen, messages
+
+    def _told(self, step: int, name: str, message: str) -> None:
+        """Warn, and write the warning among the events of the step that is resumed."""
+        warnings.warn(message, stacklevel=4)
+        self._recorder.event(step, "warning", name, message)
 
     def _end(self, status: str, message: str = "") -> None:
         """Write what was measured since the last log, and how training ended."""
@@ -104,26 +141,54 @@ class CheckpointMixin(_Host):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._block is not None and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            # A checkpoint that is saved over is not whole until the host has written this file, its last, anew.
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             # First: a checkpoint that the host has finished must not lack our part of it.
-            path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            written = path.with_suffix(".tmp")
-            written.write_text(json.dumps(self._state()), encoding="utf-8")
-            written.replace(path)  # in one go: a checkpoint that is saved over holds the old state or the new one
+            write_state(folder / STATE_FILE, self._state())
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""
-        state: dict[str, Any] = {"schema": 1}
+        assert self._block is not None
+        state: dict[str, Any] = {"config": self._block.to_dict(), "recorder": self._recorder.state_dict()}
         if self.use_vllm:
             state |= self.vllm_generation.state_dict()
         if self._kl is not None:
             state["kl"] = self._kl.controller.state_dict()
         if self._lr is not None:
             state["lr"] = self._lr.saved_state()
+        if self._routing is not None:
+            state["routing"] = self._routing.state_dict()
         state["monitor"] = self._alarms.monitor.state_dict()
         return state
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the parent's sampler, and keep it: a resumed run shuffles on from where the checkpoint's run stood."""
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _shuffle_on(self) -> None:
+        """Let TRL's sampler draw the orders of the epochs that are done.
+
+        It draws one per epoch, from a generator of its own that begins with the seed, and of a resumed run's epochs the first
+        would have the order of the very first again.
+        """
+        if (
+            isinstance(self._train_sampler, RepeatSampler)
+            and self._train_sampler.shuffle
+            and not self.args.ignore_data_skip
+        ):
+            for _ in range(int(self.state.epoch or 0)):
+                next(iter(self._train_sampler), None)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run an epoch as the parent does, unless the run was complete when it was resumed: transformers takes one more step."""
+        if self._block is not None and 0 < self.state.max_steps <= self.state.global_step:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights as the parent does, and those too that were saved under other names, as experts are."""
@@ -143,17 +208,13 @@ class CheckpointMixin(_Host):
         super()._load_scaler(checkpoint)
         if self._block is None or checkpoint is None:
             return
+        self._shuffle_on()
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
-        state = _read_state(Path(checkpoint) / STATE_FILE)
+        state = read_state(Path(checkpoint) / STATE_FILE)
         self._alarms.resume(None if state is None else state.get("monitor"), self._saved_step)
         if state is not None:
-            if self.use_vllm and "weight_version" in state:
-                self.vllm_generation.load_state_dict(state)
-            if self._kl is not None and "kl" in state:
-                self._kl.controller.load_state_dict(state["kl"])
-            if self._lr is not None:
-                self._lr.resume(state.get("lr"))
+            self._go_on_from(state)
         precision = self._block.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._recorder.event(
@@ -163,12 +224,19 @@ class CheckpointMixin(_Host):
                 f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
             )
 
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint holds of ours; None where it holds nothing, as one of stock TRL."""
-    if not path.is_file():
-        return None
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise RecordError(f"{path} is damaged: {error}; resume from another checkpoint.") from error
+    def _go_on_from(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds of ours, beside the alarms, and say which settings have changed since."""
+        assert self._block is not None
+        messages = [changed_settings(state.get("config"), self._block.to_dict())]
+        if self.use_vllm and state.get("weight_version") is not None:
+            self.vllm_generation.load_state_dict(state)
+        if self._kl is not None and state.get("kl") is not None:
+            messages.append(self._kl.controller.load_state_dict(state["kl"]))
+        if self._lr is not None:
+            self._lr.resume(state.get("lr"))
+        if self._routing is not None and state.get("routing") is not None:
+            self._routing.load_state_dict(state["routing"])
+        if state.get("recorder") is not None:
+            self._recorder.load_state_dict(state["recorder"])
+        for message in filter(None, messages):
+            self._told(self._saved_step, "settings_changed", message)

@@ -12,6 +12,7 @@ import torch
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from torch import Tensor, nn
 
+from mismatch_ext.checkpoint import load_random_state, random_state
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import Agreement, RoutingTrace, agreement, align, check_plausible, share_prompts
@@ -48,7 +49,7 @@ class RoutingReplay:
         self.recorded: list[list[RoutingTrace]] = []
         self.forwards = 0
         self.others: Counter[str] = Counter()
-        self._random = random.Random(seed)
+        self._seed, self._random = seed, random.Random(seed)
         self._agreement: dict[str, Agreement] = {}
         self._checked = config.mode == "R2"  # the model's own routes need no such check
 
@@ -60,6 +61,22 @@ class RoutingReplay:
             yield
         finally:
             self.in_batch, self.traces, self.recorded = False, None, []
+
+    def begin_anew(self) -> None:
+        """Measure the passes of a training as if it were the first of this trainer."""
+        self._random = random.Random(self._seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what chooses the passes that are measured, as JSON-able data: a resumed run measures the same ones."""
+        return {"random": random_state(self._random)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            RecordError: It is damaged.
+        """
+        load_random_state(self._random, state.get("random"))
 
     def compares_gap(self) -> bool:
         """Draw whether a rollout batch is scored without replay as well."""

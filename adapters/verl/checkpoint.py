@@ -1,8 +1,7 @@
-"""What this package keeps beside verl's own files in an actor's checkpoint: loss scale and learning-rate control."""
+"""What this package keeps beside verl's own files in an actor's checkpoint: loss scale, rate, choice of measured passes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 from mismatch_ext.adapters.verl.ranks import agree, gathered
 from verl.utils.fs import copy_to_local
 
+from mismatch_ext import checkpoint
+from mismatch_ext.checkpoint import STATE_FILE
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
-
-STATE_FILE = "mismatch.json"
-SCHEMA = 1
 
 
 def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
@@ -31,10 +29,7 @@ def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
     if rank == 0:
         path = Path(folder) / STATE_FILE
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            written = path.with_suffix(".tmp")
-            written.write_text(json.dumps({"schema": SCHEMA, **state}), encoding="utf-8")
-            written.replace(path)  # a checkpoint that is saved over holds the old state or the new one
+            checkpoint.write_state(path, state)
         except OSError as failure:
             error = RunDirectoryError(f"{path} cannot be written: {failure}; free space, or save elsewhere.")
     agree(error)
@@ -57,16 +52,5 @@ def read_state(folder: str, *, rank: int) -> dict[str, Any] | None:
 
 
 def _read(folder: str) -> dict[str, Any] | None:
-    path = Path(copy_to_local(str(Path(folder) / STATE_FILE) if "://" not in folder else f"{folder}/{STATE_FILE}"))
-    if not path.is_file():
-        return None
-    try:
-        state = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise RecordError(f"{path} is damaged: {error}; resume from another checkpoint.") from error
-    if state.get("schema") != SCHEMA:
-        raise RecordError(
-            f"{path} has schema {state.get('schema')!r}, and this release reads {SCHEMA}; resume with the release of "
-            "mismatch-ext that saved it, or from another checkpoint."
-        )
-    return state
+    there = str(Path(folder) / STATE_FILE) if "://" not in folder else f"{folder}/{STATE_FILE}"
+    return checkpoint.read_state(Path(copy_to_local(there)))

@@ -166,11 +166,12 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
     # Checkpoints
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save as the parent does, and beside it loss scale and learning-rate control."""
+        """Save as the parent does, and beside it loss scale, learning-rate control and the choice of measured passes."""
         if self.block is not None and self._trains and local_path is not None:
             state = {
                 "loss_scale": self.scaler.state_dict() if self.scaler is not None else None,
                 "lr": self._rate.state_dict() if self._rate is not None else None,
+                "routing": self._replay.state_dict() if self._replay is not None else None,
             }
             # First: a checkpoint that verl has finished must not lack our part of it.
             write_state(local_path, state, rank=self.rank)
@@ -202,6 +203,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
                 )
         if self._rate is not None:
             self._rate.load_state_dict(state.get("lr"))
+        if self._replay is not None and state.get("routing") is not None:
+            self._replay.load_state_dict(state["routing"], self.rank)
 
     # What the worker asks for
 

@@ -254,7 +254,7 @@ class KlControl:
         """Return the state as JSON-able data, between two batches."""
         return self.controller.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; see `KlController.load_state_dict`."""
-        self.controller.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Go on from a saved state, and return what is to be said of it; see `KlController.load_state_dict`."""
         self._coef_of_batch = None
+        return self.controller.load_state_dict(state)

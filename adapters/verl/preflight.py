@@ -45,6 +45,10 @@ class PreflightMixin(_Host):
     _trainer_probes: torch.Tensor | None = None
     _sync_gap = 0.0
 
+    if TYPE_CHECKING:
+
+        def _say_resumed(self) -> None: ...
+
     def _bypasses(self) -> bool:
         """Whether the engine's log-probabilities stand for the old policy's, so that the trainer takes none."""
         given = self.config.algorithm.get("rollout_correction")
@@ -137,6 +141,7 @@ class PreflightMixin(_Host):
             world_size=1,
         )
         self._recorder.begin(self.global_steps or None)
+        self._say_resumed()
         if self._surplus is not None:
             self._event(
                 "info",

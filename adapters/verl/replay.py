@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from mismatch_ext.adapters.transformers.routing import moe_layout, record_routin
 from mismatch_ext.adapters.verl.ranks import agree, gathered
 from torch import Tensor, nn
 
+from mismatch_ext.checkpoint import load_random_state, random_state
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import OTHER_PASSES, Agreement, RoutingTrace, agreement, align, align_packed, check_plausible
@@ -105,6 +106,22 @@ class EngineReplay:
         self._agreement: Agreement | None = None
         self.others = 0  # passes over other tokens, which the model routed itself
         self._checked = config.mode == "R2"  # the model's own routes need no such check
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what chooses the passes that are measured, on each rank, as JSON-able data; all ranks must call this."""
+        return {"random": gathered(random_state(self._random))}
+
+    def load_state_dict(self, state: Mapping[str, Any], rank: int) -> None:
+        """Go on from what `state_dict` returned; ranks that were not there keep a choice of their own.
+
+        Raises:
+            RecordError: It is damaged.
+        """
+        ranks = state.get("random")
+        if not isinstance(ranks, list):
+            load_random_state(self._random, ranks)  # says what is wrong with it
+        elif rank < len(ranks):
+            load_random_state(self._random, ranks[rank])
 
     def ingest(
         self, arrays: Sequence[Any], tokens: Sequence[Tensor], needed: Sequence[int], names: Sequence[str]

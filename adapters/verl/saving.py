@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.verl.checkpoint import SCHEMA, STATE_FILE
 from mismatch_ext.adapters.verl.kl import KlControl
 from mismatch_ext.adapters.verl.watchdog import Watchdog
+from mismatch_ext.adapters.verl.whole import resumable
 from omegaconf import open_dict
 
 from mismatch_ext.banner import print_closing
+from mismatch_ext.checkpoint import (
+    STATE_FILE,
+    changed_settings,
+    load_random_state,
+    random_state,
+    read_state,
+    write_state,
+)
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import EngineError, MismatchError, RecordError, RunDirectoryError, StallError
+from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, StallError
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.terminal import say
@@ -34,52 +42,103 @@ class SavingMixin(_Host):
     _recorder: RunRecorder | None
     _monitor: Monitor
     _kl: KlControl | None
+    _random: random.Random
     _watchdog: Watchdog
     _run_dir: Path
     _updated_step: int
     _saved_step: int
     _updating: bool
-    _kept: tuple[Any, Any] = (None, None)
+    _kept: tuple[Any, dict[str, Any]] = (None, {})
+    _resumed: tuple[dict[str, Any], list[tuple[str, str]]] = ({}, [])
     _rescued = False
+    _logged_step = 0
     global_steps: int
 
     if TYPE_CHECKING:
 
         def _raise_refused(self, what: str, timeout: float = ...) -> None: ...
+        def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = ...) -> None: ...
 
     def _folder(self, step: int) -> Path:
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
 
     def _save_checkpoint(self) -> None:
         self._watchdog.phase(f"saving a checkpoint of step {self.global_steps}")
-        path = self._folder(self.global_steps) / STATE_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(".tmp")
-        state = {
-            "schema": SCHEMA,
-            "kl": self._kept[1] if self._rescued else None if self._kl is None else self._kl.state_dict(),
-            "monitor": self._monitor.state_dict(),
-        }
-        written.write_text(json.dumps(state), encoding="utf-8")
-        written.replace(path)  # first, and in one go: a checkpoint that verl has finished must not lack our part of it
+        self._write_state()  # first: a checkpoint that verl has finished must not lack our part of it
         super()._save_checkpoint()
         self._saved_step = self.global_steps
 
+    def _write_state(self) -> None:
+        """Write the driver's state into the checkpoint of the present step."""
+        state = self._kept[1] if self._rescued else self._state()
+        watched = {
+            "monitor": self._monitor.state_dict(),
+            "recorder": None if self._recorder is None else self._recorder.state_dict(),
+            "log": {"written": self._logged_step >= self.global_steps},
+        }
+        write_state(self._folder(self.global_steps) / STATE_FILE, {**state, **watched})
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the driver goes on with beside what its log has seen, as JSON-able data."""
+        return {
+            "config": self._block.to_dict(),
+            "kl": None if self._kl is None else self._kl.state_dict(),
+            "routing": {"random": random_state(self._random)},
+        }
+
+    def _logged(self) -> None:
+        """Bring the checkpoint of this step up to what its log has changed: verl saves before it logs."""
+        self._logged_step = self.global_steps
+        if self._saved_step == self.global_steps:
+            self._write_state()
+
     def _load_checkpoint(self) -> None:
-        """Resume as verl does, and the driver's own state with it."""
-        super()._load_checkpoint()
+        """Resume as verl does, from the last checkpoint that is whole, and the driver's own state with it."""
+        notes: list[tuple[str, str]] = []
+        trainer, folder = self.config.trainer, None
+        if trainer.resume_mode == "auto" and trainer.nnodes == 1 and not trainer.del_local_ckpt_after_load:
+            # On several nodes the driver's holds a part of the files alone.
+            folder, message = resumable(Path(trainer.default_local_dir).absolute())
+            notes += [("torn_checkpoint", message)] if message else []
+        with _resuming_from(self.config, folder):
+            super()._load_checkpoint()
+            self._resume_state(notes)
+
+    def _resume_state(self, notes: list[tuple[str, str]]) -> None:
+        """Take over what the checkpoint that verl has loaded holds of the driver's."""
         self._updated_step = self._saved_step = self.global_steps
         if not self.global_steps:
             return
         folder = self._folder(self.global_steps)
         if self.config.trainer.resume_mode == "resume_path":
             folder = Path(self.config.trainer.resume_from_path).absolute()
-        state = _read_state(folder / STATE_FILE)
+        state = read_state(folder / STATE_FILE) or {}
+        said = [changed_settings(state.get("config"), self._block.to_dict())]
         if self._kl is not None and state.get("kl") is not None:
-            self._kl.load_state_dict(state["kl"])
+            said.append(self._kl.load_state_dict(state["kl"]))
+        if state.get("routing") is not None:
+            load_random_state(self._random, state["routing"].get("random"))
         if state.get("monitor") is not None:
-            self._monitor.load_state_dict(state["monitor"])
+            if anew := self._monitor.load_state_dict(state["monitor"]):
+                said.append(f"alarms begin anew, because their rules have changed: {', '.join(anew)}.")
             self._monitor.rearm_stops()
+        notes += [("settings_changed", message) for message in said if message]
+        if (state.get("log") or {}).get("written") is False:
+            message = (
+                f"the run was ended between the checkpoint of step {self.global_steps} and that step's log: the step was "
+                "trained, and its metrics are lost."
+            )
+            notes.append(("lost_log", message))
+        self._resumed = state, notes
+
+    def _say_resumed(self) -> None:
+        """Say what was found in the checkpoint, once the metrics file is open, and let the recorder go on from there."""
+        assert self._recorder is not None
+        state, notes = self._resumed
+        if state.get("recorder") is not None:
+            self._recorder.load_state_dict(state["recorder"])
+        for name, message in notes:
+            self._event("warning", name, message)
 
     @contextlib.contextmanager
     def _failing_loudly(self) -> Iterator[None]:
@@ -113,7 +172,7 @@ class SavingMixin(_Host):
     def _finished_update(self) -> None:
         """Keep what a checkpoint of this step holds of the driver: a later failure finds it moved on to the next batch."""
         self._updated_step, self._updating = self.global_steps, False
-        self._kept = (self.train_dataloader.state_dict(), None if self._kl is None else self._kl.state_dict())
+        self._kept = (self.train_dataloader.state_dict(), self._state())
 
     def _rescue(self, error: MismatchError) -> None:
         """Save a checkpoint of the last finished update, unless this run has saved it."""
@@ -166,11 +225,17 @@ def _no_limit(config: Any) -> Iterator[None]:
             config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep = given
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds of the driver's; nothing where it is one of stock verl."""
-    if not path.is_file():
-        return {}
+@contextlib.contextmanager
+def _resuming_from(config: Any, folder: Path | None) -> Iterator[None]:
+    """Let verl resume a checkpoint that its own file does not name; None leaves the choice to verl."""
+    if folder is None:
+        yield
+        return
+    given = config.trainer.resume_mode, config.trainer.get("resume_from_path")
+    with open_dict(config):
+        config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(folder)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise RecordError(f"{path} is damaged: {error}; resume from another checkpoint.") from error
+        yield
+    finally:
+        with open_dict(config):
+            config.trainer.resume_mode, config.trainer.resume_from_path = given

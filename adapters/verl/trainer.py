@@ -223,6 +223,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
             self._event(alarm.level, "alarm", alarm.message, alarm.to_dict())
             if alarm.stops:
                 self._stop(alarm.message)
+        self._logged()
 
     def _stop(self, message: str) -> None:
         """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""

@@ -110,8 +110,13 @@ class KlController:
             "steps": self.state.steps,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Go on from a saved state; the settings, a constant coefficient among them, stay those of this controller.
+
+        A controller that was led from another first coefficient begins anew: its coefficient and its integral came of that one.
+
+        Returns:
+            A sentence where the coefficient is not the one that the state had come to; else None.
 
         Raises:
             RecordError: Another version, a missing or unknown key, or a value that no controller could have saved.
@@ -129,8 +134,15 @@ class KlController:
                 raise RecordError(
                     f"a KL controller's state holds {key}={value!r}, which cannot be; is the file damaged?"
                 )
-        steps, coef = int(numbers["steps"]), self.initial
+        before, reached = float(numbers["initial"]), float(numbers["coef"])
+        if self.config is not None and before != self.initial:
+            self.state = KlControllerState(coef=self.initial)
+            return (
+                f"mismatch.kl.coef was {before:g} and is {self.initial:g}: the KL controller, which had come to {reached:g}, "
+                f"begins anew from {self.initial:g}."
+            )
+        coef = self.initial
         if self.config is not None:
-            self.initial = float(numbers["initial"])
-            coef = min(max(float(numbers["coef"]), self.config.min_coef), self.config.max_coef)
-        self.state = KlControllerState(coef=coef, integral=float(numbers["integral"]), steps=steps)
+            coef = min(max(reached, self.config.min_coef), self.config.max_coef)
+        self.state = KlControllerState(coef=coef, integral=float(numbers["integral"]), steps=int(numbers["steps"]))
+        return None if coef == reached else f"the KL coefficient was {reached:g} in the checkpoint and is {coef:g} now."

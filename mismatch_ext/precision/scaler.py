@@ -78,6 +78,7 @@ class LossScaler(torch.amp.GradScaler):
                 "process; float16 training would run unscaled. Name the device that the gradients are on, "
                 "or train in bfloat16 or float32."
             )
+        self.init_scale = init_scale
         self.min_scale = min_scale
         self.max_overflow_streak = max_overflow_streak
         self.process_group = process_group
@@ -202,15 +203,15 @@ class LossScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own entries, and the counters under one more key that torch's scaler ignores."""
-        counters = {name: getattr(self, name) for name in _COUNTERS}
+        counters = {name: getattr(self, name) for name in (*_COUNTERS, "init_scale")}
         return {**super().state_dict(), STATE_KEY: {"version": STATE_VERSION, **counters}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale, growth tracker and counters from this scaler's state or from a plain torch one.
 
-        The constructor's growth and backoff settings stay: a changed configuration must not be undone by an
-        old checkpoint. A warning names each that differs. A plain torch state has no counters; they start at
-        zero.
+        The constructor's settings stay: a changed configuration must not be undone by an old checkpoint. A
+        warning names each that differs. A scale that came of another `init_scale` begins anew. A plain torch
+        state has no counters, which start at zero, and does not say what its scale came of.
 
         Raises:
             LossScaleError: The state is empty, incomplete, of an unknown version, or holds a scale out of
@@ -242,6 +243,16 @@ class LossScaler(torch.amp.GradScaler):
                     f"the checkpoint's loss scaler had {name}={state_dict[name]!r}; the configured {value!r} is used.",
                     stacklevel=2,
                 )
-        super().load_state_dict({"scale": scale, "_growth_tracker": state_dict["_growth_tracker"], **settings})
+        tracker, before = state_dict["_growth_tracker"], ours.get("init_scale", self.init_scale)
+        if before != self.init_scale:
+            warnings.warn(
+                f"the checkpoint's loss scaler began with init_scale={before!r} and had come to {scale:g}; the configured "
+                f"{self.init_scale!r} is used, and the loss scale begins anew from it.",
+                stacklevel=2,
+            )
+            scale, tracker = self.init_scale, 0
+        super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **settings})
         for name in _COUNTERS:
             setattr(self, name, int(ours[name]))
+        if before != self.init_scale:
+            self.overflow_streak = 0

@@ -213,6 +213,7 @@ NOT_YET_RECORDED = (
     "demo_moe_trained",
     "example_dense_fp16",
     "example_moe_r3",
+    "kills_verl",
     "lr_gap_quick",
     "matrix",
 )

@@ -71,11 +71,25 @@ def test_a_resumed_run_goes_on_identically() -> None:
     whole, first = controller(), controller()
     want = [whole.update(kl) for kl in measured]
     got = [first.update(kl) for kl in measured[:25]]
-    second = controller(initial=0.7)
+    second = controller()
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     assert second.coef == first.coef
     got += [second.update(kl) for kl in measured[25:]]
     assert got == want and second.state_dict() == whole.state_dict()
+
+
+def test_a_changed_first_coefficient_begins_anew_and_is_told() -> None:
+    led = controller()
+    for _ in range(5):
+        led.update(0.5)
+    assert led.coef != 0.1 and led.state.integral != 0
+    again = controller(initial=0.3)
+    said = again.load_state_dict(led.state_dict())
+    assert said is not None and "mismatch.kl.coef was 0.1 and is 0.3" in said and "begins anew from 0.3" in said
+    assert again.state_dict() == controller(initial=0.3).state_dict()
+    assert controller().load_state_dict(led.state_dict()) is None
+    constant = KlController(0.1)
+    assert "was 0.1 in the checkpoint and is 0.4 now" in str(KlController(0.4).load_state_dict(constant.state_dict()))
 
 
 def test_loading_keeps_this_run_s_settings() -> None:

@@ -270,6 +270,23 @@ def test_a_changed_setting_is_kept_and_told() -> None:
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 400)
 
 
+def test_a_changed_first_scale_begins_anew_and_is_told() -> None:
+    scaler = LossScaler("cpu", init_scale=64.0)
+    parameter, optimizer = pair()
+    one_step(scaler, optimizer, parameter, torch.full((3,), INF))
+    state = scaler.state_dict()
+    same, other = LossScaler("cpu", init_scale=64.0), LossScaler("cpu", init_scale=8.0)
+    same.load_state_dict(state)
+    assert (same.get_scale(), same.overflow_streak) == (32.0, 1)
+    with pytest.warns(UserWarning, match="began with init_scale=64.0 and had come to 32; the configured 8.0"):
+        other.load_state_dict(state)
+    assert (other.get_scale(), other.overflow_streak, other.overflow_steps) == (8.0, 0, 1)
+    # What a resumed scaler saves says what it began with, not what it was loaded with.
+    again = LossScaler("cpu", init_scale=64.0)
+    again.load_state_dict(same.state_dict())
+    assert again.get_scale() == 32.0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +30,9 @@ CPU = ROOT / "tests/peers/verl/cpu"
 
 TIMED_OUT = 124
 """Code of a run that was ended because its time was up."""
+
+KILLED = 137
+"""Code of a run all of whose processes were killed because it was to be killed then."""
 
 RUN_MARK = "VERL_CPU_RUN"
 """Environment variable by which every process of a run is found again, also those that left its process group."""
@@ -170,6 +173,7 @@ def run_verl(
     timeout: float = 420,
     env: Mapping[str, str] | None = None,
     digits: tuple[int, int] = FAMILIAR_DIGITS,
+    until: Callable[[], bool] | None = None,
 ) -> VerlRun:
     """Run three steps of verl.trainer.main_ppo in processes of their own, and leave none behind.
 
@@ -181,13 +185,14 @@ def run_verl(
         timeout: seconds after which the run is killed.
         env: further environment variables.
         digits: operand lengths of the problems.
+        until: is asked again and again, and kills the run when it is true.
     """
     work.mkdir(parents=True, exist_ok=True)
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (sys.executable, "-m", "verl.trainer.main_ppo")
     command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *overrides]
     policy = {"VERL_USE_EXTERNAL_PLUGINS": "auto" if plugin else "none"}
-    return run_command(work, command, timeout=timeout, env={**policy, **(env or {})})
+    return run_command(work, command, timeout=timeout, env={**policy, **(env or {})}, until=until)
 
 
 def cpu_paths(work: Path, data: Path, model: Path) -> list[str]:
@@ -207,8 +212,9 @@ def run_command(
     *,
     timeout: float,
     env: Mapping[str, str] | None = None,
+    until: Callable[[], bool] | None = None,
 ) -> VerlRun:
-    """Run a command that starts verl on a CPU, until it ends or its time is up."""
+    """Run a command that starts verl on a CPU, until it ends, its time is up, or it is to be killed."""
     mark = uuid.uuid4().hex
     # Ray's sockets lie below this folder, and their paths may not exceed 107 characters.
     scratch = Path(tempfile.mkdtemp(prefix="vr", dir="/tmp"))
@@ -232,21 +238,31 @@ def run_command(
                 start_new_session=True,
             )
             try:
-                code = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = TIMED_OUT
+                code = _wait(process, timeout, until)
             finally:
                 end_processes(mark)
                 process.wait()
         return VerlRun(
             code=code,
-            steps=read_metrics(work / "metrics.jsonl"),
+            # A kill may leave half a line.
+            steps=[] if code == KILLED else read_metrics(work / "metrics.jsonl"),
             log=PREFIX.sub("", log.read_text(errors="replace")),
             seconds=time.monotonic() - began,
             reports=json.loads(reports.read_text()) if (reports := work / "reports.json").exists() else None,
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float, until: Callable[[], bool] | None) -> int:
+    """Wait for a process's end, and return its code or why it is to be ended."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout if until is None else 0.02)
+        if until is not None and until():
+            return KILLED
+    return TIMED_OUT
 
 
 def cpu_environment(work: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.peers.scenarios import Run, named
+from tests.peers.verl.kills import kill_in_process
 
 if TYPE_CHECKING:
     from tests.peers.verl.in_process import scenarios_replay as replaying
@@ -246,6 +248,14 @@ def test_killed_and_resumed_the_next_update_is_the_same(run: Run, dense: Path, t
 
 
 @pytest.mark.in_process
+def test_killed_in_the_middle_of_writes_it_goes_on_from_the_last_whole_checkpoint(
+    run: Run, moe: Path, tmp_path: Path
+) -> None:
+    found = kill_in_process(run, moe, tmp_path, random.Random(2), kills=4, steps=8, told=lambda: None)
+    assert sum(found.values()) == 4, found
+
+
+@pytest.mark.in_process
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_the_rate_is_verls_schedule_times_the_rule(scheduled: Result, schedule: str) -> None:
     found = scheduled[schedule]
@@ -273,7 +283,7 @@ def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(
     assert "mismatch.json" in found["files"]
     assert found["half"].startswith("RecordError: ")
     assert "mismatch.json is damaged" in found["half"]
-    assert "has schema 9, and this release reads 1" in found["schema"]
+    assert "has schema 9; this release of mismatch-ext reads 1" in found["schema"]
     assert "mismatch.lr cannot go on from this checkpoint" in found["rule"]
     assert any("holds no loss-scaler state; the loss scale starts at 1024" in text for text in found["missing"])
     assert found["multipliers"] == [1.0, 0.5]  # of the second update and the third, with a period of 2

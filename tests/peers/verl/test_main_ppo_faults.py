@@ -40,5 +40,6 @@ def test_a_hang_is_ended_and_what_was_saved_is_there(dense: Path, tmp_path: Path
     data = read_run(tmp_path / "checkpoints/mismatch")
     assert [step.step for step in data.steps][-1:] == [2]
     assert [end.status for end in data.ends] == ["failed", "completed"]
-    assert "resumed" in [event.name for event in data.events]
+    # It hung between the checkpoint of step 1 and that step's log.
+    assert {"resumed", "lost_log"} <= {event.name for event in data.events}
     assert shape(resumed.reports) == shape(recorded("dense"))

@@ -1,0 +1,79 @@
+"""Which of verl's checkpoints are whole: a run may have been killed while it wrote one, or the file that names the last.
+
+verl resumes the checkpoint that `latest_checkpointed_iteration.txt` names, which is written last, after `data.pt`. A kill can
+leave that file empty; and with `max_actor_ckpt_to_keep`, the actor's part of the checkpoint before is deleted before it is
+written.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+
+from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
+
+from mismatch_ext.errors import RecordError
+
+SHARD = re.compile(r"(.+)_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """Say why a checkpoint cannot be resumed, or return None: what was begun there was finished, as far as its files tell.
+
+    Args:
+        checkpoint: The folder `global_step_N`, with the files of all ranks.
+    """
+    if not checkpoint.is_dir():
+        return "it is not there"
+    if not (checkpoint / "data.pt").is_file():
+        return "it has no data.pt, which is written last"
+    if not any(path.is_file() for path in (checkpoint / "actor").rglob("*")):
+        return "its folder actor has no files"
+    ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for path in sorted(checkpoint.rglob("*.pt")):
+        match = SHARD.fullmatch(path.name)
+        # What torch.save writes is a zip archive, whose directory comes last; other files are their owners' affair.
+        if (match or path.name == "data.pt") and not zipfile.is_zipfile(path):
+            return f"its {path.relative_to(checkpoint)} is cut off"
+        if match:
+            ranks[f"{path.parent.name}/{match[1]}", int(match[2])].add(int(match[3]))
+    for (name, world), found in ranks.items():
+        if missing := sorted(set(range(world)) - found):
+            return f"its {name} lacks rank {missing[0]} of {world}"
+    return None
+
+
+def resumable(folder: Path) -> tuple[Path | None, str | None]:
+    """Return the checkpoint to resume in place of the one that verl would, and what to say of it; None where verl's is whole.
+
+    Args:
+        folder: verl's `trainer.default_local_dir`.
+
+    Raises:
+        RecordError: The last checkpoint is not whole, and no other one is; says what to delete.
+    """
+    tracker = Path(get_checkpoint_tracker_filename(str(folder)))
+    if not tracker.exists():
+        return None, None  # nothing has been saved, and verl begins anew
+    text = tracker.read_text(errors="replace").strip()
+    named = folder / f"global_step_{text}"
+    what = f"{tracker} holds {text!r}, which is no step"
+    if text.isdecimal():
+        if (fault := fault_of(named)) is None:
+            return None, None
+        what = f"{named}, which {tracker.name} names, is not whole: {fault}"
+    steps = {
+        int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"global_step_(\d+)", path.name))
+    }
+    for step in sorted(steps, reverse=True):
+        if fault_of(steps[step]) is None:
+            return steps[step], f"{what}. Resuming from {steps[step]}, the last checkpoint that is; nothing is deleted."
+    if not steps:
+        return None, None  # somebody has removed them, and verl begins anew
+    raise RecordError(
+        f"{what}, as after a run that was ended while it wrote it, and no other checkpoint in {folder} is whole. To begin anew, "
+        f"delete {tracker} and {', '.join(sorted(path.name for path in steps.values()))} beside it; or give a checkpoint "
+        "elsewhere as trainer.resume_from_path, with trainer.resume_mode=resume_path."
+    )

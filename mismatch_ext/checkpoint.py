@@ -1,0 +1,126 @@
+"""What this package keeps beside a host's own files in a checkpoint: `mismatch.json`, written in one go and read strictly.
+
+A resumed run goes on under its present configuration. What a changed setting has led to begins anew where the setting is what
+it began with (a KL coefficient, a loss scale, an alarm), is refused where the state means nothing under it (another rule of the
+learning rate), and goes on under the new value otherwise; which settings have changed is said in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.errors import RecordError
+
+STATE_FILE = "mismatch.json"
+SCHEMA = 1
+# The monitor says by itself which of its rules have changed, and nothing else of it has a state.
+_COMPARED = ("precision", "correction", "kl", "routing", "lr")
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state, with its schema; a file that is there holds the old state or the new one, whenever this is killed.
+
+    Args:
+        path: The file; its folder is made where it is missing.
+        state: JSON-able data.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".tmp")
+    written.write_text(json.dumps({"schema": SCHEMA, **state}), encoding="utf-8")
+    written.replace(path)
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint holds of ours; None where it holds nothing, as one of a stock host.
+
+    Every part is a mapping, or null where there was nothing to save; whoever owns a part checks what is in it.
+
+    Raises:
+        RecordError: The file is damaged, or of another version of this package; names it, and what to do.
+    """
+    if not path.is_file():
+        return None
+    remedy = (
+        "Resume from another checkpoint; or remove this file, to resume the host's own state and begin anew with ours."
+    )
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path} is damaged: it is no JSON ({error}). {remedy}") from error
+    if not isinstance(state, dict):
+        raise RecordError(f"{path} is damaged: found {_short(state)}; allowed: a JSON object with `schema`. {remedy}")
+    schema = state.get("schema")
+    if isinstance(schema, bool) or schema != SCHEMA:
+        raise RecordError(
+            f"{path} has schema {_short(schema)}; this release of mismatch-ext reads {SCHEMA}. Resume with the release that "
+            f"saved it. {remedy}"
+        )
+    for name, part in state.items():
+        allowed = int if name in ("schema", "weight_version") else dict
+        if part is not None and (not isinstance(part, allowed) or isinstance(part, bool)):
+            what = "an integer" if allowed is int else "a JSON object or null"
+            raise RecordError(f"{path} is damaged: {name} is {_short(part)}; allowed: {what}. {remedy}")
+    return state
+
+
+def changed_settings(saved: Mapping[str, Any] | None, present: Mapping[str, Any]) -> str | None:
+    """Say which settings of a block differ from those that a checkpoint was saved under; None if none do.
+
+    Args:
+        saved: The block in the checkpoint; None in one of a release that kept none, or of a stock host.
+        present: The block of this run; both as `MismatchConfig.to_dict` returns it.
+    """
+    if saved is None:
+        return None
+    found = [
+        change for name in _COMPARED for change in _changes(saved.get(name), present.get(name), f"mismatch.{name}")
+    ]
+    if not found:
+        return None
+    return f"the checkpoint was saved under other settings: {'; '.join(found)}. The present ones hold from here on."
+
+
+def _changes(before: Any, now: Any, name: str) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in now:
+            if key in before:  # else it is of another release
+                yield from _changes(before[key], now[key], f"{name}.{key}")
+    elif (list(before) if isinstance(before, tuple) else before) != (list(now) if isinstance(now, tuple) else now):
+        given = [value is not None for value in (before, now)]
+        if name.count(".") == 1:
+            yield f"{name} was {'given' if given[0] else 'absent'} and is {'given' if given[1] else 'absent'}"
+        else:
+            yield f"{name} was {_short(before)} and is {_short(now)}"
+
+
+def random_state(generator: random.Random) -> dict[str, Any]:
+    """Return where a generator of random numbers stands, as JSON-able data."""
+    version, numbers, gauss = generator.getstate()
+    return {"version": version, "numbers": list(numbers), "gauss": gauss}
+
+
+def load_random_state(generator: random.Random, state: Any) -> None:
+    """Let a generator go on from where another stood.
+
+    Raises:
+        RecordError: It is not what `random_state` returned; the generator stays as it was.
+    """
+    try:
+        generator.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise RecordError(
+            f"the state of the choice of measured passes is damaged: {_short(state)} ({error}); expected version, numbers and "
+            "gauss, as Python's random.Random has them. Resume from another checkpoint."
+        ) from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,168 @@
+"""Runs of the real TRL that are killed, by SIGKILL, at a moment that the test has chosen, and go on from where they stood."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers.modeling_utils as modeling
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from transformers import TrainerCallback, TrainerState
+
+from tests.peers.death import Death, plain
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
+
+
+def block(mode: str) -> dict[str, Any]:
+    """Return a block in which every section that has a state has one that moves in each step."""
+    return {
+        "routing": {"mode": mode, "agreement_rate": 0.5},
+        "kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}},
+        # Any gradient norm above the first is a surge, so that detector, multiplier and counters move.
+        "lr": {
+            "rule": "reactive",
+            "trigger": "grad_norm",
+            "cooldown": 1,
+            "decay": 0.9,
+            "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+        },
+        "monitor": {"alarms": {"reward": {"above": 1e-9, "patience": 4}}},
+    }
+
+
+def leg(
+    model: str,
+    out: str,
+    mode: str,
+    steps: int = 10,
+    kill: dict[str, Any] | None = None,
+    resume: bool = False,
+    changed: dict[str, Any] | None = None,
+    **rest: Any,
+) -> dict[str, Any]:
+    """Train to the end, or die on the way.
+
+    Args:
+        model: The checkpoint to begin with.
+        out: The output folder, the same for all legs of a run.
+        mode: Of replay.
+        steps: Optimizer steps of the whole run.
+        kill: When to die: `where`, after how many times (`count`) or seconds, and which part of the write is done (`part`).
+        resume: Whether to go on, by nothing but `resume_from_checkpoint=True`.
+        changed: Sections of the block that are other than in `block`.
+        **rest: Trainer arguments.
+    """
+    given = {
+        "use_vllm": False, "bf16": False, "max_completion_length": 8, "max_steps": steps, "save_strategy": "steps",
+        "save_steps": 1, "save_total_limit": 2, "model_init_kwargs": {"dtype": "float32", "experts_implementation": "eager"},
+        **rest,
+    }  # fmt: skip
+    armed = Armed(resume)
+    trainer = MismatchGRPOTrainer(
+        model=model,
+        reward_funcs=graded,
+        args=MismatchGRPOConfig(**arguments(out, mismatch=block(mode) | (changed or {}), **given)),
+        # Three steps an epoch, so that runs are killed in each part of several.
+        train_dataset=rows(3),
+        callbacks=[armed],
+    )
+    if kill is not None:
+        plant(trainer, armed, **kill)
+    trainer.train(resume_from_checkpoint=resume or None)
+    return {
+        "parameters": digest_of(trainer.model),
+        "optimizer": _digest(trainer.optimizer.state_dict()),
+        "schedule": _digest(trainer.lr_scheduler.state_dict()),
+        "step": trainer.state.global_step,
+    }
+
+
+def stock(model: str, out: str, resume: bool) -> str:
+    """Train two steps without a block, or say what resuming fails with."""
+    given = {"use_vllm": False, "bf16": False, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    args = MismatchGRPOConfig(**arguments(out, max_completion_length=4, **given))
+    trainer = MismatchGRPOTrainer(model=model, reward_funcs=graded, args=args, train_dataset=rows(3))
+    try:
+        trainer.train(resume_from_checkpoint=resume or None)
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+class Armed(TrainerCallback):
+    """Lets nothing kill a run before its first checkpoint is whole: there would be nothing to go on from."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self.moments: Callable[[str], None] = lambda name: None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint is whole."""
+        self.on = True
+        self.moments("saved")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Between two steps."""
+        self.moments("step begins")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Between two steps."""
+        self.moments("step ends")
+
+
+def plant(trainer: MismatchGRPOTrainer, armed: Armed, where: str, count: float, part: float = 0.5) -> None:
+    """Let this process die at a moment."""
+    death = Death(count, part, lambda: armed.on)
+    if where == "time":
+        begin = trainer._inner_training_loop
+
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            death.plant(where)
+            return begin(*args, **kwargs)
+
+        trainer._inner_training_loop = begun
+    elif death.plant(where):
+        pass
+    elif where in ("step begins", "step ends", "saved"):
+        armed.moments = lambda name: death.die() if name == where and death.due() else None
+    elif where == "generation":
+        trainer.model.get_input_embeddings().register_forward_hook(lambda *_: death.die() if death.due() else None)
+    elif where == "weights":
+        save_weights = modeling.safe_save_file
+
+        def save_weights_torn(tensors: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            save_weights(tensors, file, *args, **kwargs)
+            if death.due():
+                death.torn(file, Path(file).read_bytes())
+
+        modeling.safe_save_file = save_weights_torn
+    elif where == "trainer_state.json":
+        to_json = TrainerState.save_to_json
+
+        def to_json_torn(state: TrainerState, path: str) -> None:
+            to_json(state, path)
+            if death.due():
+                death.torn(path, Path(path).read_bytes())
+
+        TrainerState.save_to_json = to_json_torn  # type: ignore[method-assign]
+    elif where == "rotation":
+        remove = shutil.rmtree
+
+        def remove_some(path: Any, *args: Any, **kwargs: Any) -> None:
+            if "checkpoint-" in str(path) and death.due():
+                files = sorted(Path(path).iterdir())
+                for file in files[: int(part * len(files))]:
+                    file.unlink()
+                death.die()
+            remove(path, *args, **kwargs)
+
+        shutil.rmtree = remove_some  # type: ignore[assignment]
+    else:
+        raise ValueError(f"where={where!r}")
+
+
+def _digest(state: Any) -> str:
+    return hashlib.sha256(repr(plain(state)).encode()).hexdigest()

@@ -1,0 +1,66 @@
+"""Killed with SIGKILL at random moments and resumed by `resume_from_checkpoint=True`, a run ends as one that nothing stopped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mismatch_ext.rundata import read_run
+from tests.peers.scenarios import Run, named
+from tests.peers.trl.kills import Whole, killed_run, planned, whole_run
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_kills as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_kills")
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return whole_run(run, moe, tmp_path_factory.mktemp("whole"), "R3")
+
+
+def test_five_kills_leave_no_trace(run: Run, moe: Path, tmp_path: Path, whole: Whole) -> None:
+    draw = random.Random(1)
+    # In the middle of each write that can leave a checkpoint torn, and while there is no file open.
+    moments = ("torch.save", "trainer_state.json", "rotation", "metrics.jsonl", "generation")
+    plans = [planned(draw, where) for where in moments]
+    assert killed_run(run, moe, tmp_path, whole, plans) == list(moments)
+    torn = [event for event in read_run(tmp_path / "mismatch").events if event.name == "torn_checkpoint"]
+    assert {event.level for event in torn} == {"warning"} and len(torn) >= 2
+    assert all("the last whole checkpoint before" in event.message for event in torn)
+
+
+def test_changed_settings_hold_and_are_told_and_a_damaged_state_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
+    def go(**rest: Any) -> Any:
+        return run(scenarios.leg, model=moe, out=tmp_path, mode="R2", **rest)
+
+    go(steps=2).expect()
+    surge = {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0}
+    changed = {
+        "kl": {"coef": 0.2, "controller": {"target_kl": 1e-3}},
+        "lr": {"rule": "reactive", "trigger": "grad_norm", "cooldown": 1, "decay": 0.5, "surge": surge},
+    }
+    resumed = go(steps=3, resume=True, changed=changed)
+    resumed.expect()
+    data = read_run(tmp_path / "mismatch")
+    told = [event.message for event in data.events if event.name == "settings_changed"]
+    assert len(told) == 2 and all(message in resumed.stderr for message in told)
+    assert "mismatch.kl.coef was 0.05 and is 0.2" in told[0] and "mismatch.lr.decay was 0.9 and is 0.5" in told[0]
+    assert "begins anew from 0.2" in told[1]
+    coefficients = data.series("mismatch/kl_coef")[1]
+    assert coefficients[0] == 0.05 and coefficients[1] != 0.05 and coefficients[2] == 0.2
+    for text, words in (("[]", "found []; allowed: a JSON object"), ('{"schema": 2}', "has schema 2; this release")):
+        (tmp_path / "checkpoint-3/mismatch.json").write_text(text)
+        refused = go(steps=4, resume=True)
+        assert refused.code != 0 and "RecordError" in refused.stderr and words in refused.stderr
+
+
+def test_without_a_block_a_torn_checkpoint_is_the_trainers_own_affair(run: Run, dense: Path, tmp_path: Path) -> None:
+    assert run(scenarios.stock, model=dense, out=tmp_path, resume=False).expect() == "trained"
+    (tmp_path / "checkpoint-2/trainer_state.json").unlink()
+    said = run(scenarios.stock, model=dense, out=tmp_path, resume=True).expect()
+    assert said.startswith("FileNotFoundError") and "checkpoint-2/trainer_state.json" in said

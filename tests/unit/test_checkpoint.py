@@ -1,0 +1,126 @@
+"""What lies beside a host's own files in a checkpoint: written in one go, read strictly, and compared with the present block."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch_ext.checkpoint import (
+    STATE_FILE,
+    changed_settings,
+    load_random_state,
+    random_state,
+    read_state,
+    write_state,
+)
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import RecordError
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-3" / STATE_FILE
+    assert read_state(path) is None
+    write_state(path, {"kl": {"coef": 0.1}, "lr": None, "weight_version": 3})
+    assert read_state(path) == {"schema": 1, "kl": {"coef": 0.1}, "lr": None, "weight_version": 3}
+
+
+def test_a_kill_while_it_is_written_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / STATE_FILE
+    write_state(path, {"kl": {"coef": 0.1}})
+    write = Path.write_text
+
+    def torn(file: Path, text: str, **kwargs: Any) -> int:
+        write(file, text[: len(text) // 2], **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "write_text", torn)
+        write_state(path, {"kl": {"coef": 0.2}})
+    assert read_state(path) == {"schema": 1, "kl": {"coef": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "it is no JSON"),
+        ('{"schema": 1, "kl"', "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ("[]", r"found \[\]; allowed: a JSON object"),
+        ("null", "found None; allowed: a JSON object"),
+        ("{}", "has schema None; this release of mismatch-ext reads 1"),
+        ('{"schema": 2, "lr": null}', "has schema 2; this release of mismatch-ext reads 1"),
+        ('{"schema": true}', "has schema True; this release of mismatch-ext reads 1"),
+        ('{"schema": 1, "kl": []}', r"kl is \[\]; allowed: a JSON object or null"),
+        ('{"schema": 1, "weight_version": "3"}', "weight_version is '3'; allowed: an integer"),
+    ],
+)
+def test_what_cannot_be_is_named_with_file_and_remedy(tmp_path: Path, text: str, found: str) -> None:
+    path = tmp_path / STATE_FILE
+    path.write_text(text)
+    with pytest.raises(RecordError, match=found) as error:
+        read_state(path)
+    assert str(error.value).startswith(str(path))
+    assert "Resume from another checkpoint; or remove this file" in str(error.value)
+
+
+def block(**sections: Any) -> dict[str, Any]:
+    parsed = MismatchConfig.parse(sections)
+    assert parsed is not None
+    return dict(json.loads(json.dumps(parsed.to_dict())))  # as a checkpoint holds it
+
+
+def test_changed_settings_are_named_with_both_values() -> None:
+    before = block(kl={"coef": 0.1, "controller": {"target_kl": 1e-3}}, lr={"period": 5}, routing={"mode": "R3"})
+    now = block(kl={"coef": 0.3, "controller": {"target_kl": 1e-2}}, lr={"period": 5}, correction={"preset": "icepop"})
+    said = changed_settings(before, now)
+    assert said is not None
+    for change in (
+        "mismatch.kl.coef was 0.1 and is 0.3",
+        "mismatch.kl.controller.target_kl was 0.001 and is 0.01",
+        "mismatch.routing was given and is absent",
+        "mismatch.correction was absent and is given",
+    ):
+        assert change in said
+    assert "mismatch.lr" not in said and said.endswith("The present ones hold from here on.")
+
+
+def test_the_same_settings_and_those_of_another_release_say_nothing() -> None:
+    present = MismatchConfig.parse({"kl": {"coef": 0.1}, "lr": {"period": 5}, "monitor": {"profile_every": 3}})
+    assert present is not None
+    saved = block(kl={"coef": 0.1}, lr={"period": 5})
+    assert changed_settings(saved, present.to_dict()) is None
+    del saved["kl"]["ratio"]  # a key that came later, or went
+    saved["kl"]["gone"] = 1
+    assert changed_settings(saved, present.to_dict()) is None
+    assert changed_settings(None, present.to_dict()) is None
+
+
+def test_a_generator_goes_on_where_another_stood() -> None:
+    first, second = random.Random(3), random.Random(4)
+    [first.random() for _ in range(700)]
+    load_random_state(second, json.loads(json.dumps(random_state(first))))
+    assert [second.random() for _ in range(700)] == [first.random() for _ in range(700)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        None,
+        [],
+        {"numbers": [1, 2]},
+        {"numbers": None},
+        {"version": 9},
+        {"numbers": [-1] * 625},
+        {"numbers": ["a"] * 625},
+    ],
+)
+def test_a_damaged_choice_is_refused_and_leaves_the_generator(change: Any) -> None:
+    generator = random.Random(3)
+    state = {**random_state(random.Random(4)), **change} if isinstance(change, dict) else change
+    with pytest.raises(RecordError, match="choice of measured passes is damaged"):
+        load_random_state(generator, state)
+    assert generator.getstate() == random.Random(3).getstate()
