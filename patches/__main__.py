@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mismatch_ext.patches.torch.checkpoint import NON_REENTRANT, REENTRANT
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
@@ -14,6 +15,11 @@ from mismatch_ext.patching import Patch
 # When each patch is active; nothing is patched outside these moments.
 DECLARED: tuple[tuple[Patch, str], ...] = (
     (engine_arguments({"dtype": "float16"}), "while TRL builds its trainer; only with a `mismatch` block"),
+    (
+        OWN_LOSS,
+        "while a TRL trainer with `kl` or `correction` computes its loss, and while TRL builds it, to be checked; for other "
+        "trainers it calls TRL's own",
+    ),
     (CPU_MOE_REPACK, "while TRL builds its trainer with a `mismatch` block, and during `update_weights`, on a CPU"),
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),

@@ -2,7 +2,8 @@
 
 Every `loss_type` divides by something else: lengths, tokens of the generation batch, a constant, gradient-accumulation steps.
 Terms that are added to TRL's loss must be divided by the same. Rather than retype eight formulas, TRL's `_compute_loss` is
-differentiated: the loss is linear in the per-token loss, so its derivative is the weight.
+differentiated: the loss is linear in the per-token loss, so its derivative is the weight. It is TRL's own function that is
+asked, never a subclass's: what a subclass adds depends on log-probabilities too, and is no part of the weight.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mismatch_ext.errors import ConfigError
+
+OwnLoss = Callable[[Any, Any, Any], Tensor]
+"""TRL's `GRPOTrainer._compute_loss`, unbound: called with trainer, model and micro-batch."""
 
 # exp(ref - logp) is exactly 0 here, so that the derivative of TRL's k3 term is exactly 1.
 FAR_BELOW = -1.0e4
@@ -32,21 +39,83 @@ def overridden(target: Any, **values: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-def token_weights(trainer: Any, compute_loss: Callable[[Mapping[str, Any], Tensor], Tensor], inputs: Any) -> Tensor:
-    """Return d loss / d per_token_loss `[B, T]` of a micro-batch, by TRL's own aggregation.
+@contextmanager
+def shadowed(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Put functions before an object's methods for the time of a block, also before those of its subclasses."""
+    own = vars(target)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del own[name]
+        own.update(before)
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """What TRL makes of a per-token loss.
+
+    Attributes:
+        weights: d loss / d per_token_loss `[B, T]`, float32, positive at tokens that are trained on and 0 elsewhere.
+        policy_loss: What TRL logs as `policy_loss`, as a multiple of the loss; None where it logs none.
+    """
+
+    weights: Tensor
+    policy_loss: float | None
+
+
+def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -> Aggregation:
+    """Return TRL's aggregation of a micro-batch.
 
     The policy term is zeroed and the KL term made linear, so that nothing but the aggregation is left.
 
     Args:
         trainer: The GRPOTrainer.
-        compute_loss: Runs TRL's `_compute_loss` on inputs, with the given tensor `[B, T]` as the current log-probabilities.
+        own_loss: TRL's own function.
+        model: What the micro-batch is trained on; not run.
         inputs: The micro-batch, as TRL's `_compute_loss` gets it.
 
-    Returns:
-        Weights `[B, T]`, float32, 0 where the mask is 0.
+    Raises:
+        ConfigError: A token that is trained on has no weight, or one that is not has some.
     """
-    mask = inputs["completion_mask"]
-    zero = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    completion_mask = inputs["completion_mask"]
+    zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)
+    logged: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+    settings: dict[str, Any] = {
+        "beta": 1.0,
+        "aux_loss_enabled": False,
+        "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
+        "_metrics": logged,
+    }
+    if trainer._entropy_bonus_enabled:
+        settings |= {"entropy_coef": 0.0, "use_adaptive_entropy": False}
+    logps = zero.clone().requires_grad_()
+    with (
+        torch.enable_grad(),
+        overridden(trainer, **settings),
+        overridden(trainer.args, use_bias_correction_kl=False),
+        shadowed(trainer, _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None)),
+        # `policy_loss` is a mean over ranks; asked for is this rank's.
+        shadowed(trainer.accelerator, gather=lambda tensor: tensor),
+    ):
+        loss = own_loss(trainer, model, _probe(inputs, zero))
+        (weights,) = torch.autograd.grad(loss, logps)
+    chosen = (completion_mask * inputs.get("tool_mask", 1)).bool()
+    if not bool(torch.where(chosen, weights > 0, weights == 0).all()):
+        raise ConfigError(
+            f"the aggregation of loss_type={trainer.loss_type!r} gives tokens that are trained on a weight of "
+            f"{_least(weights, chosen)}, and masked ones up to {_most(weights, ~chosen)}; the weights of TRL's own losses are "
+            "positive and 0: a term that is weighed so would not be the one asked for. Remove what overrides methods that TRL's "
+            "_compute_loss calls, or mismatch.kl and mismatch.correction."
+        )
+    entries, value = [*logged["train"]["policy_loss"], *logged["eval"]["policy_loss"]], float(loss.detach())
+    return Aggregation(weights, None if not entries else entries[0] / value if value else 1.0)
+
+
+def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:
     probe = dict(inputs)
     probe["advantages"] = zero[:, 0]
     probe["ref_per_token_logps"] = torch.full_like(zero, FAR_BELOW)
@@ -54,19 +123,12 @@ def token_weights(trainer: Any, compute_loss: Callable[[Mapping[str, Any], Tenso
     probe.pop("sampling_per_token_logps", None)
     if "importance_sampling_ratio" in inputs:
         probe["importance_sampling_ratio"] = torch.ones_like(zero)
-    with (
-        torch.enable_grad(),
-        overridden(
-            trainer,
-            beta=1.0,
-            aux_loss_enabled=False,
-            off_policy_mask_threshold=None,
-            top_entropy_quantile=1.0,
-            _entropy_bonus_enabled=False,
-            _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
-        ),
-        overridden(trainer.args, use_bias_correction_kl=False),
-    ):
-        logps = zero.clone().requires_grad_()
-        (weights,) = torch.autograd.grad(compute_loss(probe, logps), logps)
-    return weights
+    return probe
+
+
+def _least(weights: Tensor, chosen: Tensor) -> float | None:
+    return float(weights[chosen].min()) if bool(chosen.any()) else None
+
+
+def _most(weights: Tensor, chosen: Tensor) -> float | None:
+    return float(weights[chosen].abs().max()) if bool(chosen.any()) else None

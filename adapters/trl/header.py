@@ -15,9 +15,7 @@ from mismatch_ext.versions import installed
 
 REPORTED = ("mismatch-ext", "torch", "transformers", "accelerate", "trl", "vllm")
 
-SEAMS = Seams(
-    trainer="subclass", correction="subclass", lr="callback", kl="subclass", sampler="transformers' generation"
-)
+SEAMS = Seams(trainer="subclass", correction="subclass", lr="callback", kl="patch", sampler="transformers' generation")
 
 FIXES = TrainerFixes(
     autocast_off="Turn mixed precision off (fp16=False, bf16=False)",

@@ -12,6 +12,7 @@ from accelerate.utils import gather_object, is_peft_model
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.header import FIXES, SEAMS, run_header
@@ -20,6 +21,7 @@ from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference,
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from torch import Tensor, nn
 
@@ -67,11 +69,12 @@ class PreflightMixin(_Host):
         return self._block
 
     def _construction_patches(self, config: MismatchGRPOConfig) -> list[Any]:
-        """Return the patches that are active while TRL builds its engine."""
+        """Return the patches that are active while TRL builds its engine, and those that are active later, to be checked."""
+        # Active in each loss.
+        patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
         if not config.use_vllm:
-            return []
+            return patches
         arguments: dict[str, Any] = {}
-        patches = []
         if self._config.precision is not None:
             arguments["dtype"] = self._config.precision.dtype
         if self._config.routing is not None and self._config.routing.mode == "R3":

@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.trl.aggregation import overridden
+from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
@@ -24,6 +25,7 @@ from mismatch_ext.adapters.trl.host import ratio_bias
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
+from mismatch_ext.adapters.trl.passes import watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_stitching
 from mismatch_ext.adapters.trl.routing import KEY
@@ -81,7 +83,6 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         self._sync_audited = False
         self._unwritten: list[str] = []
         self._saved_step = 0
-        self._scored = []
         if self._config.kl is not None and self._config.kl.preset is None:
             self._kl = KlTerm(self._config.kl, config.beta)
             if self._config.kl.baseline == "leave_one_out" and config.per_device_train_batch_size == 1:
@@ -99,6 +100,10 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._config.lr is not None:
             self._lr = LrCallback(self._config.lr)
             self.add_callback(self._lr)
+        self._in_loss = sections_in_loss(self._config)
+        self._around_loss = self._kl is not None or bool(self._in_loss)
+        if self._in_loss:
+            self.add_callback(ArrivalCallback(self))
         if self._config.correction is not None:
             settings = resolve(self._config.correction)
             if native_options(settings) is None:
@@ -144,10 +149,13 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
 
     def _generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Generate and score a batch as TRL does, then measure it, correct it and adapt to it."""
-        self._scored, self._own_scores = [], None
+        self._own_scores, self._passes = None, None
         if self._kl is not None and self.model.training:
             self._kl.begin()
-        with overridden(self, _keeps_scores=isinstance(self, RLOOTrainer)):
+        rewarded = self._kl is not None and self._kl.in_rewards
+        # RLOO does not return its log-probabilities at sampling time.
+        with watched_batch(self) if rewarded or isinstance(self, RLOOTrainer) else contextlib.nullcontext() as passes:
+            self._passes = passes
             output = super()._generate_and_score_completions(inputs)
         if self._routing is not None:
             output[KEY] = self._batch_routes(output)
@@ -181,7 +189,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._kl is not None and self._kl.adaptive and training:
             old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
             self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self.accelerator.reduce)
-        self._scored, self._own_scores = [], None
+        self._own_scores, self._passes = None, None
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -238,8 +246,13 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if OLD in output:
             found: Tensor = output[OLD]
             return found
-        if isinstance(self, RLOOTrainer) and self._scored:
-            return self._scored[0].scores[0]  # the host's own pass, of which it returns the sums only
+        if self._passes is not None:
+            tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+            attention_mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            length = output["completion_ids"].size(1)
+            own = self._passes.of_policy(self.model, lambda scored: scored.is_of(tokens, attention_mask, length))
+            if own is not None:
+                return own.scores[0]  # the host's, which returns their sums only
         return self._score_again(output) if self._own_scores is None else self._own_scores
 
     def _score_again(self, output: dict[str, Any]) -> Tensor:

@@ -1,0 +1,88 @@
+"""A block's terms under a user's own loss, in the real TRL: as strong as asked for, or refused before the first step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_objective as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_objective")
+
+pytestmark = pytest.mark.engine
+
+
+def test_random_losses_are_the_hand_computed_ones_or_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.random_losses, model=dense, out=tmp_path, cases=200, seed=16, timeout=600).expect()
+    cases = found["cases"]
+    wrong = []
+    for case in cases:
+        if not case["arrives"]:
+            good = "refused" in case and "_compute_loss" in case["refused"] and "Losses." in case["refused"]
+        else:
+            # Of what is left in float64, the block's weights are rounded to float32, by 6e-8 of each.
+            good = case.get("error", 1.0) < 1e-6 + case.get("rounding", 0.0) and case["calls"] == 1
+            good &= case.get("kl_error", 0.0) < 1e-5
+        wrong += [] if good else [case]
+    assert len(cases) == 200 and not wrong, wrong[:3]
+    # Losses of both kinds, and steps that would be others without the block, so that the comparison can fail.
+    assert min(Counter(case["arrives"] for case in cases).values()) >= 50
+    effects = sorted(case["effect"] for case in cases if "effect" in case)
+    assert len(effects) >= 20 and effects[len(effects) // 20] > 1e-3
+    # A correction that is TRL's own reaches TRL's own loss alone.
+    assert "mismatch.correction" in found["correction"]["refused"] and found["correction"]["steps"] == 0
+
+
+def test_the_kl_keeps_its_strength_beside_a_likelihood_and_foreign_passes(
+    run: Run, dense: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.likelihood, model=dense, out=tmp_path).expect()
+    assert len(found) == 3
+    for name, step in found.items():
+        assert step["error"] < 1e-6 + step["rounding"] and step["share"] > 0.01, name
+        assert abs(step["along"] - 1) < (1e-6 + step["rounding"]) / step["share"], name
+        ours, stock = step["kl"]
+        assert ours == pytest.approx(stock, rel=1e-5) and ours, name
+        assert step["calls"] == [1, 1, 1], name  # the user's loss runs as often as under stock TRL
+
+
+def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.own_losses, model=dense, out=tmp_path).expect()
+    words = {
+        "OwnFirst/surrogate": ["mismatch.kl with OwnFirst", "Own._compute_loss", "super()._compute_loss", "remove"],
+        "OwnLast/surrogate": ["mismatch.kl with OwnLast", "Own._compute_loss", "super()._compute_loss", "remove"],
+        "OwnSteps/surrogate": ["mismatch.kl with OwnSteps", "OwnSteps.training_step", "remove"],
+        "OwnLast/preset": ["mismatch.kl with OwnLast", "Own._compute_loss"],
+    }
+    for name, expected in words.items():
+        assert all(word in found[name]["refused"] for word in expected), (name, found[name])
+        assert found[name]["steps"] == 0 and not found[name]["moved"], name
+    # A KL that is all in the rewards needs nothing of TRL's loss.
+    assert found["OwnLast/rewards"]["moved"] and any(found["OwnLast/rewards"]["kl_rewards"])
+
+
+def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
+    message = run(scenarios.replaced, model=dense, out=tmp_path).expect()
+    assert all(
+        word in message for word in ("GRPOTrainer._compute_loss was replaced", "scenarios_objective", "subclass")
+    )
+
+
+def test_policy_loss_has_the_kl_in_it_as_trls_own(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.policy_losses, model=dense, out=tmp_path).expect()
+    for loss_type in ("grpo", "dapo"):
+        ours, stock = found[f"{loss_type}/ours"], found[f"{loss_type}/stock"]
+        assert ours == pytest.approx(stock, rel=1e-5, abs=1e-6), loss_type
+        assert 0.3 * stock[2] > 1e-3, loss_type  # without the KL it would be less by as much
+
+
+def test_passes_of_a_batch_are_bound_to_its_tokens(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.rewarded, model=dense, out=tmp_path).expect()
+    assert found["kl_error"] < 1e-5 and found["spread"] > 0.1
+    assert found["rloo_error"] < 1e-5 and found["rloo_passes"] >= 3

@@ -1,0 +1,331 @@
+"""Losses as users write them around TRL's own, drawn at random, and what each comes to by hand.
+
+The hand's side is written from the papers' and TRL's formulas on the logits of the model's plain forward pass, in float64; it
+uses nothing of the package.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.trl import MismatchGRPOTrainer, MismatchTrainerMixin
+from torch import Tensor
+from trl import GRPOTrainer
+
+Inputs = dict[str, Any]
+
+LOSSES = ("dr_grpo", "grpo", "bnpo", "dapo")
+KINDS = ("nll", "entropy", "other_rows", "longer_rows", "altered_prompt")
+# How TRL's own loss is called; the last four leave nothing of it in the loss.
+CALLS = (
+    "super",
+    "super",
+    "super",
+    "unbound",
+    "halves",
+    "twice",
+    "logged_first",
+    "none",
+    "detached",
+    "times_zero",
+    "only_logged",
+)
+WITHOUT = CALLS[-4:]
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A term that a user adds: alpha times the mean of some scores."""
+
+    kind: str
+    alpha: float
+    before: bool
+    asks_entropy: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A user's loss: scale * TRL's own + extra terms.
+
+    Attributes:
+        entry: The method that is overridden.
+        scores_twice: Whether the scoring pass is overridden too, by one that scores other tokens before and after.
+        exact: Whether the user scores by a plain forward pass in float64; TRL's own pass rounds to float32.
+    """
+
+    call: str
+    scale: float
+    extras: tuple[Extra, ...]
+    entry: str
+    in_place: bool
+    scores_twice: bool
+    exact: bool
+    mixin_first: bool
+    micro_batches: int
+    loss_type: str
+
+    @property
+    def arrives(self) -> bool:
+        """Whether TRL's own loss is a part of this one."""
+        return self.call not in WITHOUT
+
+
+def draw(rng: random.Random) -> Recipe:
+    """Draw a loss."""
+    extras = tuple(
+        Extra(rng.choice(KINDS), rng.choice((-0.5, 0.0, 0.5, 1.0, 2.0)), rng.random() < 0.5, rng.random() < 0.5)
+        for _ in range(rng.choice((0, 1, 1, 2)))
+    )
+    return Recipe(
+        call=rng.choice(CALLS), scale=rng.choice((1.0, 1.0, 0.5, 2.0, -1.0)), extras=extras,
+        entry=rng.choice(("_compute_loss", "_compute_loss", "compute_loss")), in_place=rng.random() < 0.25,
+        scores_twice=rng.random() < 0.25, exact=rng.random() < 0.8, mixin_first=rng.random() < 0.5,
+        micro_batches=rng.choice((1, 1, 2)), loss_type=rng.choice(LOSSES),
+    )  # fmt: skip
+
+
+def rows_of(inputs: Inputs, rows: Any) -> Inputs:
+    """Return some rows of a micro-batch."""
+    size = len(inputs["completion_ids"])
+    return {
+        key: value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+        for key, value in inputs.items()
+    }
+
+
+def halves(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """Split a micro-batch in two."""
+    middle = len(inputs["completion_ids"]) // 2
+    return rows_of(inputs, slice(middle)), rows_of(inputs, slice(middle, None))
+
+
+def tokens_of(kind: str, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what a term scores: tokens, attention mask, completions and their mask."""
+    prompts, completions = inputs["prompt_ids"], inputs["completion_ids"]
+    prompt_mask, mask = inputs["prompt_mask"], inputs["completion_mask"]
+    if kind == "altered_prompt":
+        prompts = torch.full_like(prompts, 9)
+    elif kind in ("other_rows", "longer_rows"):
+        rows, width = completions.shape
+        width += 3 if kind == "longer_rows" else 0
+        rows += 1 if kind == "longer_rows" else 0
+        places = torch.arange(rows * width).view(rows, width)
+        completions, mask = 4 + places % 11, torch.ones_like(places)
+        prompts, prompt_mask = (
+            completions[:, :1].expand(rows, prompts.size(1)),
+            mask[:, :1].expand(rows, prompts.size(1)),
+        )
+    return torch.cat([prompts, completions], 1), torch.cat([prompt_mask, mask], 1), completions, mask
+
+
+class Losses:
+    """Overrides the methods of a GRPOTrainer that make its loss, as `recipe` says."""
+
+    recipe: Recipe
+    calls = 0
+
+    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        score: Any = self._plainly if self.recipe.exact else super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        if not self.recipe.scores_twice:
+            return score(model, input_ids, *args, **kwargs)
+        with torch.no_grad():
+            score(model, torch.full_like(input_ids, 7), *args, **kwargs)
+        scores = score(model, input_ids, *args, **kwargs)
+        with torch.no_grad():
+            score(model, torch.full_like(input_ids, 8), *args, **kwargs)
+        return scores
+
+    def _plainly(self, model: Any, ids: Tensor, attention: Tensor, length: int, **options: Any) -> Any:
+        logps, table = scored(model, ids, attention, ids[:, -length:])
+        entropies = -(table.exp() * table).sum(-1)
+        return logps, entropies if options.get("compute_entropy") else None, None
+
+    def compute_loss(self, model: Any, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
+        parent: Any = super()
+        if self.recipe.entry != "compute_loss":
+            return parent.compute_loss(model, inputs, *args, **kwargs)
+        return self._made(model, inputs, lambda given: parent.compute_loss(model, given, *args, **kwargs))
+
+    def _compute_loss(self, model: Any, inputs: Inputs) -> Tensor:
+        parent: Any = super()
+        if self.recipe.entry != "_compute_loss":
+            return parent._compute_loss(model, inputs)
+        return self._made(model, inputs, lambda given: parent._compute_loss(model, given))
+
+    def _made(self, model: Any, inputs: Inputs, own: Any) -> Tensor:
+        self.calls += 1
+        recipe = self.recipe
+        terms = [self._extra(model, inputs, extra) for extra in recipe.extras if extra.before]
+        loss = self._own(model, inputs, own)
+        terms += [self._extra(model, inputs, extra) for extra in recipe.extras if not extra.before]
+        if recipe.in_place:
+            loss *= recipe.scale
+            for term in terms:
+                loss += term
+            return loss
+        return sum(terms, start=recipe.scale * loss)
+
+    def _own(self, model: Any, inputs: Inputs, own: Any) -> Tensor:
+        call = self.recipe.call
+        if call == "unbound":
+            return GRPOTrainer._compute_loss(self, model, inputs)  # type: ignore[arg-type]
+        if call == "halves":
+            first, second = halves(inputs)
+            return (own(first) + own(second)) / 2
+        if call == "twice":
+            return own(inputs) / 4 + own(inputs) * 3 / 4
+        if call in ("logged_first", "only_logged"):
+            with torch.no_grad():
+                own(inputs)
+        if call in ("none", "only_logged"):
+            ids, attention, completions, mask = tokens_of("same", inputs)
+            logps = self._get_per_token_logps_and_entropies(model, ids, attention, completions.size(1))[0]
+            return -(logps * inputs["advantages"][:, None] * mask).sum() / 100
+        loss = own(inputs)
+        return {"detached": loss.detach() + 0 * self._anything(model), "times_zero": loss * 0}.get(call, loss)
+
+    def _anything(self, model: Any) -> Tensor:
+        return next(model.parameters()).sum()
+
+    def _extra(self, model: Any, inputs: Inputs, extra: Extra) -> Tensor:
+        ids, attention, completions, mask = tokens_of(extra.kind, inputs)
+        entropy = extra.asks_entropy or extra.kind == "entropy"
+        with torch.set_grad_enabled(extra.alpha != 0):
+            logps, entropies, _ = self._get_per_token_logps_and_entropies(  # as TRL itself calls it
+                model, ids, attention, completions.size(1), compute_entropy=entropy
+            )
+        scores = entropies if extra.kind == "entropy" else logps
+        return -extra.alpha * (scores * mask).sum() / mask.sum()
+
+
+class Users(Losses, GRPOTrainer):
+    """A user's trainer."""
+
+
+class MixinFirst(MismatchTrainerMixin, Users):
+    """The user's trainer with ours before it, as README says."""
+
+
+class MixinLast(Losses, MismatchGRPOTrainer):
+    """A user's loss before our trainer."""
+
+
+# By hand.
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a block asks for, in plain numbers.
+
+    Attributes:
+        kl: estimator, placement, target, ratio, baseline; None for no KL.
+        correction: Name of one of `scenarios_objective.CORRECTIONS`; None for none.
+    """
+
+    kl: dict[str, str] | None
+    correction: str | None
+    coef: float = 0.4
+
+
+def scored(model: Any, tokens: Tensor, attention: Tensor, completions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of completions `[B, T]` and of the vocabulary `[B, T, V]`, float64."""
+    logits = model(input_ids=tokens, attention_mask=attention).logits[:, -completions.size(1) - 1 : -1].double()
+    table = logits.log_softmax(-1)
+    return table.gather(-1, completions[..., None])[..., 0], table
+
+
+def by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked) -> Tensor:
+    """Return a user's loss on a micro-batch, of which TRL's own is a part."""
+    model = trainer.model
+    parts = halves(inputs) if recipe.call == "halves" else (inputs,)
+    loss = sum(own_by_hand(trainer, part, recipe, asked) for part in parts) / len(parts) * recipe.scale
+    for extra in recipe.extras:
+        ids, attention, completions, mask = tokens_of(extra.kind, inputs)
+        logps, table = scored(model, ids, attention, completions)
+        scores = -(table.exp() * table).sum(-1) if extra.kind == "entropy" else logps
+        loss = loss - extra.alpha * (scores * mask).sum() / mask.sum()
+    return loss
+
+
+def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked) -> Tensor:
+    """Return TRL's own loss with what a block asks for in it."""
+    ids, attention, completions, mask = tokens_of("same", inputs)
+    chosen = mask.bool()
+    logps, table = scored(trainer.model, ids, attention, completions)
+    advantages = inputs["advantages"].double()[:, None]
+    rollout = inputs["sampling_per_token_logps"].double()
+    old = inputs["old_per_token_logps"].double() if "old_per_token_logps" in inputs else logps.detach()
+    ratio = (logps - old).exp()
+    if asked.correction == "bypass_reinforce":
+        total = torch.where(chosen, logps.detach() - rollout, 0.0).sum(1, keepdim=True).exp()
+        term = -advantages * total.clamp(max=1.002) * logps
+    else:
+        term = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        term = term * weights_by_hand(asked.correction, inputs["old_of_trainer"].double(), rollout, chosen)
+    if asked.kl is not None:
+        reference = inputs["ref_per_token_logps"].double()
+        if asked.kl["estimator"] == "full":
+            with torch.no_grad():
+                other = scored(trainer.ref_model, ids, attention, completions)[1]
+            term = term + asked.coef * (table.exp() * (table - other)).sum(-1)
+        else:
+            term = term + asked.coef * kl_by_hand(logps, reference, rollout, chosen, inputs["prompt_group"], asked.kl)
+    term = torch.where(chosen, term, 0.0)
+    accumulation = recipe.micro_batches
+    if recipe.loss_type == "grpo":
+        return (term.sum(1) / mask.sum(1)).mean() / accumulation
+    if recipe.loss_type == "bnpo":
+        return term.sum() / mask.sum() / accumulation
+    if recipe.loss_type == "dr_grpo":
+        return term.sum() / (len(mask) * trainer.max_completion_length) / accumulation
+    return term.sum() / (inputs["num_items_in_batch"].double() * accumulation / trainer.args.steps_per_generation)
+
+
+def weights_by_hand(name: str | None, old: Tensor, rollout: Tensor, chosen: Tensor) -> Tensor:
+    """Return the weight of each token `[B, T]`."""
+    ratio = torch.where(chosen, (old - rollout).exp(), 1.0)
+    total = torch.where(chosen, old - rollout, 0.0).sum(1, keepdim=True)
+    mean = (total / chosen.sum(1, keepdim=True)).exp().expand_as(ratio)
+    product = total.exp().expand_as(ratio)
+    inside = {"near": lambda x: (x >= 0.999) & (x <= 1.001), "below": lambda x: x <= 1.002}
+    if name == "token_truncate":
+        return ratio.clamp(max=1.002)
+    if name == "token_mask":
+        return torch.where(inside["below"](ratio), ratio, 0.0)
+    if name == "sequence_truncate":
+        return product.clamp(max=1.002)
+    if name == "sequence_mask":
+        return torch.where(inside["below"](product), product, 0.0)
+    if name == "geometric":
+        return torch.where(inside["near"](mean), mean, 0.0)
+    if name == "rejecting":
+        return torch.where(inside["near"](mean), ratio.clamp(max=2.0), 0.0)
+    return torch.ones_like(ratio)
+
+
+def kl_by_hand(
+    logps: Tensor, reference: Tensor, rollout: Tensor, chosen: Tensor, groups: Tensor, kl: dict[str, str]
+) -> Tensor:
+    """Return a term `[B, T]` with the gradient that the KL term is documented to have (docs/kl.md)."""
+    d = torch.where(chosen, logps - reference, 0.0)
+    k = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d.abs()}[kl["estimator"]]
+    rho = torch.where(chosen, (logps.detach() - rollout).exp(), 1.0)
+    weight = {"none": torch.ones_like(rho), "token": rho, "sequence": rho.cumprod(1)}[kl["ratio"]]
+    later = (weight * k if kl["ratio"] == "sequence" else k).detach()
+    if kl["target"] == "sequence":
+        later = later.flip(1).cumsum(1).flip(1)
+    credit = weight * later if kl["ratio"] == "token" else later
+    if kl["baseline"] == "leave_one_out":
+        rows, there, values, group = range(len(chosen)), chosen.tolist(), later.tolist(), groups.tolist()
+        means = torch.zeros_like(later)
+        for i in rows:
+            for t in range(chosen.size(1)):
+                others = [values[j][t] for j in rows if j != i and group[j] == group[i] and there[j][t]]
+                if there[i][t] and others:
+                    means[i, t] = sum(others) / len(others)
+        credit = credit - weight * means
+    parts = {"loss": weight * k, "reward": credit * logps, "both": weight * k + credit * logps}
+    return parts[kl["placement"]]
