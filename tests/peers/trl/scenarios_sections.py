@@ -151,7 +151,7 @@ def correction(model: str, out: str, label: str) -> dict[str, Any]:
     block = {"correction": section, "monitor": {"weight_sync": "off"}}
     wide = {"loss_type": "dr_grpo", "epsilon": 1e9, "epsilon_high": 1e9}
     trainer = build("TRL GRPO", model, out, block, **wide)
-    moved(trainer, 0.01)
+    moved(trainer, 0.05)  # far enough for ratios on both sides of every bound
     trainer._last_loaded_step = 0  # the engine keeps the weights that it was started with
     inputs, ours = stepped(trainer)
     mask, rollout = inputs["completion_mask"].bool(), inputs["sampling_per_token_logps"].double()

@@ -16,12 +16,10 @@ import torch
 from mismatch_ext.adapters.verl import correction as verl_correction
 from mismatch_ext.adapters.verl import kl as verl_kl
 from mismatch_ext.adapters.verl.loss import make_loss
-from mismatch_ext.adapters.verl.objective import ObjectiveMixin
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.trainer.ppo.v1 import trainer_base
 from verl.workers.utils.losses import ppo_loss
 
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
@@ -178,13 +176,20 @@ def sessions() -> Any:
 
 
 @contextmanager
-def driving(**sections: Any) -> Iterator[None]:
-    """Put a block's functions where verl's driver calls its own by name, as the trainer does when it is built."""
+def driving(**sections: Any) -> Iterator[Any]:
+    """Put a block's functions where verl's driver calls its own by name, as its trainer does, and yield that place.
+
+    Imported here, in a fork: with its driver verl imports the trainers that a block is refused in, by their presence, in every
+    fork to come.
+    """
+    from mismatch_ext.adapters.verl.objective import ObjectiveMixin
+    from verl.trainer.ppo.v1 import trainer_base
+
     driver: Any = ObjectiveMixin()
     driver._block, driver.config = MismatchConfig(**sections), host_config()
     driver._begin_objective()
     try:
-        yield
+        yield trainer_base
     finally:
         driver._patches.revert()
 
@@ -195,9 +200,9 @@ def weights() -> dict[str, Any]:
     stock, data = proto(), proto()
     expected = proto()
     config = host_config().algorithm.rollout_correction
-    stock, _ = trainer_base.compute_rollout_correction_and_add_to_batch(stock, config)
-    with driving(correction=section):
-        data, metrics = trainer_base.compute_rollout_correction_and_add_to_batch(data, config)
+    stock, _ = compute_rollout_correction_and_add_to_batch(stock, config)
+    with driving(correction=section) as verls:
+        data, metrics = verls.compute_rollout_correction_and_add_to_batch(data, config)
     verl_correction.apply_correction(expected, verl_correction.settings_of(section))
     found, stated = (batch.batch["rollout_is_weights"] for batch in (data, expected))
     return {
@@ -210,8 +215,8 @@ def rewards() -> dict[str, Any]:
     """Hold the KL in verl's rewards, and a coefficient that follows a target, against plain formulas."""
     data = proto()
     section = KlConfig(estimator="k1", placement="reward", reward_path="rewards", coef=0.5)
-    with driving(kl=section):
-        data, metrics = trainer_base.apply_kl_penalty(data, kl_ctrl=None, kl_penalty="kl")
+    with driving(kl=section) as verls:
+        data, metrics = verls.apply_kl_penalty(data, kl_ctrl=None, kl_penalty="kl")
     mask = data.batch["response_mask"]
     d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask
     expected = data.batch["token_level_scores"] - 0.5 * d
