@@ -4,6 +4,7 @@
 # evidence: measures what README and docs claim, and rewrites their figures.   bench: ratios as JSON lines.
 # test-isa: the tests whose result hangs on floating-point kernels, as two lesser CPUs would run them: AVX-512 without float16
 # and AMX, and AVX2. On a machine that has more; about ten minutes.   mutants: plants faults and runs the tests that must notice.
+# stack: builds the stack STACK=name (tests/stacks/cells.py) in .stacks/ and runs its tests; QUICK=1 runs a selection.
 # matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -24,12 +25,13 @@ QUICK ?=
 SLICE ?=
 JOBS ?= 2
 FAULTS ?=
+STACK ?=
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup setup-sglang test test-isa mutants check demo evidence bench matrix lock clean
+.PHONY: setup setup-sglang test test-isa mutants check demo evidence bench stack matrix lock clean
 
 setup: $(STAMP)
 
@@ -91,6 +93,10 @@ evidence: setup
 bench: setup
 	@$(BIN)/python -m benchmarks
 
+# Needs the package index for what it has not installed yet. STACK=commit is the stack whose turn it is at this commit.
+stack:
+	$(PYTHON) -m tests.stacks $(or $(STACK),$(error STACK=name is missing; see tests/stacks/cells.py)) --jobs $(JOBS) $(if $(QUICK),--quick)
+
 # Needs the package index for versions that it has not installed yet. Rewrites docs/compatibility.md.
 matrix: setup
 	$(BIN)/python -m tests.matrix --also trl==1.14.2 $(if $(QUICK),--quick)
@@ -100,4 +106,4 @@ lock: setup
 	$(BIN)/pip freeze --exclude-editable --exclude mismatch-ext | sed -E 's/\+cpu$$//' > $(CONSTRAINTS)
 
 clean:
-	rm -rf .venv .venv-sglang runs build dist *.egg-info
+	rm -rf .venv .venv-sglang .stacks runs build dist *.egg-info
