@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0].partition("@")[0]
 
 
+def without_group(nodeid: str) -> str:
+    """Return a test's file, function and parameters."""
+    return nodeid[:at] if (at := nodeid.rfind("@")) > nodeid.rfind("]") else nodeid
+
+
 def file_of(nodeid: str) -> str:
     """Return a test's file."""
     return nodeid.partition("::")[0]
@@ -38,11 +44,11 @@ class Costs:
         self.known: dict[str, float] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
         self.spent: dict[str, float] = defaultdict(float)
 
-    @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(wrapper=True)  # its first half before xdist reads the groups, its second after
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
         """Put tests into groups and the most expensive group first, in each of xdist's processes."""
         if not self.config.getoption("loadgroup", False):
-            return
+            return (yield)
         groups: dict[str, list[pytest.Item]] = defaultdict(list)
         for item, group in zip(items, grouped(items, self.cost), strict=True):
             if group != item.nodeid:
@@ -50,6 +56,8 @@ class Costs:
             groups[group].append(item)
         dearest = sorted(groups.values(), key=lambda group: -sum(map(self.cost, group)))
         items[:] = [item for group in dearest for item in group]
+        yield
+        name_groups(items)
 
     def cost(self, item: pytest.Item) -> float:
         """Return the seconds that a test is known, or assumed, to take."""
@@ -64,7 +72,7 @@ class Costs:
         if len(self.spent) > SHOWN:
             terminalreporter.section(f"{SHOWN} slowest tests, with their fixtures")
             for nodeid in sorted(self.spent, key=self.spent.__getitem__, reverse=True)[:SHOWN]:
-                terminalreporter.write_line(f"{self.spent[nodeid]:7.1f} s  {nodeid}")
+                terminalreporter.write_line(f"{self.spent[nodeid]:7.1f} s  {without_group(nodeid)}")
             files: dict[str, float] = defaultdict(float)
             for nodeid, seconds in self.spent.items():
                 files[file_of(nodeid)] += seconds
@@ -83,6 +91,18 @@ class Costs:
         kept = {name: seconds for name, seconds in self.known.items() if (root / file_of(name)).exists()}
         measured = {name: round(sum(seconds) / len(seconds), 2) for name, seconds in cases.items()}
         FILE.write_text(json.dumps({**kept, **measured}, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def name_groups(items: list[pytest.Item]) -> None:
+    """Append each group to its tests' node ids, where xdist's scheduler looks for it, if xdist itself has not.
+
+    xdist 3.8 writes it to `_nodeid`, which pytest has not read since 9.2 (pytest-xdist, issue 1386): without an error, every test
+    went where there was room, and what tests share was made again and again.
+    """
+    for item in items:
+        if (mark := item.get_closest_marker("xdist_group")) and not item.nodeid.endswith(f"@{mark.args[0]}"):
+            identity: Any = item
+            identity._id = type(identity._id).parse(f"{item.nodeid}@{mark.args[0]}")
 
 
 def grouped(items: list[pytest.Item], cost: Any) -> list[str]:

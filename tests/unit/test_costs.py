@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import costs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def item(nodeid: str, fixtures: dict[str, tuple[str, tuple[str, ...]]], **indices: int) -> Any:
@@ -51,10 +58,43 @@ def test_the_most_expensive_group_comes_first(monkeypatch: pytest.MonkeyPatch) -
         item("b.py::quick", {}), item("b.py::alone", {}), item("b.py::case[x]", {}), item("a.py::whole", shared),
         item("c.py::unknown", {}), item("a.py::part", shared),
     ]  # fmt: skip
-    plugin.pytest_collection_modifyitems(items)
+    next(plugin.pytest_collection_modifyitems(items))
     assert [one.nodeid.split("::")[1] for one in items] == ["whole", "part", "alone", "unknown", "case[x]", "quick"]
     assert [len(one.marks) for one in items] == [1, 1, 0, 0, 0, 1]
 
 
+SHARING = """
+import pytest
+from pathlib import Path
+
+@pytest.fixture(scope="module")
+def made():
+    with Path(__file__).with_suffix(".made").open("a") as file:
+        file.write("made\\n")
+
+@pytest.mark.parametrize("case", range(6))
+def test(made, case):
+    pass
+"""
+
+
+def test_two_workers_make_what_a_file_shares_once(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_configure\n")
+    for name in ("a", "b"):
+        (tmp_path / f"test_{name}.py").write_text(SHARING)
+    command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "xdist"]
+    ran = subprocess.run(
+        [*command, "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", str(tmp_path)],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "12 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert {"gw0", "gw1"} == set(re.findall(r"\[(gw.)\]", ran.stdout))
+    assert [(tmp_path / f"test_{name}.made").read_text() for name in ("a", "b")] == ["made\n"] * 2
+
+
 def test_group_and_parameters_are_no_part_of_a_functions_name() -> None:
     assert costs.function_of("a.py::test[x@y]@a.py:group") == costs.function_of("a.py::test@a.py") == "a.py::test"
+    assert (
+        costs.without_group("a.py::test[x@y]@a.py:group") == "a.py::test[x@y]" == costs.without_group("a.py::test[x@y]")
+    )
