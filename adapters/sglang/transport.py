@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from mismatch_ext.adapters.sglang.fields import brief, is_integer
-from packaging.version import InvalidVersion
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, MismatchError, PeerVersionError
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.versions import PEERS, in_range
+from mismatch_ext.versions import PEERS
 
 Bucket = Sequence[tuple[str, Tensor]]
 FLUSH_SECONDS = 10.0
@@ -44,14 +43,10 @@ class Transport(ABC):
         """
         if self._info is None:
             info = self.server_info()
-            version, supports = info.get("version"), PEERS["sglang"].supports
-            try:
-                inside = isinstance(version, str) and in_range(version, supports)
-            except InvalidVersion:
-                inside = False
-            if not inside:
+            version, peer = info.get("version"), PEERS["sglang"]
+            if not (isinstance(version, str) and peer.accepts(version)):
                 raise PeerVersionError(
-                    f"{self}: sglang {brief(version)} is outside the supported range {supports}; install a version in that "
+                    f"{self}: sglang {brief(version)} is outside the supported range {peer.supports}; install a version in that "
                     "range, or a release of mismatch-ext that supports it."
                 )
             self._info = info

@@ -22,7 +22,7 @@ from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
-from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from torch import Tensor, nn
 
 from mismatch_ext.banner import banner
@@ -83,7 +83,7 @@ class PreflightMixin(_Host):
             # Compiling costs a CPU engine far more at its start than it saves in a short run.
             arguments["enforce_eager"] = True
             # Active at each weight update; applied here too, so that it is checked before the engine is built.
-            patches.append(CPU_MOE_REPACK)
+            patches.extend(cpu_moe_repack())
         return [engine_arguments(arguments), *patches] if arguments else patches
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -138,7 +138,8 @@ class EngineRefusals(AbstractContextManager[None]):
                 f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
                 "Choose a dtype that both sides support."
             ) from error
-        if self.block.routing is not None and "outed-experts" in str(error):
+        # Of a dense model, and of a runner that records nothing; since 0.31 vLLM names the connector that routes leave it by.
+        if self.block.routing is not None and any(words in str(error) for words in ("outed-experts", "AuxOutput")):
             raise RoutingError(
                 f"mismatch.routing.mode={self.block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "
                 "Set mode='R2', which records it in the trainer, or remove mismatch.routing."

@@ -70,8 +70,10 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
             super().__init__(model, *args, **kwargs)
             return
         check_objective(type(self), self._block)
-        for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
+        for peer in ("torch", "transformers", "accelerate", "trl"):
             require(peer)
+        if config.use_vllm:
+            require("vllm", *self._block.features)
         check_stitching(self._block, kwargs)
         # Imports the functions that alarms call; the recorder comes with the run.
         self._alarms = AlarmCallback(self._config.monitor, lambda *event: self._recorder.event(*event))

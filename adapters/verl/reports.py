@@ -19,7 +19,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
-from mismatch_ext.versions import PEERS, in_range
+from mismatch_ext.versions import PEERS
 
 Report = Mapping[str, Any]
 
@@ -177,7 +177,7 @@ def _check_worker(block: MismatchConfig, name: str, report: Report) -> None:
 
 def _check_rollout(block: MismatchConfig, name: str, report: Report) -> None:
     engine, version = report["reading"]["engine"], report["reading"]["version"]
-    if not in_range(version, PEERS[engine].supports):
+    if not PEERS[engine].accepts(version):
         raise PeerVersionError(
             f"the {name} runs {engine} {version}, which is outside the supported range {PEERS[engine].supports}. Install a "
             "version in that range where that process runs."

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mismatch_ext.adapters.verl.block import active_block, digest
+from mismatch_ext.adapters.vllm.routing import records_routing
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from mismatch_ext.precision.audit import EngineReading
@@ -42,6 +43,6 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         )
         return {
             "block": digest(active_block()),
-            "records_routing": bool(getattr(config.model_config, "enable_return_routed_experts", False)),
+            "records_routing": records_routing(config),
             "reading": asdict(reading),
         }

@@ -26,13 +26,23 @@ FLAG = "enable_return_routed_experts"
 _cached_versions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
+def records_routing(config: Any) -> bool:
+    """Tell whether an engine with this configuration records routing.
+
+    Args:
+        config: vLLM's `VllmConfig`; the flag lies in `model_config`, and since 0.31 in `aux_output_config`.
+    """
+    holders = (config.model_config, getattr(config, "aux_output_config", None))
+    return any(bool(getattr(holder, FLAG, False)) for holder in holders)
+
+
 def require_routing(llm: LLM) -> None:
     """Check that an engine records routing.
 
     Raises:
         RoutingError: It was started without the flag; names it.
     """
-    if not getattr(llm.llm_engine.model_config, FLAG, False):
+    if not records_routing(llm.llm_engine.vllm_config):
         raise RoutingError(f"the vLLM engine does not record routing; start it with LLM(..., {FLAG}=True).")
 
 

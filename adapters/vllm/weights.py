@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from mismatch_ext.adapters.vllm.engine import runner
+from mismatch_ext.adapters.vllm.engine import is_cpu, runner
 from mismatch_ext.adapters.vllm.routing import reset_prefix_cache
-from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from torch import Tensor
 
 from mismatch_ext.patching import swapped
@@ -44,7 +44,7 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
     # Copies: vLLM keeps a tensor until its layer is complete, for a padded vocabulary until the very end, and TRL has then
     # unmerged the LoRA adapters from it again.
     copies = ((name, parameter.detach().clone()) for name, parameter in named_parameters)
-    with swapped(CPU_MOE_REPACK):
+    with swapped(*(cpu_moe_repack() if is_cpu(llm) else ())):
         runner(llm).reload_weights(weights_iterator=copies, is_checkpoint_format=True)
     # vLLM leaves that to the caller: cached prompts would keep keys, values and routes of the weights before.
     reset_prefix_cache(llm)

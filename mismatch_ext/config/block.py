@@ -34,6 +34,13 @@ class MismatchConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Measurement; on with its defaults whenever a block is given, even an empty one."""
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the block asks for, by section; routing with its mode: ("monitor", "routing.R3")."""
+        routing = () if self.routing is None else (f"routing.{self.routing.mode}",)
+        sections = [name for name in ("precision", "lr", "kl", "correction") if getattr(self, name) is not None]
+        return ("monitor", *sections, *routing)
+
     @classmethod
     def parse(cls, value: MismatchConfig | Mapping[str, Any] | str | Path | None) -> MismatchConfig | None:
         """Read the block from any form that users have it in.

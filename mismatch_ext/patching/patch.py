@@ -13,7 +13,7 @@ from packaging.version import Version
 from mismatch_ext.errors import PatchDriftError, PatchError, PatchVersionError
 from mismatch_ext.patching.sources import DIGEST_LENGTH, source_digest
 from mismatch_ext.patching.symbols import Slot
-from mismatch_ext.versions import in_range, installed
+from mismatch_ext.versions import PEERS, in_range, installed
 
 MARKER = "__mismatch_patch__"
 """Attribute that every replacement carries while it is applied; its value is the name of the patch."""
@@ -32,7 +32,8 @@ class Patch:
         name: "peer/what_it_does", unique in the process, for example "trl/colocate_engine_dtype".
         peer: Key of `versions.PEERS`, or a distribution name, whose version is checked.
         supports: PEP 440 range that includes both ends: ">=1.16.0,<=1.16.2" or "==1.16.0"; "!=" may cut out
-            versions.
+            versions. Other versions that the peer accepts (`versions.Peer`) are patched only where digests or a probe tell
+            that the symbol is as it was.
         target: "package.module:Attribute.path" of the symbol. For an object that a module imported by value,
             name the importing module and set `binding_only`.
         make: Called with the original while everything is still stock; returns a new object that wraps it.
@@ -43,8 +44,10 @@ class Patch:
         not_covered: What the patch does not reach.
         remove_when: Condition under which the patch can be deleted.
         source_digests: Digests of the upstream source that the patch was written for, from `current_digest`;
-            a mapping may say which version each belongs to. When empty, only the version range is checked. To
+            a mapping may say which version each belongs to. When empty, the version range and the probe are checked. To
             give one for a symbol without readable source (a value, a built-in) is an error.
+        probe: Called with the original while everything is still stock; says what about it the patch cannot be put on, or None
+            when it fits. It is for what a digest cannot tell: that a symbol is still the one that upstream calls.
         verify: Called once everything is applied; when it raises or returns False, everything is rolled back.
         allow_aliases: "module" or "module:attribute" names that may keep the stock object.
         binding_only: The target is one module's by-value import, and only that module's use of it changes.
@@ -64,6 +67,7 @@ class Patch:
     not_covered: str
     remove_when: str
     source_digests: Mapping[str, str] | Set[str] = field(default=frozenset(), hash=False)
+    probe: Callable[[Any], str | None] | None = None
     verify: Callable[[], bool | None] | None = None
     allow_aliases: tuple[str, ...] = ()
     binding_only: bool = False
@@ -105,7 +109,9 @@ class Patch:
                 f"{self.name}: {self.peer} is not installed; this patch supports {self.peer} "
                 f"{self.supports}. Nothing was patched."
             )
-        if not in_range(version, self.supports):
+        told = bool(self.source_digests) or self.probe is not None
+        open_ = told and self.peer in PEERS and PEERS[self.peer].open and PEERS[self.peer].accepts(version)
+        if not in_range(version, self.supports) and not open_:
             raise PatchVersionError(
                 f"{self.name}: {self.peer} {version} is outside the supported range {self.supports}. Nothing "
                 f"was patched. Install a version in that range. The patch is not needed when: "
@@ -114,11 +120,16 @@ class Patch:
         return version
 
     def check_source(self, slot: Slot, context: str) -> None:
-        """Compare the symbol's source with the known digests.
+        """Ask the patch's probe about the symbol, and compare its source with the known digests.
 
         Raises:
-            PatchDriftError: The source changed, or digests were given for a symbol that has none.
+            PatchDriftError: The probe found a change, the source changed, or digests were given for a symbol that has none.
         """
+        if self.probe is not None and (change := self.probe(slot.original)) is not None:
+            raise PatchDriftError(
+                f"{context}: {self.target} is not what the patch was written for: {change} Upstream changed it, or somebody "
+                "patched it. Nothing was patched."
+            )
         if not self.source_digests:
             return
         try:

@@ -6,15 +6,24 @@ two symbols' only use is inside their own module.
 
 from __future__ import annotations
 
+import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any, Protocol
 
+from torch.autograd import Function
+from torch.utils import checkpoint as _checkpoint
+
 from mismatch_ext.patching import Patch, swapped
 
 Call = Callable[..., Any]
+
+# Since torch 2.14 the older name is a plain function that torch itself no longer calls.
+_OLDER = "_checkpoint_without_reentrant_generator"
+_GENERATOR = f"{_OLDER}_impl" if hasattr(_checkpoint, f"{_OLDER}_impl") else _OLDER
 
 
 class Binder(Protocol):
@@ -61,12 +70,44 @@ def _non_reentrant(original: Callable[..., Iterator[Any]]) -> Callable[..., Iter
     return generator
 
 
+def _probe_function(original: Any) -> str | None:
+    """Tell whether it is the autograd function whose first arguments are the function and whether to keep random states."""
+    if not (isinstance(original, type) and issubclass(original, Function)):
+        return "it is no autograd Function."
+    return _called(f"{original.__name__}.apply(") or _first_parameters(
+        original.forward, ("ctx", "run_function", "preserve_rng_state")
+    )
+
+
+def _probe_generator(original: Any) -> str | None:
+    """Tell whether it is the generator that torch runs around a checkpointed function, its first argument."""
+    if not inspect.isgeneratorfunction(original):
+        return "it is no generator function any more, so torch does not step through it."
+    return _called(f"{original.__name__}(") or _first_parameters(original, ("fn",))
+
+
+def _called(call: str) -> str | None:
+    """Say so when torch's module does not contain a call: whatever lies there under the name is not what torch runs."""
+    source = inspect.getsource(_checkpoint)
+    return (
+        None
+        if re.search(rf"(?<!def )\b{re.escape(call)}", source)
+        else f"torch.utils.checkpoint does not call {call}...)."
+    )
+
+
+def _first_parameters(function: Call, expected: tuple[str, ...]) -> str | None:
+    found = tuple(inspect.signature(function).parameters)[: len(expected)]
+    return None if found == expected else f"its first parameters are {found}, not {expected}."
+
+
 REENTRANT = Patch(
     name="torch/reentrant_checkpoint",
     peer="torch",
-    supports=">=2.13.0,<=2.13.0",
+    supports=">=2.11.0,<=2.15.0",
     target="torch.utils.checkpoint:CheckpointFunction",
     make=_reentrant,
+    probe=_probe_function,
     upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
     reason="a layer that is computed again in the backward pass has to get the routes of its own forward pass.",
     not_covered="Checkpoints of another make (DeepSpeed's); a router that runs in one is refused in the forward pass.",
@@ -75,9 +116,10 @@ REENTRANT = Patch(
 NON_REENTRANT = Patch(
     name="torch/non_reentrant_checkpoint",
     peer="torch",
-    supports=">=2.13.0,<=2.13.0",
-    target="torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    supports=">=2.11.0,<=2.15.0",
+    target=f"torch.utils.checkpoint:{_GENERATOR}",
     make=_non_reentrant,
+    probe=_probe_generator,
     upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
     reason="as torch/reentrant_checkpoint, in the mode that saves no inputs through autograd.",
     not_covered="torch.distributed._composable.checkpoint, which holds the generator by value and is refused likewise.",

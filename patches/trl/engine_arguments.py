@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from mismatch_ext.patching import Patch
+
+
+def _probe(original: Any) -> str | None:
+    """Tell whether the name is vLLM's class, or TRL's stand-in for it where vLLM is not installed, and TRL still calls it."""
+    import trl.generation.vllm_generation as module
+
+    if "LLM(" not in inspect.getsource(module.VLLMGeneration):
+        return "VLLMGeneration no longer calls LLM(...)."
+    return None if callable(original) else "it cannot be called."
 
 
 def engine_arguments(arguments: Mapping[str, Any]) -> Patch:
@@ -30,10 +40,11 @@ def engine_arguments(arguments: Mapping[str, Any]) -> Patch:
     return Patch(
         name="trl/engine_arguments",
         peer="trl",
-        supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.15.0",
+        supports=">=1.13.0,<=1.16.0",
         target="trl.generation.vllm_generation:LLM",
         binding_only=True,
         make=make,
+        probe=_probe,
         upstream="https://github.com/huggingface/trl/pull/6774",
         reason="GRPOTrainer gives the colocated engine no dtype: vLLM then takes the checkpoint's, or bfloat16.",
         not_covered="Server mode, where the engine is started by the user with --dtype.",

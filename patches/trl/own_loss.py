@@ -30,9 +30,10 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
 OWN_LOSS = Patch(
     name="trl/own_loss",
     peer="trl",
-    supports=">=1.13.0,<=1.16.0,!=1.14.0,!=1.14.1,!=1.15.0",
+    supports=">=1.13.0,<=1.16.0",
     target="trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
     make=_make,
+    source_digests={"73cbb28d2330ad20": "1.13.0 to 1.14.2", "535b2556a8aebf09": "1.15.0 and 1.16.0"},
     upstream="https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py",
     reason=(
         "a subclass's own terms, scales and scoring passes lie around TRL's KL term and importance ratio; what takes their "

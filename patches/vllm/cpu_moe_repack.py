@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mismatch_ext.patching import Patch
+from mismatch_ext.versions import in_range, installed
 
 
 def _make(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,11 +26,16 @@ def _make(original: Callable[..., None]) -> Callable[..., None]:
 CPU_MOE_REPACK = Patch(
     name="vllm/cpu_moe_repack",
     peer="vllm",
-    supports=">=0.30.0,<=0.30.0",
+    supports=">=0.29.0,<=0.32.0",
     target=(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel"
     ),
     make=_make,
+    source_digests={
+        "c2f215a75b0e0166": "0.29.0",
+        "35b7060b37a3cecb": "0.30.0",
+        "09fe906bda7a750f": "0.31.0 and 0.32.0",
+    },
     upstream="https://github.com/vllm-project/vllm/blob/v0.30.0/vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
     reason=(
         "the CPU prepack of the experts runs on the first load only, so after any weight update raw weights lie in "
@@ -38,3 +44,8 @@ CPU_MOE_REPACK = Patch(
     not_covered="Quantised experts, and engines that run in another process.",
     remove_when="vLLM repacks CPU experts on weight updates too.",
 )
+
+
+def cpu_moe_repack() -> tuple[Patch, ...]:
+    """Return the patch for a CPU engine of the installed vLLM; none before 0.29, which packs experts at every load."""
+    return () if in_range(installed("vllm") or "0", "<0.29") else (CPU_MOE_REPACK,)

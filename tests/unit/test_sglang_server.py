@@ -75,10 +75,7 @@ def test_every_spelling_of_a_dtype_is_known(spelling: str) -> None:
     assert verdict({"dtype": spelling}).ok
 
 
-INSTALL = (
-    'pip install "sglang>=0.5.12,<=0.5.23,!=0.5.12.post1,!=0.5.13,!=0.5.14,!=0.5.15,!=0.5.16,!=0.5.17,'
-    '!=0.5.19,!=0.5.20,!=0.5.21,!=0.5.22"'
-)
+INSTALL = "pip install sglang==0.5.23"
 # Change of the server's report, the field of the problem, what to change, and part of the reason.
 PROBLEMS = [
     ({"version": "0.5.11"}, "version", INSTALL, "Formats"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from mismatch_ext.patches.__main__ import DECLARED
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mismatch_ext.errors import PeerVersionError
-from mismatch_ext.versions import PEERS, Peer, in_range, installed, require
+from mismatch_ext import versions
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
+from mismatch_ext.patching import Patch
+from mismatch_ext.versions import PEERS, KnownWrong, Peer, installed, require
 from tests import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,11 +26,21 @@ ELSEWHERE = {"sglang": ROOT / "requirements/constraints-sglang-cpu.txt"}
 
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder in front on the path, with a peer `upst` that is supported from 1.2.0 to 1.4.0 but for 1.3.1."""
-    peer = Peer(name="upst", distributions=("upst", "upst-cpu"), supports=">=1.2.0,<=1.4.0,!=1.3.1", extra="up")
+    """Return a folder in front on the path, with a peer `upst` that was run with 1.2.0 and 1.4.0, and is wrong in 1.3.1."""
+    peer = Peer(name="upst", distributions=("upst", "upst-cpu"), ran=("1.2.0", "1.4.0"), open=True, extra="up")
     monkeypatch.setitem(PEERS, "upst", peer)
+    monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong(None), wrong("routing.R3", versions="==1.4.0")))
     monkeypatch.syspath_prepend(str(tmp_path))
+    versions._warn_untested.cache_clear()
     return tmp_path
+
+
+def wrong(feature: str | None, *, versions: str = "==1.3.1", applies: bool = True) -> KnownWrong:
+    """Return an entry for `upst`."""
+    return KnownWrong(
+        peer="upst", versions=versions, feature=feature, condition="on a Sunday", applies=lambda: applies,
+        reason="it sleeps.", remedy="pip install upst==1.2.0",
+    )  # fmt: skip
 
 
 def install(folder: Path, version: str, name: str = "upst") -> None:
@@ -36,24 +50,87 @@ def install(folder: Path, version: str, name: str = "upst") -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize("version", ["1.1.9", "1.4.1", "1.3.1", "2.0.0", "1.10.0"])
-def test_outside_the_range_the_error_names_peer_version_and_range(upstream: Path, version: str) -> None:
+@pytest.mark.parametrize("version", ["1.1.9", "1.2.0.dev1", "0.9"])
+def test_below_the_oldest_that_ran_the_error_names_peer_version_and_range(upstream: Path, version: str) -> None:
     install(upstream, version)
+    if version == "1.2.0.dev1":  # a vendor's build before the release counts as it
+        assert require("upst") == version
+        return
     with pytest.raises(PeerVersionError) as error:
         require("upst")
-    assert f"upst {version} is outside the supported range >=1.2.0,<=1.4.0,!=1.3.1" in str(error.value)
+    assert f"upst {version} is outside the supported range >=1.2.0" in str(error.value)
     assert "nothing was patched or changed" in str(error.value)
 
 
-@pytest.mark.parametrize("version", ["1.2.0", "1.4.0", "1.3.0", "1.4.0+cpu", "1.4"])
-def test_inside_the_range_the_version_is_returned(upstream: Path, version: str) -> None:
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0", "1.4.1", "2.0.0", "1.10.0"])
+def test_a_version_that_was_not_run_is_returned_with_one_warning(upstream: Path, version: str) -> None:
     install(upstream, version)
-    assert require("upst") == version
+    with pytest.warns(
+        UntestedVersionWarning, match=re.escape(f"untested with upst {version}; this release was run with 1.2.0")
+    ):
+        assert require("upst") == version
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert require("upst") == version
+
+
+@pytest.mark.parametrize("version", ["1.1.9", "1.3.0", "1.4.1", "1.4.0.post1"])
+def test_a_closed_peer_is_accepted_in_versions_that_ran_alone(
+    upstream: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setitem(PEERS, "upst", dataclasses.replace(PEERS["upst"], open=False))
+    install(upstream, version)
+    with pytest.raises(
+        PeerVersionError, match=re.escape(f"upst {version} is outside the supported range 1.2.0 or 1.4.0")
+    ):
+        require("upst")
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.4.0", "1.4.0+cpu", "1.4"])
+def test_a_version_that_ran_is_returned_without_a_word(upstream: Path, version: str) -> None:
+    install(upstream, version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert require("upst") == version
+
+
+def test_what_is_known_to_be_wrong_is_refused_where_it_is_with_reason_and_remedy(upstream: Path) -> None:
+    install(upstream, "1.3.1")
+    with pytest.raises(PeerVersionError) as error:
+        require("upst")
+    assert str(error.value) == (
+        "upst 1.3.1: it is known to be wrong on a Sunday: it sleeps. Nothing was patched or changed. "
+        "Fix: pip install upst==1.2.0."
+    )
+
+
+def test_what_is_wrong_elsewhere_or_for_another_feature_is_no_hole(
+    upstream: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(upstream, "1.4.0")
+    assert require("upst", "kl", "routing.R2") == "1.4.0"
+    with pytest.raises(PeerVersionError, match="upst 1.4.0: mismatch.routing.R3 is known to be wrong on a Sunday"):
+        require("upst", "kl", "routing.R3")
+    monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", applies=False),))
+    assert require("upst", "routing.R3") == "1.4.0"
+
+
+def test_every_entry_is_of_a_version_that_would_be_accepted_and_of_a_feature_that_there_is() -> None:
+    sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {}, "kl": {"preset": "trl"}}
+    blocks = [MismatchConfig.parse({**sections, "routing": {"mode": mode}}) for mode in ("R2", "R3")]
+    asked = {feature for block in blocks if block is not None for feature in block.features}
+    for entry in versions.KNOWN_WRONG:
+        bounds = [Version(part.version.removesuffix(".*")) for part in SpecifierSet(entry.versions)]
+        assert any(PEERS[entry.peer].accepts(str(bound)) for bound in bounds), entry
+        assert entry.feature is None or entry.feature in asked, entry
+        assert entry.applies() in (True, False)
+        assert entry.reason.endswith(".") and not entry.remedy.endswith(".")
 
 
 def test_any_of_a_peers_distributions_will_do(upstream: Path) -> None:
     install(upstream, "1.3.0", name="upst-cpu")
-    assert require("upst") == installed("upst") == "1.3.0"
+    with pytest.warns(UntestedVersionWarning):
+        assert require("upst") == installed("upst") == "1.3.0"
 
 
 def test_a_missing_peer_is_named_with_what_to_install(upstream: Path) -> None:
@@ -63,36 +140,28 @@ def test_a_missing_peer_is_named_with_what_to_install(upstream: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_every_range_is_closed_and_has_the_installed_version(name: str) -> None:
-    parts = {part.operator for part in SpecifierSet(PEERS[name].supports)}
-    assert {">=", "<="} <= parts <= {">=", "<=", "!="}
+def test_every_peer_was_run_in_the_installed_version_and_versions_are_in_order(name: str) -> None:
+    ran = [Version(version) for version in PEERS[name].ran]
+    assert ran == sorted(set(ran)) and PEERS[name].accepts(PEERS[name].ran[0])
     version = installed(name)
     if version is None:  # a peer whose pins do not go with the others' has an environment of its own
         version = re.findall(rf"^{name}==(\S+)", ELSEWHERE[name].read_text(encoding="utf-8"), re.MULTILINE)[0]
-    assert in_range(version, PEERS[name].supports)
+    assert PEERS[name].tested(version)
 
 
 @pytest.mark.parametrize("patch", [patch for patch, _ in DECLARED], ids=lambda patch: patch.name)
-def test_a_patch_reaches_as_far_as_its_peer(patch: object) -> None:
-    assert patch.supports == PEERS[patch.peer].supports  # type: ignore[attr-defined]
+def test_a_patch_reaches_no_further_than_what_its_peer_was_run_with(patch: Patch) -> None:
+    peer = PEERS[patch.peer]
+    bounds = {part.operator: part.version for part in SpecifierSet(patch.supports)}
+    assert peer.accepts(bounds[">="]) and peer.tested(bounds["<="])
+    # Beyond its range, a patch of an open peer is put on what a probe or a digest tells.
+    assert not peer.open or patch.probe is not None or patch.source_digests
 
 
 def rows(page: str) -> dict[tuple[str, str], list[str]]:
     """Return the results in a page's table by versions of TRL and vLLM."""
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if re.match(r"\| \d", line)]
     return {(row[0], row[1]): row[2:] for row in cells}
-
-
-def test_every_combination_of_the_ranges_ends_was_run_and_passed() -> None:
-    limits = [
-        {part.version for part in SpecifierSet(PEERS[peer].supports) if part.operator != "!="}
-        for peer in ("trl", "vllm")
-    ]
-    found = rows(PAGE)
-    for versions in itertools.product(*limits):
-        assert versions in found, f"{versions} is an end of the supported ranges and was not run; run `make matrix`."
-        assert len(found[versions]) == len(matrix.TESTS)
-        assert all(re.fullmatch(r"[1-9]\d* passed", result) for result in found[versions]), found[versions]
 
 
 def test_the_readme_shows_the_pages_table() -> None:
@@ -124,8 +193,8 @@ def test_a_report_counts_failures_errors_and_skips_as_not_passed(tmp_path: Path)
 
 
 def test_all_corners_are_run_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, supports in (("trl", ">=1.13.0,<=1.16.0,!=1.14.0"), ("vllm", "==0.30.0")):
-        monkeypatch.setitem(PEERS, name, Peer(name=name, distributions=(name,), supports=supports, extra=name))
+    for name, ran in (("trl", ("1.13.0", "1.14.2", "1.16.0")), ("vllm", ("0.30.0",))):
+        monkeypatch.setitem(PEERS, name, dataclasses.replace(PEERS[name], ran=ran))
     assert matrix.environments() == [{"trl": "1.13.0", "vllm": "0.30.0"}, {"trl": "1.16.0", "vllm": "0.30.0"}]
 
 
@@ -147,5 +216,6 @@ def test_only_what_is_between_the_marks_is_replaced() -> None:
 
 
 def test_versions_are_compared_as_numbers() -> None:
-    assert matrix.ends(">=1.9.2,<=1.16.0") == ["1.9.2", "1.16.0"]
+    peer = Peer(name="upst", distributions=("upst",), ran=("1.9.2", "1.16.0"), open=True, extra="up")
+    assert matrix.ends(peer) == ["1.9.2", "1.16.0"]
     assert Version("1.9.2") < Version("1.16.0")

@@ -233,7 +233,8 @@ class Binding:
             layout.num_experts,
             layout.top_k,
             partial(session.select, layer, forward),
-            one_group=getattr(router.module, "n_group", None) == 1,
+            # Renamed in transformers 5.17.
+            one_group=1 in (getattr(router.module, name, None) for name in ("n_group", "num_group")),
         )
         with answer:
             output = plain(*args, **kwargs)

@@ -18,8 +18,9 @@ from torch import nn
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing import RoutingTrace
 
-# What families call the number of experts and the number of them per token.
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
+# What families call the number of experts and the number of them per token; the first that a router has. LongCat's has both of
+# the first two since transformers 5.17, and leaves its zero experts out of the second.
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 _PER_TOKEN = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _ROUTE = "route_tokens_to_experts"
 

@@ -322,14 +322,14 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_the_model_is_l
 def test_a_peer_outside_its_range_is_refused_by_the_range_before_the_model_is_loaded(
     construct: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another trl as importlib.metadata sees it: a later dist-info in front on the path.
-    info = tmp_path / "site" / "trl-9.9.9.dist-info"
+    # Another trl as importlib.metadata sees it: an older one in front on the path.
+    info = tmp_path / "site" / "trl-1.12.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9.9\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.12.0\n")
     monkeypatch.syspath_prepend(info.parent)
     with pytest.raises(PeerVersionError) as refusal:
         construct(NOWHERE, FP16)
-    assert f"trl 9.9.9 is outside the supported range {PEERS['trl'].supports}" in str(refusal.value)
+    assert f"trl 1.12.0 is outside the supported range {PEERS['trl'].supports}" in str(refusal.value)
 
 
 def test_gmpo_is_refused_what_its_loss_has_no_seam_for_before_the_model_is_loaded(peers: Any, configure: Make) -> None:

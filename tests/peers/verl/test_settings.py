@@ -268,12 +268,12 @@ def sglang_is(installed_is: Callable[[str, str], None]) -> Callable[[str], None]
     return partial(installed_is, "sglang")
 
 
-def test_a_version_of_vllm_that_was_not_tested_is_refused_before_ray_starts(
+def test_a_version_of_vllm_below_the_oldest_is_refused_before_ray_starts(
     installed_is: Callable[[str, str], None],
 ) -> None:
-    installed_is("vllm", "0.29.0")
+    installed_is("vllm", "0.23.0")
     config = configured("+mismatch.monitor={}")
-    with pytest.raises(PeerVersionError, match="vllm 0.29.0 is outside the supported range"):
+    with pytest.raises(PeerVersionError, match="vllm 0.23.0 is outside the supported range"):
         # verl's driver calls it by this name before it starts Ray.
         verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
     assert not ray.is_initialized()
