@@ -1,4 +1,4 @@
-"""Faults whose verdict `tests/peers/verl/test_reports.py` holds on recorded reports, in whole runs of verl's own trainer."""
+"""Faults whose verdict `tests/peers/verl/{test_reports,test_loss}.py` hold without a run, in whole runs of verl's own trainer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from tests.models import tiny_model
 from tests.peers.verl.cpu.faults import FAULT, MESSAGE
 from tests.peers.verl.main_ppo import VerlRun, dtypes, run_verl
+from tests.peers.verl.recorded import recorded, shape
 
 
 @pytest.fixture
@@ -27,6 +28,19 @@ def failed(work: Path, override: str, *, model: Path, fault: str | None = None) 
 def test_the_package_fails_in_the_worker_only(model: Path, tmp_path: Path) -> None:
     run = failed(tmp_path, "+mismatch.monitor={}", model=model, fault="no_plugin_in_the_worker")
     assert f"{MESSAGE}: mismatch_ext.adapters.verl" in run.log
+
+
+def test_the_package_fails_in_the_rollout_only(model: Path, tmp_path: Path) -> None:
+    run = failed(tmp_path, "+mismatch.monitor={}", model=model, fault="no_plugin_in_the_rollout")
+    assert f"{MESSAGE}: mismatch_ext.adapters.verl" in run.log
+
+
+def test_a_logprob_that_is_not_a_number(tmp_path: Path) -> None:
+    model = tiny_model("dense", tmp_path / "model")
+    run = failed(tmp_path, "+mismatch.monitor={}", model=model, fault="nonfinite_logprob")
+    assert "NonFiniteLogprobError" in run.log
+    assert "token 1: the engine reported log-probability nan at step 1" in run.log
+    assert shape(run.reports) == shape(recorded("dense"))
 
 
 def test_an_engine_that_does_not_record_its_routing(model: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def lost_routes() -> None:
 
 
 def failing_weight_update() -> None:
-    """Let the second weight update, that after step 1, fail inside the rollout worker: verl waits for it for ever."""
+    """Let the weight update after the step fail inside the rollout worker, of which one is before step 1: verl waits for ever."""
 
     def change(module: Any) -> None:
         extension = module.vLLMColocateWorkerExtension
@@ -99,7 +99,7 @@ def failing_weight_update() -> None:
         @functools.wraps(original)
         def update(self: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(True)
-            if len(calls) == 2:
+            if len(calls) == STEP + 1:
                 raise RuntimeError(f"{MESSAGE}: the weight update failed")
             return original(self, *args, **kwargs)
 

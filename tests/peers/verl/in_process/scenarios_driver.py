@@ -9,12 +9,14 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from mismatch_ext.adapters.verl import correction as verl_correction
 from mismatch_ext.adapters.verl import kl as verl_kl
+from mismatch_ext.adapters.verl.ingest import check_logprobs
 from mismatch_ext.adapters.verl.loss import make_loss
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
@@ -285,6 +287,25 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any]) -> Any:
     return {"done": done, "changed": differences(before, OmegaConf.to_container(config, resolve=False))}
 
 
+def unfit() -> dict[str, str]:
+    """Say what becomes of a rollout's log-probability that is not a number: of a sampled token, and of one that was not."""
+    keys = [f"prompt_{row}" for row in range(3)]
+    batch = SimpleNamespace(keys=keys, tags=[{"is_padding": True}, {}, {}])  # verl has filled it up in front
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    found = {}
+    for name, (row, token, value) in {
+        "sampled": (1, 1, float("nan")), "infinite": (0, 2, float("-inf")), "not sampled": (1, 2, float("nan"))
+    }.items():  # fmt: skip
+        logprobs = torch.full(mask.shape, -1.0)
+        logprobs[row, token] = value
+        try:
+            check_logprobs(batch, logprobs, mask, 4)
+            found[name] = ""
+        except MismatchError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def driver(cases: list[Any]) -> dict[str, Any]:
     """Run everything but the exact values."""
     return {
@@ -294,6 +315,7 @@ def driver(cases: list[Any]) -> dict[str, Any]:
         "rewards": rewards(),
         "weights": weights(),
         "edges": edges(),
+        "unfit": unfit(),
         "settings": [set_up(*case) for case in cases],
     }
 
