@@ -1,8 +1,8 @@
 """What tests cost: they start with the most expensive, and a run ends with what cost most.
 
-Under `--dist loadgroup`, tests that share a fixture of their module run one after the other in one process, so that it is made
-once; so do a file's cheap tests; every other test goes where there is room. `costs.json` holds the seconds of each test function
-as last measured, with its fixtures; `pytest --write-costs` measures them anew.
+Under `--dist loadgroup`, tests that share a fixture of their module or folder run one after the other in one process, so that it
+is made once; so do a file's cheap tests; every other test goes where there is room. `costs.json` holds the seconds of each test
+function as last measured, with its fixtures; `pytest --write-costs` measures them anew.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def grouped(items: list[pytest.Item], cost: Any) -> list[str]:
 
 
 def module_fixtures(item: pytest.Item) -> list[str]:
-    """Name the fixtures of its module that a test uses, each with the parameters that it is made for."""
+    """Name the fixtures of its module and package that a test uses, a module's with the parameters that each is made for."""
     definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  (pytest has no public name for it)
     indices = item.callspec.indices if hasattr(item, "callspec") else {}
 
@@ -133,8 +133,11 @@ def module_fixtures(item: pytest.Item) -> list[str]:
         own = {f"{name}={indices[name]}"} if name in indices else set()
         return own.union(*(parameters(other) for other in definitions[name][-1].argnames if other in definitions))
 
+    folder = file_of(item.nodeid).rpartition("/")[0]
     return [
-        "-".join([f"{file_of(item.nodeid)}:{name}", *sorted(parameters(name))])
+        f"{folder}:{name}"
+        if definitions[name][-1].scope == "package"
+        else "-".join([f"{file_of(item.nodeid)}:{name}", *sorted(parameters(name))])
         for name in sorted(definitions)
-        if definitions[name][-1].scope in ("module", "class")
+        if definitions[name][-1].scope in ("package", "module", "class")
     ]

@@ -44,6 +44,15 @@ def test_a_test_that_uses_two_fixtures_joins_their_groups() -> None:
     assert len(set(costs.grouped([*items, item("a.py::both", plain)], lambda _: 60.0))) == 1
 
 
+def test_a_fixture_of_the_folder_joins_its_files() -> None:
+    folder: dict[str, tuple[str, tuple[str, ...]]] = {"server": ("package", ())}
+    both = {**folder, "answers": ("module", ("server",))}
+    groups = costs.grouped(
+        [item("x/a.py::one", both), item("x/b.py::two", folder), item("y/a.py::other", folder)], lambda _: 60.0
+    )
+    assert groups[0] == groups[1] != groups[2]
+
+
 def test_cheap_tests_stay_with_their_file() -> None:
     items = [item(f"a.py::{name}", {}) for name in ("cheap", "cheaper", "dear")]
     seconds = {"a.py::cheap": 1.0, "a.py::cheaper": 0.1, "a.py::dear": 100.0}

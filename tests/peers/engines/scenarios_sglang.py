@@ -380,8 +380,18 @@ def refusals(rollouts: Rollouts) -> dict[str, Any]:
     return found
 
 
-def exact(model: str, way: str) -> dict[str, Any]:
-    """Do everything in float32, where transformers must be met on every token."""
+def conformance(
+    rollouts: Rollouts, sampling: dict[str, Any], rows: list[list[int]], **options: Any
+) -> list[dict[str, Any]]:
+    """Return the records of greedy rollouts, field by field."""
+    from tests.peers.engines.scenarios_conformance import described
+
+    records, _ = rollouts.records(rows, options.pop("count"), sampling=SamplingSettings(**sampling), **options)
+    return [described(record) for record in records]
+
+
+def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:
+    """Do everything in float32, where transformers must be met on every token; the requests are those of `conformance`."""
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with running(model, "float32", way) as engine:
         verdict = check_server(
@@ -396,6 +406,7 @@ def exact(model: str, way: str) -> dict[str, Any]:
             "verdict": str(verdict),
             "scored": float((scored - scoring.score_tokens(trainer, ids)).abs().mean()),
             "scored_float32_error": float32_error(trainer, ids, torch.ones_like(ids), torch.ones_like(ids)),
+            "records": conformance(rollouts, **requests),
             "refusals": refusals(rollouts),
             "weights": weights(rollouts, "float32"),
         }
@@ -465,14 +476,3 @@ def half_weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
         "overflow": overflow,
         "after": verified.verify().status,
     }
-
-
-def conformance(model: str, sampling: dict[str, Any], rows: list[list[int]], **options: Any) -> dict[str, Any]:
-    """Return the records of greedy rollouts, field by field."""
-    from tests.peers.engines.scenarios_conformance import described
-
-    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with running(model, "float32", "engine") as engine:
-        rollouts = Rollouts(engine, trainer)
-        records, _ = rollouts.records(rows, options.pop("count"), sampling=SamplingSettings(**sampling), **options)
-    return {"records": [described(record) for record in records]}

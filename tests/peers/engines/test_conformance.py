@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,46 +14,26 @@ from transformers import AutoModelForCausalLM
 
 from mismatch_ext.records import Provenance, RolloutRecord
 from tests.oracle import FACTOR, float32_error
-from tests.peers.engines.sglang_environment import MAIN, NEWEST, OLDEST, run_sglang
+from tests.peers.engines.requests import COUNT, STOP, requests, rows
+from tests.peers.engines.sglang_environment import MAIN, NEWEST, OLDEST
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
-    from tests.peers.engines import scenarios_conformance, scenarios_sglang
+    from tests.peers.engines import scenarios_conformance
 else:
     scenarios_conformance = named("tests.peers.engines.scenarios_conformance")
-    scenarios_sglang = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = pytest.mark.engine
-COUNT, STOP = 24, [5, 6]
-# Greedy, at temperature 1: both engines sample the same tokens, and report log-probabilities before the truncation.
-SAMPLING = {"temperature": 1.0, "top_k": 1}
 ENGINES = ("vllm", *(f"sglang {version}" for version in (OLDEST, MAIN, NEWEST)))
 Records = list[dict[str, Any]]
 
 
-def rows() -> list[list[int]]:
-    """Return prompts of many lengths."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(2, 16, (n,), generator=generator).tolist() for n in (1, 2, 5, 17, 40, 64, 65, 100)]
-
-
 @pytest.fixture(scope="module")
-def records(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Records]:
+def records(run: Run, moe: Path, sglang_in_float32: Callable[[str, str], dict[str, Any]]) -> dict[str, Records]:
     """Return every engine's records of the same requests."""
-    payload: dict[str, Any] = {
-        "model": moe,
-        "sampling": SAMPLING,
-        "rows": rows(),
-        "count": COUNT,
-        "stop_token_ids": STOP,
-    }
-    found: dict[str, Records] = {"vllm": run(scenarios_conformance.vllm, **payload).expect()}
+    found: dict[str, Records] = {"vllm": run(scenarios_conformance.vllm, model=moe, **requests()).expect()}
     for version in (OLDEST, MAIN, NEWEST):
-        folder = tmp_path_factory.mktemp("sglang")
-        ran = run_sglang(scenarios_sglang.conformance, version, folder, **payload)
-        # The kernel stub must not have been what computed.
-        assert ran["stub"]["fetched"] > 0 and ran["stub"]["called"] == 0
-        found[f"sglang {version}"] = ran["records"]
+        found[f"sglang {version}"] = sglang_in_float32(version, "engine")["records"]
     return found
 
 
