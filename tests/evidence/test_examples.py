@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from examples.sequences import MEASURES, judged_replay, left_by_replay, read_sequences, times_larger
+from mismatch_ext.rundata import read_run
 from tests.evidence import judges
+from tests.peers.test_examples import BATCH, example
 from tests.readme import shell
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
@@ -42,3 +44,15 @@ def test_moe_r3(tmp_path: Path, evidence: Callable[..., None]) -> None:
     replay = {split: judged_replay(sums, split) for split in SPLITS}
     judges.replay_lowers_k3(replay)
     evidence("example_moe_r3", {"left by replay": figures, "what flips add": replay}, command=command)
+
+
+def test_kl_ablation(tmp_path: Path) -> None:
+    """`examples/kl_ablation.py` trains with each of its settings, and prints a row for each."""
+    rows = example("kl_ablation", tmp_path, *BATCH, "--max_steps", "2")
+    assert [row[0] for row in rows] == ["TRL k3 loss", "k1 reward", "k3 both"]
+    sections = [read_run(tmp_path / name.replace(" ", "-") / "mismatch").header["config"]["kl"] for name, *_ in rows]
+    assert [(kl["preset"], kl["estimator"], kl["placement"]) for kl in sections] == [
+        ("trl", "k1", None),
+        (None, "k1", "reward"),
+        (None, "k3", "both"),
+    ]
