@@ -28,14 +28,14 @@ from tests.peers.scenarios import ROOT
 from tests.peers.transformers.cases import FAMILIES, QWEN, REFUSED, case, of
 
 
-@cache
-def found(name: str) -> Result:
-    """Return the result of a family, proven once."""
-    return prove(FAMILIES[name])
+@pytest.fixture(scope="module")
+def found() -> Callable[[str], Result]:
+    """Return what proves a family, once for all tests that ask for its result."""
+    return cache(lambda name: prove(FAMILIES[name]))
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_family(name: str) -> None:
+def test_family(found: Callable[[str], Result], name: str) -> None:
     result = found(name)
     if name in REFUSED:
         assert (result.verdict, REFUSED[name] in result.note) == ("refused", True), result.note
@@ -62,7 +62,7 @@ KINDS = [
 ]
 
 
-def test_the_table_in_the_documentation_is_current() -> None:
+def test_the_table_in_the_documentation_is_current(found: Callable[[str], Result]) -> None:
     # The results of the tests above: in a run of this file each family is proven once.
     page = runpy.run_path(str(ROOT / "docs/generate.py"))["routing_page"]
     assert (ROOT / "docs/routing.md").read_text(encoding="utf-8") == page(
