@@ -17,8 +17,10 @@ from tests.peers.scenarios import Run, named
 if TYPE_CHECKING:
     from tests.peers.megatron import scenarios_ranks as on_two_ranks
     from tests.peers.megatron import scenarios_routing as scenarios
+    from tests.peers.megatron import scenarios_routing_refusals as refused
 else:
     scenarios = named("tests.peers.megatron.scenarios_routing")
+    refused = named("tests.peers.megatron.scenarios_routing_refusals")
     on_two_ranks = named("tests.peers.megatron.scenarios_ranks")
 
 
@@ -37,13 +39,13 @@ FORMULAS = ["softmax", "pre-softmax", "sigmoid-bias-groups", "softmax-groups"]
 @pytest.fixture(scope="module")
 def fits(run: Run) -> dict[str, str]:
     """Return what became of traces that fit or don't."""
-    return run(scenarios.rows_and_ids).expect()
+    return run(refused.rows_and_ids).expect()
 
 
 @pytest.fixture(scope="module")
 def refusals(run: Run) -> dict[str, str]:
     """Return what became of models and calls that cannot be replayed."""
-    return run(scenarios.refusals).expect()
+    return run(refused.refusals).expect()
 
 
 def test_other_tokens_are_routed_by_the_model_or_refused(run: Run) -> None:
