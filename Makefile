@@ -76,11 +76,11 @@ mutants: setup setup-sglang
 test-isa: setup
 	$(BIN)/python -m tests.isa -- -n $(JOBS) --dist loadfile
 
+# mypy has one thread, and a minute to do in a fresh clone: beside the tests, the two fill two cores.
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 2 tests/unit tests/patching
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n 2 tests/unit tests/patching || { kill $$types; exit 1; }; wait $$types
 
 demo: setup
 	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR) $(if $(STEPS),--steps $(STEPS)) \
