@@ -13,7 +13,9 @@ from mismatch_ext.errors import MismatchError, UntestedVersionWarning
 from tests.peers.trl.scenarios_training import build, outcome
 
 
-def drifted(model: str, out: str, refused: list[Any], block: Any, **overrides: Any) -> dict[str, Any]:
+def drifted(
+    model: str, out: str, refused: list[Any], asking: dict[str, Any], block: Any, **overrides: Any
+) -> dict[str, Any]:
     """Try blocks that ask for what has changed, then train with one that asks for all else."""
     messages, started = [], []
     start = vllm.LLM.__init__
@@ -25,7 +27,7 @@ def drifted(model: str, out: str, refused: list[Any], block: Any, **overrides: A
     with mock.patch.object(vllm.LLM, "__init__", starting):
         for number, asked in enumerate(refused):
             try:
-                build("/nowhere/model", f"{out}/refused{number}", asked, **overrides)
+                build("/nowhere/model", f"{out}/refused{number}", asked, **asking)
             except MismatchError as error:
                 messages.append(f"{type(error).__name__}: {error}")
         early = len(started)

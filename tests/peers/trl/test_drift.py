@@ -18,12 +18,14 @@ else:
 FLOAT32 = {"precision": {"dtype": "float32"}}
 KL = {"kl": {"estimator": "k3"}}
 CORRECTION = {"correction": {"preset": "token_truncate"}}
+RATE = {"lr": {"period": 2, "warmup_steps": 0}}
 R2, R3 = ({"routing": {"mode": mode}} for mode in ("R2", "R3"))
 SHORT = {"max_steps": 1, "bf16": False, "beta": 0.05, "max_completion_length": 8}
 ALONE = {**SHORT, "use_vllm": False, "model_init_kwargs": {"dtype": "float32"}}
 
 
-# Package, planted change, blocks that are refused with what their message begins with and names, and the block that trains.
+# Package, planted change, blocks that are refused, with an engine to be started, with what their message begins with and names,
+# and the block that trains, and how: an engine takes half a minute.
 DRIFTS: dict[str, tuple[str, Edits, list[tuple[Any, str, str]], Any, dict[str, Any]]] = {
     "renamed-field": (
         "vllm",
@@ -49,8 +51,8 @@ DRIFTS: dict[str, tuple[str, Edits, list[tuple[Any, str, str]], Any, dict[str, A
             ]
         },
         [({**R3, **KL}, "mismatch.routing.mode='R3': vllm ", "routed_experts_prompt_start is 1, not 0.")],
-        {**FLOAT32, **CORRECTION},
-        SHORT,
+        RATE,
+        ALONE,
     ),
     "changed-signature": (
         "trl",
@@ -64,7 +66,7 @@ DRIFTS: dict[str, tuple[str, Edits, list[tuple[Any, str, str]], Any, dict[str, A
             (R2, "mismatch.routing.mode='R2': trl ", "._generate takes (self, seed, prompts), not self, prompts."),
             ({**KL, "lr": {}}, "mismatch.kl: trl ", "._generate takes (self, seed, prompts), not self, prompts."),
         ],
-        {**FLOAT32, "lr": {"period": 2, "warmup_steps": 0}},
+        RATE,
         ALONE,
     ),
     "patched-body": (
@@ -79,10 +81,10 @@ DRIFTS: dict[str, tuple[str, Edits, list[tuple[Any, str, str]], Any, dict[str, A
         },
         [
             (KL, "mismatch.kl: trl ", "the source of trl.trainer.grpo_trainer:GRPOTrainer._compute_loss has digest"),
-            (CORRECTION, "mismatch.correction: trl ", "GRPOTrainer._compute_loss has digest"),
+            ({**CORRECTION, **FLOAT32}, "mismatch.correction: trl ", "GRPOTrainer._compute_loss has digest"),
             (R3, "mismatch.routing.mode='R3': trl ", "GRPOTrainer._compute_loss has digest"),
         ],
-        {**FLOAT32, "lr": {"period": 2, "warmup_steps": 0}},
+        RATE,
         ALONE,
     ),
 }
@@ -95,7 +97,7 @@ def test_a_change_refuses_what_needs_it_before_the_engine_starts_and_all_else_tr
     package, edits, refused, block, overrides = DRIFTS[name]
     front = planted(tmp_path / "front", package, edits)
     found = run(
-        scenarios.drifted, model=dense, out=tmp_path, refused=[asked for asked, _, _ in refused], block=block,
+        scenarios.drifted, model=dense, out=tmp_path, refused=[asked for asked, _, _ in refused], block=block, asking=SHORT,
         env={"PYTHONPATH": str(front)}, fresh=True, **overrides,
     ).expect()  # fmt: skip
     assert len(found["messages"]) == len(refused), found["messages"]
@@ -116,7 +118,7 @@ NEWER = {
 def test_versions_that_nobody_has_run_train_with_one_warning_and_the_same_numbers(
     run: Run, dense: Path, tmp_path: Path
 ) -> None:
-    block = {**FLOAT32, **KL, **CORRECTION, "lr": {"period": 2, "warmup_steps": 0}}
+    block = {**FLOAT32, **KL, **CORRECTION, **RATE}
     known, newer = (
         run(
             scenarios.of_version, model=dense, out=tmp_path / which, block=block, newer=versions,
