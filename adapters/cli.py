@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from mismatch_ext.cli import command, folder, main
 from mismatch_ext.errors import ConfigError
@@ -40,3 +41,21 @@ def readiness(arguments: argparse.Namespace) -> int:
     report = scan_checkpoint(arguments.model_dir, arguments.prompt, arguments.dtype)
     say(str(report))
     return 1 if report.verdict == "not ready" else 0
+
+
+def _configure_compat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+
+@command(
+    "compat",
+    help="Say which installed trainers and engines this release was run with, and which features work with them.",
+    configure=_configure_compat,
+)
+def compat(arguments: argparse.Namespace) -> int:
+    """Print what is held on to in each installed peer, and what works; the exit status is 0 whatever that is."""
+    from mismatch_ext.adapters.compat import installed_environment
+
+    found = installed_environment()
+    say(json.dumps(found.data(), indent=2) if arguments.json else str(found))
+    return 0

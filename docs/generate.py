@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from mismatch_ext.adapters.seams_page import page as seams_page
 from mismatch_ext.patches.__main__ import table as patches_page
 
 from mismatch_ext import config
@@ -82,6 +83,7 @@ PAGES = {
     "kl.md": conformance_page,
     "metrics.md": metrics_page,
     "patches.md": patches_page,
+    "seams.md": seams_page,
 }
 
 if __name__ == "__main__":

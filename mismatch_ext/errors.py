@@ -61,6 +61,10 @@ class PeerVersionError(MismatchError, ImportError):
     """A peer package is not installed or its version is outside the supported range."""
 
 
+class SeamError(MismatchError, ImportError):
+    """Something that a feature holds on to in a peer is gone or has changed there."""
+
+
 class UntestedVersionWarning(UserWarning):
     """A peer's version was not run with this release; what is held on to there is checked, and nothing says more."""
 

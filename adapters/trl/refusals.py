@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mismatch_ext.adapters import compat
+
 from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, ReplayError, RoutingError
+from mismatch_ext.versions import on_cpu_build
 
 # Arguments of TRL's trainers by which a completion is stitched from several generations.
 STITCHING = ("tools", "rollout_func", "environment_factory")
@@ -26,6 +29,24 @@ def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
                 f"mismatch.{name} with {trainer.__name__}: GMPOTrainer's loss has no seam for it; allowed: precision, routing, "
                 "lr and monitor. Remove it, or use MismatchGRPOTrainer."
             )
+
+
+def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool) -> None:
+    """Refuse what the block asks for and the installed peers do not give; warn once of versions that were not run.
+
+    Args:
+        trainer: The class of the trainer.
+        block: The block.
+        use_vllm: Whether TRL starts an engine in its process.
+
+    Raises:
+        PeerVersionError: A peer is missing, too old, or known to be wrong for what was asked.
+        SeamError: Something that a section needs is gone from a peer, or has changed there.
+    """
+    peers = ["torch", "transformers", "accelerate", "trl", *(["vllm"] if use_vllm else [])]
+    using = {"trl", *(kind.__name__ for kind in trainer.__mro__)}
+    using |= ({"vllm"} | ({"cpu"} if on_cpu_build() else set())) if use_vllm else set()
+    compat.check(peers, block.features, using)
 
 
 def check_stitching(block: MismatchConfig, given: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.passes import watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
-from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_stitching
+from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_peers, check_stitching
 from mismatch_ext.adapters.trl.routing import KEY
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
@@ -39,7 +39,6 @@ from mismatch_ext.patching import applied
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
 from mismatch_ext.records import RolloutBatch, collate
-from mismatch_ext.versions import require
 
 OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 FORWARD_KEYS = (
@@ -70,10 +69,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
             super().__init__(model, *args, **kwargs)
             return
         check_objective(type(self), self._block)
-        for peer in ("torch", "transformers", "accelerate", "trl"):
-            require(peer)
-        if config.use_vllm:
-            require("vllm", *self._block.features)
+        check_peers(type(self), self._block, use_vllm=config.use_vllm)
         check_stitching(self._block, kwargs)
         # Imports the functions that alarms call; the recorder comes with the run.
         self._alarms = AlarmCallback(self._config.monitor, lambda *event: self._recorder.event(*event))

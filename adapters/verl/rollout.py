@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.vllm.routing import records_routing
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -41,8 +42,11 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             logprobs_mode=str(config.model_config.logprobs_mode),
             quantization=config.model_config.quantization,
         )
+        block = active_block()
+        if block is not None:
+            compat.check(("vllm",), block.features, {"verl", "vllm"})
         return {
-            "block": digest(active_block()),
+            "block": digest(block),
             "records_routing": records_routing(config),
             "reading": asdict(reading),
         }

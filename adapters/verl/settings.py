@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, encode
 from mismatch_ext.adapters.verl.correction import set_correction
 from mismatch_ext.adapters.verl.host import EXTENSION, check_bypass, check_host, refused
@@ -18,7 +19,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.terminal import say
-from mismatch_ext.versions import PEERS, require
+from mismatch_ext.versions import PEERS
 
 TRAINER = "mismatch"
 """Name of our trainer in verl's registry, and of our engine's vendor."""
@@ -70,8 +71,9 @@ def _prepare(config: DictConfig) -> None:
     block = MismatchConfig.parse(given)
     assert block is not None
     engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
-    for peer in ("torch", "verl", "transformers", *([engine] if engine in PEERS else [])):
-        require(peer)
+    peers = ["torch", "verl", "transformers", *([engine] if engine in PEERS else [])]
+    actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
+    compat.check(peers, block.features, {"verl", engine, actor})
     check_host(config, block)
     with open_dict(config):
         _set_trainer(config, block)

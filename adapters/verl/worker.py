@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, register_engine
@@ -24,7 +25,6 @@ from mismatch_ext.errors import ConfigError, ReadinessError
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.terminal import say
-from mismatch_ext.versions import require
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.megatron_engine import MismatchMegatronEngine
@@ -116,7 +116,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             "block": digest(active_block()),
             "engine": type(engine).__name__,
             "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
-            "versions": {peer: require(peer) for peer in ("verl", "torch", "transformers")},
+            "versions": compat.check(("verl", "torch", "transformers"), self._block().features, {"verl"}),
             **live,
         }
 

@@ -36,10 +36,11 @@ class MismatchConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the block asks for, by section; routing with its mode: ("monitor", "routing.R3")."""
+        """What the block asks for, by section; routing with its mode: ("monitor", "monitor.weight_sync", "routing.R3")."""
+        proof = () if self.monitor.weight_sync == "off" else ("monitor.weight_sync",)
         routing = () if self.routing is None else (f"routing.{self.routing.mode}",)
         sections = [name for name in ("precision", "lr", "kl", "correction") if getattr(self, name) is not None]
-        return ("monitor", *sections, *routing)
+        return ("monitor", *proof, *sections, *routing)
 
     @classmethod
     def parse(cls, value: MismatchConfig | Mapping[str, Any] | str | Path | None) -> MismatchConfig | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from mismatch_ext.patching import Patch
+from mismatch_ext.errors import PatchDriftError
+from mismatch_ext.patching import Patch, PatchSet
 from mismatch_ext.versions import in_range, installed
 
 
@@ -46,6 +49,21 @@ CPU_MOE_REPACK = Patch(
 )
 
 
+@cache
 def cpu_moe_repack() -> tuple[Patch, ...]:
-    """Return the patch for a CPU engine of the installed vLLM; none before 0.29, which packs experts at every load."""
-    return () if in_range(installed("vllm") or "0", "<0.29") else (CPU_MOE_REPACK,)
+    """Return the patch for a CPU engine of the installed vLLM.
+
+    None before 0.29, which packs experts at every load. None, with a warning, where vLLM's function is not as it was when the
+    patch was written: dense models never needed it, and of experts the probes after each weight update tell.
+    """
+    if in_range(installed("vllm") or "0", "<0.29"):
+        return ()
+    try:
+        PatchSet(CPU_MOE_REPACK).check()
+    except PatchDriftError as error:
+        warnings.warn(
+            f"{error} Should experts be garbled after a weight update, mismatch.monitor.weight_sync tells.",
+            stacklevel=2,
+        )
+        return ()
+    return (CPU_MOE_REPACK,)

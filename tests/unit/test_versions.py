@@ -16,7 +16,7 @@ from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
 from mismatch_ext.patching import Patch
-from mismatch_ext.versions import PEERS, KnownWrong, Peer, installed, require
+from mismatch_ext.versions import PEERS, KnownWrong, Peer, accepted, installed, require
 from tests import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +31,16 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(PEERS, "upst", peer)
     monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong(None), wrong("routing.R3", versions="==1.4.0")))
     monkeypatch.syspath_prepend(str(tmp_path))
-    versions._warn_untested.cache_clear()
+    monkeypatch.setattr(versions, "_TOLD", set())
     return tmp_path
 
 
-def wrong(feature: str | None, *, versions: str = "==1.3.1", applies: bool = True) -> KnownWrong:
+def wrong(
+    feature: str | None, *, versions: str = "==1.3.1", where: tuple[str, ...] = (), applies: bool = True
+) -> KnownWrong:
     """Return an entry for `upst`."""
     return KnownWrong(
-        peer="upst", versions=versions, feature=feature, condition="on a Sunday", applies=lambda: applies,
+        peer="upst", versions=versions, feature=feature, condition="on a Sunday", where=where, applies=lambda: applies,
         reason="it sleeps.", remedy="pip install upst==1.2.0",
     )  # fmt: skip
 
@@ -108,11 +110,15 @@ def test_what_is_wrong_elsewhere_or_for_another_feature_is_no_hole(
     upstream: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(upstream, "1.4.0")
-    assert require("upst", "kl", "routing.R2") == "1.4.0"
+    assert require("upst") == accepted("upst", ["kl", "routing.R2"]) == "1.4.0"
     with pytest.raises(PeerVersionError, match="upst 1.4.0: mismatch.routing.R3 is known to be wrong on a Sunday"):
-        require("upst", "kl", "routing.R3")
+        accepted("upst", ["kl", "routing.R3"])
+    monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", where=("cpu",)),))
+    assert accepted("upst", ["routing.R3"], {"vllm"}) == "1.4.0"
+    with pytest.raises(PeerVersionError, match="mismatch.routing.R3"):
+        accepted("upst", ["routing.R3"], {"vllm", "cpu"})
     monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", applies=False),))
-    assert require("upst", "routing.R3") == "1.4.0"
+    assert accepted("upst", ["routing.R3"]) == "1.4.0"
 
 
 def test_every_entry_is_of_a_version_that_would_be_accepted_and_of_a_feature_that_there_is() -> None:

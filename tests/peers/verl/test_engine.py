@@ -72,6 +72,17 @@ def test_without_a_block_or_with_one_that_measures_the_engine_is_verls_bit_for_b
         assert ours == {"class": "MismatchFSDPEngine", **verl}
 
 
+def test_versions_that_nobody_has_run_train_with_one_warning_and_the_same_numbers(run: Run, moe: Path) -> None:
+    newer = {"torch": "2.99.0+cpu", "transformers": "5.99.0"}
+    known, unknown = (run(replaying.of_versions, model=moe, newer=versions).expect() for versions in ({}, newer))
+    assert known.pop("told") == [] and "2.99.0+cpu" not in known.pop("versions").values()
+    (told,) = unknown.pop("told")
+    assert told.startswith("untested with torch 2.99.0+cpu and transformers 5.99.0; the ")
+    assert told.endswith(" seams in use hold.")
+    assert unknown.pop("versions") == {**newer, "verl": "0.9.1"}
+    assert unknown == known and known["grad_norm"][0] > 0
+
+
 @pytest.mark.parametrize("how", ["r2", "own", "own_checkpointed"])
 def test_replaying_what_the_model_chose_itself_changes_no_bit(replayed: Result, how: str) -> None:
     assert replayed[how] == replayed["native"]

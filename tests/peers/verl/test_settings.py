@@ -25,7 +25,8 @@ from mismatch_ext.adapters.verl.watchdog import Watchdog
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import KlConfig, LrConfig, MismatchConfig
-from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError
+from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, SeamError, UntestedVersionWarning
+from tests.planted import planted
 
 ROOT = Path(__file__).resolve().parents[3]
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
@@ -277,6 +278,34 @@ def test_a_version_of_vllm_below_the_oldest_is_refused_before_ray_starts(
         # verl's driver calls it by this name before it starts Ray.
         verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
     assert not ray.is_initialized()
+
+
+def test_a_version_that_nobody_has_run_is_prepared_for_with_one_warning(
+    installed_is: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = ("+mismatch.routing.mode=R3", "+mismatch.precision.dtype=float16")
+    known = prepared(*blocks)
+    monkeypatch.setattr("mismatch_ext.versions._TOLD", set())
+    installed_is("vllm", "0.99.0")
+    with pytest.warns(UntestedVersionWarning, match=r"untested with vllm 0.99.0; the \d+ seams in use hold") as told:
+        assert prepared(*blocks) == known == prepared(*blocks)
+    assert len(told) == 1
+    with pytest.raises(PeerVersionError, match="weight_sync='off' with vllm 0.99.0"):
+        prepared(*blocks, "+mismatch.monitor.weight_sync='off'")
+
+
+def test_a_seam_that_has_changed_refuses_its_section_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = {"outputs.py": [("routed_experts", "expert_routes")]}
+    monkeypatch.syspath_prepend(str(planted(tmp_path / "front", "vllm", renamed)))
+    # A package that is imported is looked for where it was imported from.
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    config = configured("+mismatch.routing.mode=R3")
+    with pytest.raises(SeamError, match=r"mismatch.routing.mode='R3': vllm \S+ has changed vllm/routes"):
+        verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    assert not ray.is_initialized()
+    prepared("+mismatch.routing.mode=R2")
 
 
 def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import torch
+from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import UntestedVersionWarning
 from tests.peers.forks import on_ranks
 from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
 from tests.peers.verl.in_process.scenarios_training import overflowing
@@ -75,6 +81,31 @@ def stock(model: str) -> dict[str, Any]:
             "keys": sorted(metrics[0]),
         }
     return found
+
+
+def of_versions(model: str, newer: dict[str, str]) -> dict[str, Any]:
+    """Record and replay checkpointed passes while the metadata, and nothing else, says that peers are of other versions."""
+    real, block = metadata.version, {"routing": R2}
+    with (
+        mock.patch.object(metadata, "version", lambda name: newer.get(name) or real(name)),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        # As verl's worker does, in its process.
+        parsed = MismatchConfig.parse(block)
+        assert parsed is not None
+        found: dict[str, Any] = {"versions": compat.check(("verl", "torch", "transformers"), parsed.features, {"verl"})}
+        built = worker(model, block, enable_gradient_checkpointing=True)
+        data = scored(built, batch())
+        metrics = [update(built, data) for _ in range(2)]
+    told = [str(one.message) for one in caught if issubclass(one.category, UntestedVersionWarning)]
+    return {
+        **found,
+        "told": told,
+        "logprobs": [row.tolist() for row in data["old_log_probs"].unbind()],
+        "grad_norm": [float(m["grad_norm"][0]) for m in metrics],
+        "parameters": parameters(built),
+    }
 
 
 def replay(model: str) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""What is declared of every peer, found without importing one, and the check that a trainer makes before it builds anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from mismatch_ext.compat import Seam, examine, refuse_changed
+from mismatch_ext.compat.survey import Host, Survey, survey
+from mismatch_ext.errors import PeerVersionError
+from mismatch_ext.versions import PEERS, accepted, on_cpu_build, warn_untested
+
+HERE = Path(__file__).parent
+
+
+@cache
+def declared() -> tuple[Seam, ...]:
+    """Return `SEAMS` of each adapter's `seams.py`, loaded without the package around it, which imports a peer."""
+    return tuple(seam for path in sorted(HERE.glob("*/seams.py")) for seam in _load(path))
+
+
+def _load(path: Path) -> tuple[Seam, ...]:
+    name = f"{__package__}.{path.parent.name}.seams"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    seams: tuple[Seam, ...] = sys.modules[name].SEAMS
+    return seams
+
+
+def check(peers: Sequence[str], features: Sequence[str], using: Iterable[str] = ()) -> dict[str, str]:
+    """Check that what is asked for works with the installed peers, before anything of theirs is started.
+
+    Args:
+        peers: Keys of `versions.PEERS` that take part.
+        features: What the block asks for (`MismatchConfig.features`).
+        using: Circumstances, as in `Seam.where`: "trl" or "verl", "vllm", "cpu", the names of a trainer's bases.
+
+    Returns:
+        The peers' versions. Those that were not run are one warning, which says how many seams hold.
+
+    Raises:
+        PeerVersionError: A peer is missing, too old or known to be wrong for a feature; or it was not run, and what would
+            prove its work while it runs is switched off.
+        SeamError: Something that a feature needs is gone or has changed.
+    """
+    using = {*using}
+    versions = {peer: accepted(peer, features, using) for peer in peers}
+    findings = examine([seam for seam in declared() if seam.peer in versions], features, using)
+    refuse_changed(findings)
+    untested = {peer: version for peer, version in versions.items() if not PEERS[peer].tested(version)}
+    if untested and "monitor.weight_sync" not in features and using & {"vllm", "sglang"}:
+        found = " and ".join(f"{peer} {version}" for peer, version in untested.items())
+        install = " ".join(f"{peer}=={PEERS[peer].ran[-1]}" for peer in untested)
+        raise PeerVersionError(
+            f"mismatch.monitor.weight_sync='off' with {found}, which this release was not run with: nothing would prove that "
+            f"the engine holds the trainer's weights. Remove weight_sync: off, or install what was run (pip install {install})."
+        )
+    if untested:
+        warn_untested(untested, f"the {len(findings)} seams in use hold")
+    return versions
+
+
+def hosts() -> tuple[Host, ...]:
+    """Return the ways to run a block that `mismatch-ext compat` looks at."""
+    trl, verl = ("torch", "transformers", "accelerate", "trl"), ("torch", "transformers", "verl")
+    engine = {"vllm", *(["cpu"] if on_cpu_build() else [])}
+    return (
+        Host("TRL GRPO + vLLM", (*trl, "vllm"), frozenset({"trl", "GRPOTrainer", *engine})),
+        Host("TRL RLOO + vLLM", (*trl, "vllm"), frozenset({"trl", "RLOOTrainer", *engine})),
+        Host("TRL GRPO alone", trl, frozenset({"trl", "GRPOTrainer"})),
+        Host("verl + vLLM", (*verl, "vllm"), frozenset({"verl", "vllm", "fsdp2"})),
+        Host("verl + SGLang", (*verl, "sglang"), frozenset({"verl", "sglang", "fsdp2"})),
+        Host("verl Megatron + vLLM", (*verl, "megatron-core", "vllm"), frozenset({"verl", "vllm", "megatron"})),
+    )
+
+
+def installed_environment() -> Survey:
+    """Look at everything that is installed here, in about a second: sources are read and no peer is imported."""
+    return survey(declared(), hosts())

@@ -1,0 +1,53 @@
+"""What this package holds on to in torch for the replay of routing; routers themselves are found by structure in each model."""
+
+from __future__ import annotations
+
+from mismatch_ext.compat import Both, Either, Has, Says, Seam, Steps, Takes
+
+_MODULE = "torch.utils.checkpoint"
+_OLDER = f"{_MODULE}:_checkpoint_without_reentrant_generator"
+_CALLED = r"(?<!def )\b_checkpoint_without_reentrant_generator{}\("
+
+SEAMS = (
+    Seam(
+        name="torch/reentrant_checkpoint",
+        peer="torch",
+        features=("routing",),
+        what="giving a layer that is computed again the routes of its own forward pass",
+        claims=(
+            Takes(f"{_MODULE}:CheckpointFunction.forward", "ctx", "run_function", "preserve_rng_state", first=True),
+            Says(_MODULE, r"\bCheckpointFunction\.apply\("),
+        ),
+        upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
+    ),
+    Seam(
+        name="torch/non_reentrant_checkpoint",
+        peer="torch",
+        features=("routing",),
+        what="the same, in the mode that saves no inputs through autograd",
+        claims=(
+            Either(
+                Both(
+                    Steps(f"{_OLDER}_impl"),
+                    Takes(f"{_OLDER}_impl", "fn", first=True),
+                    Says(_MODULE, _CALLED.format("_impl")),
+                ),
+                Both(Steps(_OLDER), Takes(_OLDER, "fn", first=True), Says(_MODULE, _CALLED.format(""))),
+            ),
+        ),
+        upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
+    ),
+    Seam(
+        name="torch/loss_scaler",
+        peer="torch",
+        features=("precision",),
+        what="a loss scaler whose ranks agree on an overflow before any of them steps",
+        claims=(
+            Has("torch.amp.grad_scaler:GradScaler._per_optimizer_states"),
+            Takes("torch.amp.grad_scaler:GradScaler._found_inf_per_device", "self", "optimizer", first=True),
+            Has("torch.amp.grad_scaler:GradScaler.unscale_"),
+            Has("torch.amp.grad_scaler:OptState"),
+        ),
+        upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py",
+    ),
+)

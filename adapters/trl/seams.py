@@ -1,0 +1,256 @@
+"""What this package holds on to in TRL, and in the Trainer of transformers that TRL's are made from."""
+
+from __future__ import annotations
+
+from mismatch_ext.patches.trl.own_loss import OWN_LOSS
+
+from mismatch_ext.compat import Both, Either, Has, Known, Says, Seam, Takes
+
+_GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
+_RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
+_ENGINE = "trl.generation.vllm_generation:VLLMGeneration"
+_SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
+_TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
+_BASE = "transformers.trainer:Trainer"
+_SCORED = ("self", "model", "input_ids", "attention_mask", "logits_to_keep")
+_IN_OBJECTIVE = ("kl", "correction", "routing")
+
+# Digests of what no check at run time could see a change of, in the versions that were run.
+_SCORING = {
+    "8aed4a26e1e831bf": "1.13.0",
+    "b2e568e5cec6184a": "1.14.0 to 1.14.2",
+    "e7dd6378da3b17cb": "1.15.0 and 1.16.0",
+}
+_BATCH = {
+    "acd89052e4045731": "1.13.0",
+    "ea10f84d423f5343": "1.14.0 and 1.14.1",
+    "73eba3ec4d5ca851": "1.14.2",
+    "373446c85cd99e14": "1.15.0 and 1.16.0",
+}
+_REWARDS = {"3facd73aa91b22b5": "1.13.0", "e5ab17c290d55914": "1.14.0 to 1.16.0"}
+_RLOO_LOSS = {"aefa79eca99e5e83": "1.13.0 to 1.16.0"}
+_RLOO_SCORING = {
+    "d6e8ae7b51673377": "1.13.0",
+    "8f55df6c9dbfb5b8": "1.14.0 to 1.14.2",
+    "e7dd6378da3b17cb": "1.15.0 and 1.16.0",
+}
+_RLOO_BATCH = {
+    "96c5f613d5af49ef": "1.13.0",
+    "1a77062e85a9fae2": "1.14.0 and 1.14.1",
+    "03aae441b582bf6f": "1.14.2",
+    "b6b744bca783d07f": "1.15.0 and 1.16.0",
+}
+_RLOO_REWARDS = {"c5e4e4291cbcc410": "1.13.0", "cc6219cda9dcb9e3": "1.14.0 to 1.16.0"}
+assert isinstance(OWN_LOSS.source_digests, dict)
+
+
+def _trainer(name: str, target: str, file: str, keys: tuple[str, ...]) -> tuple[Seam, ...]:
+    """Return what is overridden in one of TRL's trainers whatever the block asks for."""
+    batch, scoring = f"{target}._generate_and_score_completions", f"{target}._get_per_token_logps_and_entropies"
+    return (
+        Seam(
+            name=f"trl/{name}_batch",
+            peer="trl",
+            features=("monitor",),
+            what="measuring each batch that was sampled",
+            claims=(Takes(batch, "self", "inputs", first=True), *(Says(batch, f'"{key}"') for key in keys)),
+            upstream=_SOURCE + file,
+            where=(target.rpartition(":")[2],),
+        ),
+        Seam(
+            name=f"trl/{name}_scoring",
+            peer="trl",
+            features=("monitor",),
+            what="the trainer's log-probabilities of sampled tokens",
+            claims=(
+                Either(
+                    Takes(scoring, *_SCORED, "batch_size", first=True),
+                    # 1.14 hands on what it is given.
+                    Both(
+                        Takes(scoring, "self", "model", first=True),
+                        Takes(f"{target}._full_logits_logps", *_SCORED, first=True),
+                    ),
+                ),
+            ),
+            upstream=_SOURCE + file,
+            where=(target.rpartition(":")[2],),
+        ),
+        Seam(
+            name=f"trl/{name}_construction",
+            peer="trl",
+            features=("monitor",),
+            what="building the trainer with its engine, and logging",
+            claims=(
+                Takes(f"{target}.__init__", "self", "model", "reward_funcs", "args", first=True),
+                Takes(f"{target}.log", "self", "logs", "start_time"),
+                Has(f"{target}._metrics"),
+            ),
+            upstream=_SOURCE + file,
+            where=(target.rpartition(":")[2],),
+        ),
+        Seam(
+            name=f"trl/{name}_generate",
+            peer="trl",
+            features=("kl", "routing"),
+            what="knowing which completions are being scored and rewarded",
+            claims=(
+                Takes(f"{target}._generate", "self", "prompts", first=True),
+                Takes(f"{target}._generate_single_turn", "self", "prompt_ids", first=True),
+            ),
+            upstream=_SOURCE + file,
+            where=(target.rpartition(":")[2],),
+        ),
+    )
+
+
+def _objective(
+    name: str,
+    target: str,
+    file: str,
+    *,
+    loss: dict[str, str],
+    scoring: dict[str, str],
+    batch: dict[str, str],
+    rewards: dict[str, str],
+) -> tuple[Seam, ...]:
+    """Return the methods whose every line counts for what the loss becomes: no check at run time would see them change."""
+    shared = {"peer": "trl", "upstream": _SOURCE + file, "where": (target.rpartition(":")[2],)}
+    return (
+        Seam(
+            name=f"trl/{name}_own_loss",
+            features=_IN_OBJECTIVE,
+            what="the loss that terms are added to and routes are replayed in",
+            claims=(Known(f"{target}._compute_loss", loss),),
+            **shared,  # type: ignore[arg-type]
+        ),
+        Seam(
+            name=f"trl/{name}_own_scoring",
+            features=_IN_OBJECTIVE,
+            what="the passes that the loss is made of",
+            claims=(Known(f"{target}._get_per_token_logps_and_entropies", scoring),),
+            **shared,  # type: ignore[arg-type]
+        ),
+        Seam(
+            name=f"trl/{name}_own_batch",
+            features=_IN_OBJECTIVE,
+            what="what of a batch reaches the loss",
+            claims=(Known(f"{target}._generate_and_score_completions", batch),),
+            **shared,  # type: ignore[arg-type]
+        ),
+        Seam(
+            name=f"trl/{name}_rewards",
+            features=("kl",),
+            what="the KL penalty among the rewards",
+            claims=(Known(f"{target}._calculate_rewards", rewards),),
+            **shared,  # type: ignore[arg-type]
+        ),
+    )
+
+
+_KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+
+SEAMS = (
+    *_trainer("grpo", _GRPO, "trainer/grpo_trainer.py", (*_KEYS, "sampling_per_token_logps", "old_per_token_logps")),
+    *_trainer("rloo", _RLOO, "trainer/rloo_trainer.py", _KEYS),
+    *_objective(
+        "grpo",
+        _GRPO,
+        "trainer/grpo_trainer.py",
+        loss=OWN_LOSS.source_digests,
+        scoring=_SCORING,
+        batch=_BATCH,
+        rewards=_REWARDS,
+    ),
+    *_objective(
+        "rloo",
+        _RLOO,
+        "trainer/rloo_trainer.py",
+        loss=_RLOO_LOSS,
+        scoring=_RLOO_SCORING,
+        batch=_RLOO_BATCH,
+        rewards=_RLOO_REWARDS,
+    ),
+    Seam(
+        name="trl/colocated_engine",
+        peer="trl",
+        features=("monitor",),
+        what="verifying each weight update and keeping each rollout of TRL's engine",
+        claims=(
+            Takes(f"{_ENGINE}.generate", "self", "prompts", first=True),
+            Has(f"{_ENGINE}.sync_weights"),
+            Has(f"{_ENGINE}._iter_named_params"),
+            Has(f"{_ENGINE}.llm"),
+            Has(f"{_ENGINE}.logprobs"),
+        ),
+        upstream=_SOURCE + "generation/vllm_generation.py",
+        where=("vllm",),
+    ),
+    Seam(
+        name="trl/engine_arguments",
+        peer="trl",
+        features=("precision", "routing.R3"),
+        what="giving the engine a dtype and the flag that records routes",
+        claims=(Says(_ENGINE, r"\bLLM\("), Says("trl.generation.vllm_generation", r"import .*\bLLM\b")),
+        upstream="https://github.com/huggingface/trl/pull/6774",
+        where=("vllm",),
+    ),
+    Seam(
+        name="transformers/accelerator",
+        peer="transformers",
+        features=("monitor",),
+        what="checking the model before the engine is built, and putting in the loss scaler",
+        claims=(Has(f"{_BASE}.create_accelerator_and_postprocess"),),
+        upstream=_TRAINER,
+    ),
+    Seam(
+        name="transformers/checkpoints",
+        peer="transformers",
+        features=("monitor",),
+        what="resuming with the state that each section has",
+        claims=(
+            Has(f"{_BASE}._save_checkpoint"),
+            Has(f"{_BASE}._load_from_checkpoint"),
+            Has(f"{_BASE}._load_best_model"),
+            Has(f"{_BASE}._load_scaler"),
+            Has(f"{_BASE}._get_train_sampler"),
+            Has(f"{_BASE}._run_epoch"),
+        ),
+        upstream=_TRAINER,
+    ),
+    Seam(
+        name="transformers/training_step",
+        peer="transformers",
+        features=_IN_OBJECTIVE,
+        what="proving that what was changed is the loss that is stepped",
+        claims=(
+            Takes(f"{_BASE}.training_step", "self", "model", "inputs", first=True),
+            Takes(f"{_BASE}.compute_loss", "self", "model", "inputs", first=True),
+        ),
+        upstream=_TRAINER,
+    ),
+    Seam(
+        name="transformers/learning_rate",
+        peer="transformers",
+        features=("lr",),
+        what="leading the rate by the gradient norm, and logging the rate that is applied",
+        claims=(
+            Takes(f"{_BASE}._get_grad_norm", "self", "model", "grad_norm"),
+            Has(f"{_BASE}._get_learning_rate"),
+            Has("transformers.trainer_callback:TrainerCallback.on_pre_optimizer_step"),
+            Has("transformers.trainer_callback:TrainerCallback.on_optimizer_step"),
+        ),
+        upstream=_TRAINER,
+    ),
+    Seam(
+        name="accelerate/scaler",
+        peer="accelerate",
+        features=("precision",),
+        what="float16 with a loss scaler that is on",
+        claims=(
+            Has("accelerate.accelerator:Accelerator.scaler"),
+            Has("accelerate.accelerator:Accelerator.native_amp"),
+            Has("accelerate.accelerator:Accelerator.autocast"),
+        ),
+        upstream="https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py",
+    ),
+)

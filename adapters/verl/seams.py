@@ -1,0 +1,73 @@
+"""What this package holds on to in verl, beside its version: the patches' symbols, and the classes that are derived."""
+
+from __future__ import annotations
+
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
+
+from mismatch_ext.compat import Has, Known, Seam, Takes
+from mismatch_ext.patching import Patch
+
+_SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/"
+_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+
+
+def _known(patch: Patch) -> Known:
+    """Return the claim that a patch's digests make."""
+    return Known(patch.target, dict.fromkeys(patch.source_digests, "0.9.1"))
+
+
+SEAMS = (
+    Seam(
+        name="verl/configuration",
+        peer="verl",
+        features=("monitor",),
+        what="reading the block before Ray starts",
+        claims=(
+            Takes("verl.utils.config:validate_config", "config", first=True),
+            Takes("verl.trainer.constants_ppo:get_ppo_ray_runtime_env", "config", first=True),
+        ),
+        upstream=_SOURCE + "trainer/main_ppo.py",
+        where=("verl",),
+    ),
+    Seam(
+        name="verl/workers",
+        peer="verl",
+        features=("monitor",),
+        what="measuring and proving in the processes of trainer and engine",
+        claims=(
+            Has("verl.workers.engine_workers:ActorRolloutRefWorker"),
+            Has("verl.workers.engine_workers:TrainingWorker"),
+            Has("verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"),
+            Has("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension"),
+        ),
+        upstream=_SOURCE + "workers/engine_workers.py",
+        where=("verl",),
+    ),
+    Seam(
+        name="verl/kl_in_rewards",
+        peer="verl",
+        features=("kl",),
+        what="the KL penalty among the rewards",
+        claims=(Has(f"{_TRAINER}:apply_kl_penalty"),),
+        upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
+        where=("verl",),
+    ),
+    Seam(
+        name="verl/rollout_correction",
+        peer="verl",
+        features=("correction",),
+        what="setting weights where verl sets its own",
+        claims=(Has(f"{_TRAINER}:compute_rollout_correction_and_add_to_batch"),),
+        upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
+        where=("verl",),
+    ),
+    Seam(
+        name="verl/megatron_replay",
+        peer="verl",
+        features=("routing",),
+        what="refusing routes that are none, and routers that choose for themselves",
+        claims=(_known(REPLAYED_BATCH), _known(CLOSED_TOPK)),
+        upstream=_SOURCE + "utils/megatron/router_replay_patch.py",
+        where=("verl", "megatron"),
+    ),
+)

@@ -1,0 +1,132 @@
+"""What this package holds on to in vLLM."""
+
+from __future__ import annotations
+
+from mismatch_ext.compat import Both, Default, Either, Has, Seam, Takes
+
+_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/"
+
+SEAMS = (
+    Seam(
+        name="vllm/generation",
+        peer="vllm",
+        features=("monitor",),
+        what="sampling, and keeping what it returns",
+        claims=(
+            Takes("vllm.entrypoints.llm:LLM.generate", "self", "prompts", "sampling_params", first=True),
+            Has("vllm.entrypoints.llm:LLM.llm_engine"),
+            Has("vllm.outputs:RequestOutput.outputs"),
+            Has("vllm.outputs:RequestOutput.prompt_token_ids"),
+            Has("vllm.outputs:CompletionOutput.token_ids"),
+            Has("vllm.outputs:CompletionOutput.finish_reason"),
+        ),
+        upstream=_SOURCE + "entrypoints/llm.py",
+        where=("trl",),
+    ),
+    Seam(
+        name="vllm/in_process_runner",
+        peer="vllm",
+        features=("monitor",),
+        what="reading weights, dtypes and KV cache back from the engine",
+        claims=(
+            Has("vllm.v1.engine.llm_engine:LLMEngine.model_executor"),
+            Has("vllm.v1.executor.uniproc_executor:UniProcExecutor.driver_worker"),
+            Has("vllm.v1.worker.gpu_worker:Worker.model_runner"),
+        ),
+        upstream=_SOURCE + "v1/executor/uniproc_executor.py",
+        where=("trl",),
+    ),
+    Seam(
+        name="vllm/configuration",
+        peer="vllm",
+        features=("monitor",),
+        what="reading back what the engine computes with",
+        claims=(
+            Has("vllm.config.vllm:VllmConfig.model_config"),
+            Has("vllm.config.vllm:VllmConfig.cache_config"),
+            Has("vllm.config.vllm:VllmConfig.device_config"),
+            Has("vllm.config.model:ModelConfig.dtype"),
+            Has("vllm.config.model:ModelConfig.logprobs_mode"),
+            Has("vllm.config.model:ModelConfig.quantization"),
+            Has("vllm.config.cache:CacheConfig.cache_dtype"),
+            Has("vllm.config.device:DeviceConfig.device_type"),
+        ),
+        upstream=_SOURCE + "config/vllm.py",
+    ),
+    Seam(
+        name="vllm/engine_dtype",
+        peer="vllm",
+        features=("precision",),
+        what="starting the engine in the dtype that was asked for",
+        claims=(Takes("vllm.entrypoints.llm:LLM.__init__", "model", "dtype"),),
+        upstream=_SOURCE + "entrypoints/llm.py",
+        where=("trl",),
+    ),
+    Seam(
+        name="vllm/prompt_logprobs",
+        peer="vllm",
+        features=("monitor.weight_sync",),
+        what="scoring the probe tokens that prove a weight update",
+        claims=(
+            Has("vllm.sampling_params:SamplingParams.prompt_logprobs"),
+            Has("vllm.sampling_params:SamplingParams.max_tokens"),
+            Has("vllm.sampling_params:SamplingParams.detokenize"),
+            Has("vllm.outputs:RequestOutput.prompt_logprobs"),
+            Has("vllm.logprobs:Logprob.logprob"),
+        ),
+        upstream=_SOURCE + "sampling_params.py",
+        where=("trl",),
+    ),
+    Seam(
+        name="vllm/prefix_cache",
+        peer="vllm",
+        features=("monitor.weight_sync", "routing.R3"),
+        what="forgetting what was cached of the weights before",
+        claims=(Has("vllm.entrypoints.llm:LLM.reset_prefix_cache"),),
+        upstream=_SOURCE + "entrypoints/llm.py",
+        where=("trl",),
+    ),
+    Seam(
+        name="vllm/reload_weights",
+        peer="vllm",
+        features=("monitor",),
+        what="updating the weights of a CPU engine layer by layer",
+        claims=(
+            Takes(
+                "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+                "weights_iterator",
+                "is_checkpoint_format",
+            ),
+        ),
+        upstream=_SOURCE + "v1/worker/gpu_model_runner.py",
+        where=("trl", "cpu"),
+    ),
+    Seam(
+        name="vllm/routing_flag",
+        peer="vllm",
+        features=("routing.R3",),
+        what="asking the engine to record routes, and reading back that it does",
+        claims=(
+            Has("vllm.engine.arg_utils:EngineArgs.enable_return_routed_experts"),
+            Either(
+                Has("vllm.config.model:ModelConfig.enable_return_routed_experts"),
+                Both(
+                    Has("vllm.config.aux_output:AuxOutputConfig.enable_return_routed_experts"),
+                    Has("vllm.config.vllm:VllmConfig.aux_output_config"),
+                ),
+            ),
+        ),
+        upstream=_SOURCE + "config/aux_output.py",
+    ),
+    Seam(
+        name="vllm/routes",
+        peer="vllm",
+        features=("routing.R3",),
+        what="taking each completion's routes, prompt rows included",
+        claims=(
+            Has("vllm.outputs:CompletionOutput.routed_experts"),
+            Default("vllm.sampling_params:SamplingParams.routed_experts_prompt_start", "0"),
+        ),
+        upstream=_SOURCE + "outputs.py",
+    ),
+)

@@ -1,0 +1,225 @@
+"""What may be claimed of a peer's source: each claim says, when asked, what is there instead."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from mismatch_ext.compat.source import Gone, Sources
+
+
+class Claim(Protocol):
+    """Something that has to hold of a peer's source; its text says what."""
+
+    def check(self, sources: Sources) -> str | None:
+        """Return what was found instead, in a sentence, or None when it holds.
+
+        Raises:
+            Gone: What it speaks of is not there.
+        """
+
+
+@dataclass(frozen=True)
+class Has:
+    """A class, function, field or attribute is there.
+
+    Args:
+        target: "package.module:Attribute.path".
+    """
+
+    target: str
+
+    def __str__(self) -> str:
+        return f"`{self.target}`"
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        sources.find(self.target)
+        return None
+
+
+@dataclass(frozen=True, init=False)
+class Takes:
+    """A function has these parameters.
+
+    Args:
+        target: The function.
+        names: Its parameters.
+        first: Whether they are its first ones, in this order.
+    """
+
+    target: str
+    names: tuple[str, ...]
+    first: bool
+
+    def __init__(self, target: str, *names: str, first: bool = False) -> None:
+        for key, value in (("target", target), ("names", names), ("first", first)):
+            object.__setattr__(self, key, value)
+
+    def __str__(self) -> str:
+        return f"`{self.target}({', '.join(self.names)}{', ...' if self.first else ''})`"
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        found = tuple(sources.find(self.target).parameters)
+        held = found[: len(self.names)] == self.names if self.first else set(self.names) <= set(found)
+        return None if held else f"{self.target} takes ({', '.join(found)}), not {', '.join(self.names)}."
+
+
+@dataclass(frozen=True)
+class Default:
+    """A field, or a function's parameter, has this default.
+
+    Args:
+        target: The field, or the function.
+        value: The default as it is written.
+        parameter: The parameter; None for a field.
+    """
+
+    target: str
+    value: str
+    parameter: str | None = None
+
+    def __str__(self) -> str:
+        where = f"`{self.target}`" if self.parameter is None else f"`{self.parameter}` of `{self.target}`"
+        return f"the default `{self.value}` of {where}"
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        definition = sources.find(self.target)
+        if self.parameter is None:
+            found = definition.value
+        else:
+            parameters = definition.parameters
+            if self.parameter not in parameters:
+                raise Gone(f"{self.target} has no parameter {self.parameter}.")
+            found = parameters[self.parameter]
+        return (
+            None
+            if found == self.value
+            else f"the default of {self.parameter or self.target} is {found}, not {self.value}."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A function's source is one of those that were read and run.
+
+    Args:
+        target: The function.
+        digests: By digest, the versions that it is of.
+    """
+
+    target: str
+    digests: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"the source of `{self.target}` ({', '.join(self.digests.values())})"
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        found = sources.find(self.target).digest
+        if found in self.digests:
+            return None
+        return f"the source of {self.target} has digest {found}; known are those of {', '.join(self.digests.values())}."
+
+
+@dataclass(frozen=True)
+class Says:
+    """A function's or a module's source contains this.
+
+    Args:
+        target: The function or class, or a module without ":".
+        pattern: Regular expression.
+    """
+
+    target: str
+    pattern: str
+
+    def __str__(self) -> str:
+        return f"`{self.pattern}` in the source of `{self.target}`"
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        named = ":" in self.target
+        text = sources.find(self.target).text if named else sources.module(self.target).text
+        return None if re.search(self.pattern, text) else f"the source of {self.target} no longer has {self.pattern!r}."
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A function is a generator: somebody steps through it.
+
+    Args:
+        target: The function.
+    """
+
+    target: str
+
+    def __str__(self) -> str:
+        return f"the generator `{self.target}`"
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        function = sources.find(self.target).function
+        yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
+        return None if yields else f"{self.target} is no generator."
+
+
+@dataclass(frozen=True, init=False)
+class Either:
+    """One of several claims holds: upstream has moved it, and both places are known.
+
+    Args:
+        claims: The claims.
+    """
+
+    claims: tuple[Claim, ...]
+
+    def __init__(self, *claims: Claim) -> None:
+        object.__setattr__(self, "claims", claims)
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.claims))
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        found = []
+        for claim in self.claims:
+            change = changed(claim, sources)
+            if change is None:
+                return None
+            found.append(change)
+        return " ".join(found)
+
+
+@dataclass(frozen=True, init=False)
+class Both:
+    """Several claims hold together, as one of the alternatives of `Either`.
+
+    Args:
+        claims: The claims.
+    """
+
+    claims: tuple[Claim, ...]
+
+    def __init__(self, *claims: Claim) -> None:
+        object.__setattr__(self, "claims", claims)
+
+    def __str__(self) -> str:
+        return " with ".join(map(str, self.claims))
+
+    def check(self, sources: Sources) -> str | None:
+        """See `Claim`."""
+        return " ".join(change for claim in self.claims if (change := changed(claim, sources)) is not None) or None
+
+
+def changed(claim: Claim, sources: Sources) -> str | None:
+    """Return what was found in the place of a claim, also where that is nothing; None when it holds."""
+    try:
+        return claim.check(sources)
+    except Gone as gone:
+        return str(gone)

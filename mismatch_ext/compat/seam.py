@@ -1,0 +1,126 @@
+"""A seam: what this package holds on to in a peer, and which of its features hang on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mismatch_ext.compat.claims import Claim, changed
+from mismatch_ext.compat.source import Sources
+from mismatch_ext.errors import SeamError
+from mismatch_ext.versions import PEERS, installed
+
+PAGE = "docs/seams.md"
+ALL = "monitor"
+"""The feature that every block asks for: a seam that it needs is needed by all."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Seam:
+    """What the package holds on to in a peer.
+
+    Args:
+        name: "peer/what", unique.
+        peer: Key of `PEERS`.
+        features: The block's features that need it (`MismatchConfig.features`): a section, or one of its modes as "routing.R3".
+        what: What it is used for.
+        claims: What has to hold of the peer's source.
+        upstream: Where the peer documents or defines it.
+        where: Circumstances that all have to be given for it to be used, as "vllm", "cpu" or the name of a trainer.
+    """
+
+    name: str
+    peer: str
+    features: tuple[str, ...]
+    what: str
+    claims: tuple[Claim, ...]
+    upstream: str
+    where: tuple[str, ...] = ()
+
+    def needed_by(self, asked: Iterable[str], using: Iterable[str]) -> tuple[str, ...]:
+        """Return those of the features that need it in these circumstances."""
+        if not set(self.where) <= set(using):
+            return ()
+        return tuple(one for one in asked if any(one == own or one.startswith(f"{own}.") for own in self.features))
+
+    def probe(self, sources: Sources) -> str | None:
+        """Return what was found in its place, or None when it holds; nothing is imported."""
+        found = [change for claim in self.claims if (change := changed(claim, sources)) is not None]
+        return " ".join(found) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a probe found.
+
+    Args:
+        seam: The seam.
+        change: What was found in its place; None when it holds.
+        features: What needs it, of what was asked for.
+    """
+
+    seam: Seam
+    change: str | None
+    features: tuple[str, ...]
+
+
+def examine(
+    seams: Iterable[Seam], asked: Sequence[str], using: Iterable[str], sources: Sources | None = None
+) -> list[Finding]:
+    """Probe the seams that the features need in these circumstances, each once.
+
+    Args:
+        seams: What is declared.
+        asked: Features, as `MismatchConfig.features`.
+        using: Circumstances, as in `Seam.where`.
+        sources: Where to read; the installed packages unless given.
+    """
+    sources, using = sources or Sources(), set(using)
+    needed = [(seam, features) for seam in seams if (features := seam.needed_by(asked, using))]
+    return [Finding(seam=seam, change=seam.probe(sources), features=features) for seam, features in needed]
+
+
+def refuse_changed(findings: Iterable[Finding]) -> None:
+    """Refuse every feature with a seam that does not hold.
+
+    Raises:
+        SeamError: Names the features, the seams, what was found, where they are described, and what to do.
+    """
+    lost = [finding for finding in findings if finding.change is not None]
+    if lost:
+        raise SeamError(" ".join(map(_sentence, lost)) + f" {_remedy(lost)} Nothing was patched or started.")
+
+
+def _sentence(finding: Finding) -> str:
+    seam = finding.seam
+    version = installed(seam.peer)
+    return (
+        f"{named(finding.features)}: {seam.peer} {version} has changed {seam.name}, which is used for {seam.what}: "
+        f"{finding.change} See {PAGE}#{anchor(seam)} and {seam.upstream}."
+    )
+
+
+def _remedy(lost: Sequence[Finding]) -> str:
+    features = [feature for finding in lost for feature in finding.features]
+    peers = dict.fromkeys(finding.seam.peer for finding in lost)
+    install = " ".join(f"{peer}=={PEERS[peer].ran[-1]}" for peer in peers)
+    if ALL in features:
+        return f"Install a version that was run (pip install {install}); no section can do without."
+    sections = dict.fromkeys(feature.partition(".")[0] for feature in features)
+    return f"Remove {' and '.join(sections)} from the block, or install a version that was run (pip install {install})."
+
+
+def named(features: Sequence[str]) -> str:
+    """Return features as the block's keys."""
+    if ALL in features:
+        return "the mismatch block"
+    keys = []
+    for feature in features:
+        section, _, mode = feature.partition(".")
+        keys.append(f"mismatch.{section}.mode={mode!r}" if section == "routing" else f"mismatch.{feature}")
+    return " and ".join(keys)
+
+
+def anchor(seam: Seam) -> str:
+    """Return the heading of a seam in the page, as a link's end."""
+    return seam.name.replace("/", "")

