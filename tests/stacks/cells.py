@@ -198,6 +198,19 @@ CELLS: dict[str, Cell] = {
             differs=(CUDA_BUILD,),
             left_out=("triton",),
         ),
+        *(
+            Cell(
+                name=f"trl-{version.rpartition('.')[0]}",
+                title=f"TRL {version} with the engine of base",
+                install=f'pip install "mismatch-ext[trl,report]" trl=={version} vllm==0.30.0 transformers==5.10.4',
+                holds=NEEDS,
+                tests=WITH_ROUTES,
+                quick=("gap", "everything"),
+                differs=(CPU_BUILDS, NO_VISION),
+                left_out=VISION,
+            )
+            for version in ("1.14.2", "1.13.0")
+        ),
         Cell(
             name="trl-oldest",
             title="the oldest TRL and vLLM that are accepted",

@@ -23,10 +23,10 @@ from packaging.utils import canonicalize_name
 
 from mismatch_ext.versions import installed
 from tests.evidence.machine import provenance
+from tests.stacks import page
 from tests.stacks.cells import CELLS, ROOT, Cell
 from tests.stacks.environment import built
 
-RECORDS = ROOT / "evidence/stacks"
 # Seconds for all tests of a stack: several times what they take on two idle cores.
 LIMITS = {"quick": 1500.0, "full": 3600.0}
 
@@ -169,9 +169,10 @@ def write(cell: Cell, outcomes: dict[str, Outcome], trouble: str, seconds: int, 
         "jobs": jobs,
         **provenance(),
     }
-    RECORDS.mkdir(exist_ok=True)
-    path = RECORDS / f"{cell.name}.json"
+    page.RECORDS.mkdir(parents=True, exist_ok=True)
+    path = page.RECORDS / f"{cell.name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page.main()
 
 
 if __name__ == "__main__":
