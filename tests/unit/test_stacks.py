@@ -93,7 +93,7 @@ def test_failures_errors_and_skips_have_not_passed_and_neither_has_what_did_not_
     found = session.read_report(tmp_path / "report.xml", tests)
     assert found["kl"] == {"passed": 1, "failed": [f"{kl}::test_b"], "seconds": 2}
     assert found["lr"] == {"passed": 0, "failed": [f"{lr}::test_c", f"{lr}::test_d"], "seconds": 2}
-    assert found["gap"]["failed"] == [f"no test ran of {kl}::test_e"]
+    assert found["gap"]["failed"] == [f"{kl}::test_e did not run"]
     assert (found["fp16"]["passed"], found["fp16"]["failed"]) == (1, [])
 
 
