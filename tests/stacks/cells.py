@@ -226,7 +226,7 @@ CELLS: dict[str, Cell] = {
 
 
 def pick(commits: int) -> tuple[str, str]:
-    """Return the stack whose turn it is at a number of commits, and why."""
-    names = list(CELLS)
+    """Return the stack whose turn it is at a number of commits, and why; the main environment's has none, being run at each."""
+    names = [name for name, cell in CELLS.items() if not cell.folder]
     name = names[turn(len(names), commits)]
     return name, f"the turn of commit number {commits}: cell {name}"

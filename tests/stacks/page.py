@@ -1,4 +1,4 @@
-"""docs/compatibility.md and the README's table, of what was recorded: `python -m tests.stacks.page`."""
+"""docs/compatibility.md, docs/install.md and the README's table, of what was recorded: `python -m tests.stacks.page`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.stacks.cells import CELLS, FEATURES, ROOT, Cell
 RECORDS = ROOT / "evidence/stacks"
 INSTALLS = ROOT / "evidence/installs"
 PAGE = ROOT / "docs/compatibility.md"
+INSTALL = ROOT / "docs/install.md"
 README = ROOT / "README.md"
 MARKS = ("<!-- begin stacks -->\n", "<!-- end stacks -->")
 
@@ -87,8 +88,7 @@ def section(cell: Cell, record: Record | None, install: Record | None) -> list[s
     if install:
         named = ", ".join(f"{name} {version}" for name, version in install["holds"].items())
         lines.append(
-            f"- **That command installs** {named}, and {install['others']} other distributions "
-            f"(resolved {install['date']}, Python {install['python']}, not installed)."
+            f"- **That command installs** {named} (as pip resolved it on {install['date']} for Python {install['python']})."
         )
     pins = cell.pins().relative_to(ROOT).as_posix()
     lines.append(f"- **Ran here**: {holds(record, cell)}; everything else is in [{pins}](../{pins}).")
@@ -134,6 +134,47 @@ def page(records: Mapping[str, Record], installs: Mapping[str, Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
+INSTALL_HEAD = """\
+# Installing beside what you have
+
+    pip install mismatch-ext
+
+needs torch, numpy and packaging, and never replaces the torch or the engine that you have. The extras (`trl`, `verl`, `vllm`,
+`sglang`, `megatron`, `report`) carry floors only: what works with the versions that pip then finds is decided when a run starts,
+feature by feature, and `mismatch-ext compat` prints it beforehand. A version that no stack below has run is one warning; what is
+known to be wrong with one is an error that says what to install.
+
+Below are the commands for stacks that people have. Each was resolved by pip as a user with a GPU types it, and run on two CPU
+cores with the builds that [compatibility.md](compatibility.md) names; none has been run on a GPU.
+
+| you have or want | command | installs | ran here |
+|---|---|---|---|
+"""
+INSTALL_END = """
+TRL 1.15.0, the newest that Unsloth allows, computes every log-probability by a Triton kernel: without Triton it is refused by
+name, and with Triton, which runs on a GPU alone, it has not been run. Unsloth replaces TRL's trainers by its own, so that
+only `MismatchCallback` (learning rate, alarms) could reach it; that has not been run either.
+"""
+
+
+def install_page(records: Mapping[str, Record], installs: Mapping[str, Record]) -> str:
+    """Return docs/install.md."""
+    rows = []
+    for name, cell in CELLS.items():
+        resolved = installs.get(name)
+        found = (
+            ", ".join(f"{one} {version}" for one, version in resolved["holds"].items()) if resolved else "not resolved"
+        )
+        ran = f"{summary(records.get(name))} ([{name}](compatibility.md#{anchor(name)}))"
+        rows.append(f"| {cell.title} | `{cell.install}` | {found} | {ran} |")
+    return INSTALL_HEAD + "\n".join(rows) + "\n" + INSTALL_END
+
+
+def anchor(name: str) -> str:
+    """Return a heading's anchor."""
+    return re.sub(r"[^a-z0-9-]", "", name.lower())
+
+
 def between_marks(text: str, content: str) -> str:
     """Return a text with new content between its two marks.
 
@@ -148,8 +189,9 @@ def between_marks(text: str, content: str) -> str:
 
 
 def write(records: Mapping[str, Record], installs: Mapping[str, Record]) -> None:
-    """Write the page and the README's table."""
+    """Write the pages and the README's table."""
     PAGE.write_text(page(records, installs), encoding="utf-8")
+    INSTALL.write_text(install_page(records, installs), encoding="utf-8")
     README.write_text(between_marks(README.read_text(encoding="utf-8"), short_table(records)), encoding="utf-8")
 
 

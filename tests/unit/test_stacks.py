@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from tests.stacks import page, session
 from tests.stacks.cells import CELLS, FEATURES, ROOT, Cell, pick
+from tests.stacks.resolve import record, requirements
 from tests.turns import turn
 
 RECORDS = page.read(page.RECORDS)
@@ -64,9 +65,11 @@ def test_what_differs_from_the_users_environment_is_said(cell: Cell) -> None:
 
 
 def test_stacks_in_a_row_take_turns_and_the_turn_is_printed() -> None:
-    names = [pick(number)[0] for number in range(100, 100 + len(CELLS))]
-    assert sorted(names) == sorted(CELLS) and pick(100) == (names[0], f"the turn of commit number 100: cell {names[0]}")
-    assert pick(100 + len(CELLS))[0] == names[0] and [turn(3, n) for n in range(4)] == [0, 1, 2, 0]
+    rotating = [name for name, cell in CELLS.items() if not cell.folder]
+    names = [pick(number)[0] for number in range(100, 100 + len(rotating))]
+    assert sorted(names) == sorted(rotating) and "base" not in names
+    assert pick(100) == (names[0], f"the turn of commit number 100: cell {names[0]}")
+    assert pick(100 + len(rotating))[0] == names[0] and [turn(3, n) for n in range(4)] == [0, 1, 2, 0]
 
 
 # What a run is judged by.
@@ -123,8 +126,19 @@ def test_an_environment_that_is_not_the_pinned_one_is_told(tmp_path: Path, monke
 
 def test_the_page_and_the_readme_are_current() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(RECORDS, INSTALLS), "run python -m tests.stacks.page"
+    assert page.INSTALL.read_text(encoding="utf-8") == page.install_page(RECORDS, INSTALLS)
     text = page.README.read_text(encoding="utf-8")
     assert text == page.between_marks(text, page.short_table(RECORDS)), "run python -m tests.stacks.page"
+
+
+@pytest.mark.parametrize("name", INSTALLS)
+def test_what_a_command_installs_was_resolved_of_the_command_that_is_shown(name: str) -> None:
+    kept, cell = INSTALLS[name], CELLS[name]
+    assert (kept["stack"], kept["command"], kept["holds"].keys()) == (name, cell.install, set(cell.holds))
+    # What runs here is what that user gets.
+    for distribution, version in kept["holds"].items():
+        assert version == pins(cell)[canonicalize_name(ON_A_CPU.get(distribution, distribution))]
+    assert requirements(cell)[0] == f"{ROOT}[trl,report]" and "--upgrade" not in requirements(cell)
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -161,6 +175,15 @@ def test_what_failed_or_was_not_run_stays_in_the_tables() -> None:
     assert page.summary(late) == page.outcome(late, "gap", CELLS[name]) == "**not done after 3600 s**"
     assert page.table({}).count("**not run**") == len(CELLS) * len(FEATURES)
     assert page.short_table({}).count("**not run**") == len(CELLS)
+
+
+def test_of_pips_report_the_versions_that_make_the_stack_are_kept() -> None:
+    cell = CELLS["newest-plain"]
+    installed = [{"metadata": {"name": name.title(), "version": f"{n}.0+cpu"}} for n, name in enumerate(cell.holds)]
+    kept = record(cell, {"install": installed}, "2026-01-01")
+    assert kept["holds"] == {name: f"{n}.0" for n, name in enumerate(cell.holds)} and kept["date"] == "2026-01-01"
+    with pytest.raises(KeyError):
+        record(cell, {"install": installed[1:]}, "2026-01-01")
 
 
 def test_only_what_is_between_the_marks_is_replaced() -> None:
