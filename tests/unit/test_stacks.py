@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
+from mismatch_ext.versions import PEERS
 from tests.stacks import page, session
 from tests.stacks.cells import CELLS, FEATURES, ROOT, Cell, pick
 from tests.stacks.resolve import record, requirements
@@ -152,6 +153,12 @@ def test_a_stack_was_run_with_its_pins_and_passed(name: str) -> None:
         assert version.partition("+")[0] == pins(cell)[canonicalize_name(ON_A_CPU.get(distribution, distribution))]
     assert record["features"].keys() == cell.tests.keys() and not record["trouble"]
     assert all(found["passed"] and not found["failed"] for found in record["features"].values())
+
+
+@pytest.mark.parametrize("peer", ["torch", "transformers", "accelerate", "trl", "vllm"])
+def test_a_version_that_is_said_to_have_run_is_one_of_a_stack(peer: str) -> None:
+    pinned = {pins(cell).get(canonicalize_name(ON_A_CPU.get(peer, peer))) for cell in CELLS.values()}
+    assert set(PEERS[peer].ran) <= pinned
 
 
 def test_what_failed_or_was_not_run_stays_in_the_tables() -> None:
