@@ -7,6 +7,7 @@ which V1 knows.
 
 from __future__ import annotations
 
+import importlib
 from functools import wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,9 +45,9 @@ def attach_cpu_routes(llm: LLM) -> None:
             "the vLLM engine records routing on a CPU and speculates (speculative_config is set), and there routes of rejected "
             "tokens are not taken back; start it without speculation, or on a GPU."
         )
-    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
-
-    connector = get_aux_output_connector(model_runner.model, config, model_runner.kv_cache_config)
+    # By name: vLLM before 0.31 has no such module.
+    worker: Any = importlib.import_module("vllm.distributed.aux_output_connector.worker")
+    connector = worker.get_aux_output_connector(model_runner.model, config, model_runner.kv_cache_config)
     model_runner.mismatch_routes = connector
     execute, sample = model_runner.execute_model, model_runner.sample_tokens
     # The step whose tokens have been computed and not yet sampled: at most one.
