@@ -20,6 +20,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from mismatch_ext.versions import installed
@@ -61,7 +62,9 @@ def apart(pins: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
             if wanted in allowed or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
                 continue
             version = here[wanted].version if wanted in here else None
-            if version is None or not requirement.specifier.contains(version, prereleases=True):
+            # A CPU build asks for a CPU build of torch; the CUDA build of the same version does as well.
+            asked = SpecifierSet(str(requirement.specifier).replace("+cpu", ""))
+            if version is None or not asked.contains(version, prereleases=True):
                 yield f"{name} {here[name].version} asks for {requirement}, and {version or 'nothing'} is installed"
 
 

@@ -104,7 +104,7 @@ def test_failures_errors_and_skips_have_not_passed_and_neither_has_what_did_not_
 def test_an_environment_that_is_not_the_pinned_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, version, requires in (
         ("upst", "1.0+cpu", 'dep>=2\nRequires-Dist: extra; extra == "more"\nRequires-Dist: gone'),
-        ("dep", "1.5", "gone"),
+        ("dep", "1.5", "gone\nRequires-Dist: upst==1.0+cpu"),
     ):
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
