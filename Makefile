@@ -5,7 +5,7 @@
 # test-isa: the tests whose result hangs on floating-point kernels, as two lesser CPUs would run them: AVX-512 without float16
 # and AMX, and AVX2. On a machine that has more; about ten minutes.   mutants: plants faults and runs the tests that must notice.
 # stack: builds the stack STACK=name (tests/stacks/cells.py) in .stacks/ and runs its tests; QUICK=1 runs a selection.
-# matrix: the tests with real TRL and vLLM at the ends of their supported ranges; QUICK=1 runs a selection of them.
+# matrix: every stack, and docs/compatibility.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 PYTHON ?= python3
@@ -93,13 +93,12 @@ evidence: setup
 bench: setup
 	@$(BIN)/python -m benchmarks
 
-# Needs the package index for what it has not installed yet. STACK=commit is the stack whose turn it is at this commit.
+# Both need the package index for what they have not installed yet. STACK=commit is the stack whose turn it is at this commit.
 stack:
 	$(PYTHON) -m tests.stacks $(or $(STACK),$(error STACK=name is missing; see tests/stacks/cells.py)) --jobs $(JOBS) $(if $(QUICK),--quick)
 
-# Needs the package index for versions that it has not installed yet. Rewrites docs/compatibility.md.
-matrix: setup
-	$(BIN)/python -m tests.matrix --also trl==1.14.2 $(if $(QUICK),--quick)
+matrix:
+	$(PYTHON) -m tests.stacks all --jobs $(JOBS) $(if $(QUICK),--quick)
 
 # Rewrites the constraints from the present .venv, for a maintainer who has changed requirements/cpu.txt.
 lock: setup

@@ -9,6 +9,7 @@ from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTIO
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
+from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
 
 from mismatch_ext.patching import Patch
 
@@ -21,6 +22,7 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
         "trainers it calls TRL's own",
     ),
     (CPU_MOE_REPACK, "while TRL builds its trainer with a `mismatch` block, and during `update_weights`, on a CPU"),
+    (CPU_ROUTES, "while TRL builds its trainer with `routing.mode: R3`, on a CPU with vLLM 0.31 or later"),
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),

@@ -1,8 +1,8 @@
 """Measure TRL's and verl's own KL terms by exact enumeration: `python -m tests.kl_hosts`.
 
-TRL is measured in every version of the compatibility table, and in the two around the change of its default; a version that
-`.venv` does not hold is installed as `tests.matrix` installs it. What came out is written to mismatch_ext/kl/hosts.json, from
-which docs/kl.md is printed. Tests measure again, and compare.
+TRL is measured in every version that was run, and in the two around the change of its default; a version that `.venv` does not
+hold is installed under `.cache/`, without its dependencies, and put in front on the path. What came out is written to
+mismatch_ext/kl/hosts.json, from which docs/kl.md is printed. Tests measure again, and compare.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from mismatch_ext.kl.hosts import FILE
 from mismatch_ext.versions import installed
-from tests.matrix import ROOT, overlay
 from tests.models import tiny_model
 
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache/trl"
 TRL = ("1.16.0", "1.14.2", "1.13.0", "1.10.0", "1.9.0")
 SCENARIOS = {"TRL": "tests.peers.trl.scenarios_kl_terms", "verl": "tests.peers.verl.in_process.scenarios_kl_terms"}
 
@@ -47,13 +48,27 @@ def measured(host: str, folders: Sequence[Path] = (), **payload: Any) -> list[di
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
+def overlay(version: str) -> Path | None:
+    """Return a folder that holds a version of TRL, installed now if need be; None for the version in `.venv`."""
+    if installed("trl") == version:
+        return None
+    target = CACHE / version
+    if not target.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE, ignore_cleanup_errors=True) as fresh:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh]
+            subprocess.run([*pip, f"trl=={version}"], check=True, timeout=1800)
+            Path(fresh).rename(target)
+    return target
+
+
 def main() -> int:
     """Measure every host and version, and write the file."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         model = tiny_model("dense", Path(scratch) / "model")
         for version in tqdm(TRL, unit="version", desc="TRL"):
-            folder = overlay("trl", version)
+            folder = overlay(version)
             found = measured("TRL", [folder] if folder else [], model=model, out=scratch)
             if {row["version"] for row in found} != {version}:
                 raise SystemExit(f"asked for TRL {version}, but {folder} gives {found[0]['version']}")

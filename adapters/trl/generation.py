@@ -76,6 +76,7 @@ class CheckedGeneration:
         self.layout = layout
         if layout is not None:
             engine.require_routing(inner.llm)
+            engine.attach_cpu_routes(inner.llm)
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self.weight_version = 0

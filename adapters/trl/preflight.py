@@ -23,6 +23,7 @@ from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
+from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import Tensor, nn
 
 from mismatch_ext.banner import banner
@@ -84,6 +85,7 @@ class PreflightMixin(_Host):
             arguments["enforce_eager"] = True
             # Active at each weight update; applied here too, so that it is checked before the engine is built.
             patches.extend(cpu_moe_repack())
+            patches += cpu_routes_patches() if FLAG in arguments else []
         return [engine_arguments(arguments), *patches] if arguments else patches
 
     def create_accelerator_and_postprocess(self) -> None:

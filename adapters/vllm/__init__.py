@@ -1,5 +1,6 @@
 """vLLM, in the trainer's process: dtypes read back, weights updated and compared, rollouts and routes turned into records."""
 
+from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
 from mismatch_ext.adapters.vllm.probes import score_tokens
 from mismatch_ext.adapters.vllm.rollouts import to_records
@@ -7,6 +8,7 @@ from mismatch_ext.adapters.vllm.routing import captured_outputs, require_routing
 from mismatch_ext.adapters.vllm.weights import compare_tensors, is_comparable, sample_rows, update_weights
 
 __all__ = [
+    "attach_cpu_routes",
     "captured_outputs",
     "compare_tensors",
     "is_comparable",

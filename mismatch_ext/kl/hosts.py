@@ -33,8 +33,8 @@ TEXT = """\
 Measured by `python -m tests.kl_hosts` through the hosts' own code: TRL's `GRPOTrainer._compute_loss` and verl's `ppo_loss`, or
 `apply_kl_penalty`, on the policy of the tables above, without another reward, in float64. Settings that are not named are
 the host's defaults, except that the KL term is on: `GRPOTrainer` and verl come without one (`beta=0.0`; `use_kl_loss` and
-`use_kl_in_reward` False). Tests measure again and hold the figures, for each TRL version of the compatibility table under
-`make matrix`. Responses are of one length: what denominators do with unequal ones is not in this.
+`use_kl_in_reward` False). Tests measure again and hold the figures, for each TRL version of the
+compatibility table. Responses are of one length: what denominators do with unequal ones is not in this.
 
 *responses*: norm of the bias of the expected gradient against that of KL(pi\\|\\|ref) of whole responses, over the norm of the
 latter, with its cosine. *tokens*: the same against the per-token reverse KL, which credits no token with the KL of later ones;

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.evidence.machine import ROOT, git
+from tests.evidence.machine import ROOT
 from tests.evidence.slices import SLICES, Slice, pick
+from tests.turns import commits
 
 Record = dict[str, Any]
 README = ROOT / "README.md"
@@ -130,7 +131,7 @@ def due() -> tuple[int, str]:
         wanted = [name for name, file in names.items() if file in chosen.files]
         return min((records[name]["date"] if name in records else "" for name in wanted), default=None)
 
-    return pick([oldest(chosen) for chosen in SLICES], int(git("rev-list", "--count", "HEAD") or 0))
+    return pick([oldest(chosen) for chosen in SLICES], commits())
 
 
 def slice_of(name: str) -> int:
@@ -213,9 +214,7 @@ NOT_YET_RECORDED = (
     "demo_moe_trained",
     "example_dense_fp16",
     "example_moe_r3",
-    "kills_verl",
     "lr_gap_quick",
-    "matrix",
 )
 MEASURED_BY = {"demo": "demo_dense", "replay_gap": "replay_gap", "cost": "step_cost"}
 

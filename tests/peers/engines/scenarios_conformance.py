@@ -37,12 +37,19 @@ def vllm(
     import torch
     from mismatch_ext.adapters import vllm as engine
     from mismatch_ext.adapters.transformers.routing import moe_layout
+    from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
+    from mismatch_ext.patching import applied
+
     settings = SamplingSettings(**sampling)
     layout = moe_layout(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, seed=0, enable_return_routed_experts=True)
+    with applied(*cpu_routes_patches()):
+        llm = LLM(
+            model, dtype="float32", enforce_eager=True, max_model_len=256, seed=0, enable_return_routed_experts=True
+        )
+    engine.attach_cpu_routes(llm)
     parameters = SamplingParams(max_tokens=count, logprobs=0, **sampling, **options)
     outputs = llm.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
     reading = engine.read_engine(llm)

@@ -24,6 +24,7 @@ import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.routing import MoeLayout, moe_layout, record_routing
 from mismatch_ext.adapters.vllm import weights
+from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from vllm import LLM, SamplingParams
@@ -31,6 +32,7 @@ from vllm.exceptions import VLLMValidationError
 
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, VOCABULARY, make_tokenizer
 from mismatch_ext.errors import MismatchError
+from mismatch_ext.patching import applied
 from mismatch_ext.routing import (
     RoutingTrace,
     agreement,
@@ -98,13 +100,15 @@ def build(name: str, directory: Path, seed: int = 0) -> nn.Module:
 @contextmanager
 def running(directory: Path, **options: Any) -> Iterator[LLM]:
     """Run an engine that records routing."""
-    llm = LLM(
-        str(directory),
-        **{
-            "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "block_size": 32, "seed": 0,
-            "enable_return_routed_experts": True, "disable_log_stats": False, **options,
-        },
-    )  # fmt: skip
+    with applied(*cpu_routes_patches()):
+        llm = LLM(
+            str(directory),
+            **{
+                "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "block_size": 32, "seed": 0,
+                "enable_return_routed_experts": True, "disable_log_stats": False, **options,
+            },
+        )  # fmt: skip
+    engine.attach_cpu_routes(llm)
     try:
         yield llm
     finally:

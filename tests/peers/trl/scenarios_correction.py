@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -34,6 +35,23 @@ def trained(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any
     }
 
 
+def scored(trainer: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return the trainer's own log-probabilities of a batch's responses."""
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    logits = trainer.model(input_ids=tokens, attention_mask=attention).logits
+    logits = logits[:, -inputs["completion_ids"].size(1) - 1 : -1].double()
+    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+
+
+@torch.no_grad()
+def mean_ratios(trainer: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return each response's mean log-ratio between trainer and engine."""
+    mask = inputs["completion_mask"]
+    apart = scored(trainer, inputs) - inputs["sampling_per_token_logps"].double()
+    return (apart * mask).sum(1) / mask.sum(1)
+
+
 def by_hand(model: str, out: str) -> dict[str, Any]:
     """Compare weights and first-step gradients of presets that TRL does not have with plain formulas."""
     trainer = build(
@@ -45,26 +63,28 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
     trainer.model.train()
     rows = next(iter(trainer.get_train_dataloader()))
     result: dict[str, Any] = {}
+    # Bounds that keep some responses and not others, whatever the gap is on this machine and stack.
+    middle = mean_ratios(trainer, trainer._generate_and_score_completions(rows)).abs().median().item()
+    lower, upper = math.exp(-middle), math.exp(middle)
     for name, keys in (
         ("token", {"level": "token", "upper": 1.001, "bound": "truncate"}),
-        ("geometric", {"level": "geometric", "bound": "mask", "lower": 0.999, "upper": 1.001}),
-        ("reject", {"level": "token", "upper": 2.0, "reject": "seq_mean_k1", "reject_threshold": "0.999_1.001"}),
+        ("geometric", {"level": "geometric", "bound": "mask", "lower": lower, "upper": upper}),
+        (
+            "reject",
+            {"level": "token", "upper": 2.0, "reject": "seq_mean_k1", "reject_threshold": f"{lower!r}_{upper!r}"},
+        ),
         ("clip", {"mode": "bypass", "loss": "ppo_clip"}),
         ("reinforce", {"mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.002}),
     ):
         trainer._correction = CorrectionTerm(resolve(CorrectionConfig(**keys)), trainer.accelerator.gather)
-        inputs = trainer._generate_and_score_completions(rows)
+        for _ in range(10):
+            inputs = trainer._generate_and_score_completions(rows)
+            if name not in ("geometric", "reject") or 0 < (mean_ratios(trainer, inputs).abs() < middle).sum() < len(
+                rows
+            ):
+                break
         mask = inputs["completion_mask"].bool()
-        tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        length = mask.size(1)
-
-        def score() -> Tensor:
-            logits = trainer.model(input_ids=tokens, attention_mask=attention).logits  # noqa: B023
-            logits = logits[:, -length - 1 : -1].double()  # noqa: B023
-            return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]  # noqa: B023
-
-        old = score().detach()
+        old = scored(trainer, inputs).detach()
         rollout = inputs["sampling_per_token_logps"].double()
         ratio = torch.where(mask, (old - rollout).exp(), 1.0)
         total = torch.where(mask, old - rollout, 0.0).sum(1, keepdim=True)
@@ -73,17 +93,17 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
         if name == "token":
             weight = ratio.clamp(max=1.001)
         elif name == "geometric":
-            weight = torch.where((mean.exp() >= 0.999) & (mean.exp() <= 1.001), mean.exp(), 0.0).expand_as(ratio)
+            weight = torch.where((mean.exp() >= lower) & (mean.exp() <= upper), mean.exp(), 0.0).expand_as(ratio)
         elif name == "reject":
-            weight = torch.where((mean.exp() >= 0.999) & (mean.exp() <= 1.001), ratio.clamp(max=2.0), 0.0)
+            weight = torch.where((mean.exp() >= lower) & (mean.exp() <= upper), ratio.clamp(max=2.0), 0.0)
         elif name == "clip":
             weight, policy = torch.ones_like(ratio), ratio  # grad of exp(log pi - log mu) is pi/mu grad log pi
         else:
             weight, policy = torch.ones_like(ratio), total.exp().clamp(max=1.002).expand_as(ratio)
         ours = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
-        term = -inputs["advantages"].double()[:, None] * weight * policy * score()
+        term = -inputs["advantages"].double()[:, None] * weight * policy * scored(trainer, inputs)
         hand = gradients(trainer, torch.where(mask, term, 0.0).sum() / (len(mask) * trainer.max_completion_length))
-        plain = -inputs["advantages"].double()[:, None] * score()
+        plain = -inputs["advantages"].double()[:, None] * scored(trainer, inputs)
         without = gradients(trainer, torch.where(mask, plain, 0.0).sum() / (len(mask) * trainer.max_completion_length))
         multiplier = inputs["importance_sampling_ratio"].double()
         result[name] = {

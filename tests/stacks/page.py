@@ -1,0 +1,204 @@
+"""docs/compatibility.md, docs/install.md and the README's table, of what was recorded: `python -m tests.stacks.page`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.stacks.cells import CELLS, FEATURES, ROOT, Cell
+
+RECORDS = ROOT / "evidence/stacks"
+INSTALLS = ROOT / "evidence/installs"
+PAGE = ROOT / "docs/compatibility.md"
+INSTALL = ROOT / "docs/install.md"
+README = ROOT / "README.md"
+MARKS = ("<!-- begin stacks -->\n", "<!-- end stacks -->")
+
+# Stacks that are declared and that no record is of: their rows say so.
+NOT_YET_RUN: tuple[str, ...] = ("base", "trl-newest", "hf-recipe", "newest-plain", "trl-1.14", "trl-1.13", "trl-oldest")
+
+Record = dict[str, Any]
+
+
+def read(folder: Path) -> dict[str, Record]:
+    """Read a folder's files by stack, in the order of `CELLS`."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+    return {name: found[name] for name in CELLS if name in found}
+
+
+def holds(record: Record | None, cell: Cell) -> str:
+    """Return a stack's versions as they ran: `trl 1.16.0, vllm 0.31.0`."""
+    versions = record["holds"] if record else dict.fromkeys(cell.holds, "?")
+    return ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items())
+
+
+def outcome(record: Record, feature: str, cell: Cell) -> str:
+    """Return how a feature's tests ended; what failed is set bold."""
+    if feature not in cell.tests:
+        return "-"
+    found = record["features"].get(feature)
+    if found is None:
+        return f"**{record['trouble'] or 'not run'}**"
+    failed = f"**{len(found['failed'])} failed**, " if found["failed"] else ""
+    return f"{failed}{found['passed']} passed"
+
+
+def summary(record: Record | None) -> str:
+    """Return how a stack's tests ended in all."""
+    if record is None:
+        return "**not run**"
+    if record["trouble"] or not record["features"]:
+        return f"**{record['trouble'] or 'not run'}**"
+    failed = sum(len(found["failed"]) for found in record["features"].values())
+    passed = sum(found["passed"] for found in record["features"].values())
+    return (f"**{failed} failed**, " if failed else "") + f"{passed} passed"
+
+
+def routes(cell: Cell) -> str:
+    """Return whether the engine's routes are recorded on this CPU."""
+    return "no" if cell.no_routes else "yes" if "vllm" in cell.holds or "sglang" in cell.holds else "-"
+
+
+def short_table(records: Mapping[str, Record]) -> str:
+    """Return the README's table, one row per stack."""
+    lines = ["| stack | holds | here, on a CPU | routes of the engine, here | on a GPU |", "|---" * 5 + "|"]
+    for name, cell in CELLS.items():
+        record = records.get(name)
+        lines.append(f"| {name}: {cell.title} | {holds(record, cell)} | {summary(record)} | {routes(cell)} | not run |")
+    return "\n".join(lines)
+
+
+def table(records: Mapping[str, Record]) -> str:
+    """Return the page's table: one row per stack, one column per feature."""
+    lines = ["| stack | " + " | ".join(FEATURES.values()) + " |", "|---" * (len(FEATURES) + 1) + "|"]
+    for name, cell in CELLS.items():
+        record = records.get(name)
+        ended = [outcome(record, feature, cell) if record else "**not run**" for feature in FEATURES]
+        lines.append(f"| {name} | " + " | ".join(ended) + " |")
+    return "\n".join(lines)
+
+
+def section(cell: Cell, record: Record | None, install: Record | None) -> list[str]:
+    """Return what the page says of one stack."""
+    lines = ["", f"## {cell.name}", "", f"{cell.title[0].upper()}{cell.title[1:]}.", ""]
+    lines += ["    " + cell.install, ""]
+    if install:
+        named = ", ".join(f"{name} {version}" for name, version in install["holds"].items())
+        lines.append(
+            f"- **That command installs** {named} (as pip resolved it on {install['date']} for Python {install['python']})."
+        )
+    pins = cell.pins().relative_to(ROOT).as_posix()
+    lines.append(f"- **Ran here**: {holds(record, cell)}; everything else is in [{pins}](../{pins}).")
+    lines += [f"- **Other than there**: {sentence}" for sentence in cell.differs]
+    recorded = "no engine." if routes(cell) == "-" else cell.no_routes or "recorded."
+    lines.append(f"- **Routes of the engine, on this CPU**: {recorded}")
+    if record:
+        machine = record["machine"]
+        built = record["built"].get("seconds")
+        lines.append(
+            f"- **Measured**: {record['date']}, {machine['cores']} cores of {machine['cpu']}, {machine['gpu'] or 'no GPU'}; "
+            f"commit {record['commit'][:10]}{', changed since' if record['dirty'] else ''}; tests {record['seconds']} s"
+            + (f", environment from empty {built} s" if built else "")
+        )
+        failed = [test for found in record["features"].values() for test in found["failed"]]
+        lines += [f"- **Failed**: `{test}`" for test in dict.fromkeys(failed)]
+    lines.append("- **On a GPU**: not run.")
+    lines += ["- **Tests**:"]
+    for feature, tests in cell.tests.items():
+        lines.append(f"  - {FEATURES[feature]}: {', '.join(f'`{short(test)}`' for test in tests)}")
+    return lines
+
+
+def short(test: str) -> str:
+    """Return a test's name for a reader."""
+    return test.removeprefix("tests/").replace(".py", "")
+
+
+def page(records: Mapping[str, Record], installs: Mapping[str, Record]) -> str:
+    """Return docs/compatibility.md."""
+    lines = [
+        "# Compatibility",
+        "",
+        "What was run, one row per stack that people have. `make matrix` builds every stack's environment from exact pins,",
+        "runs its tests with the real peers and writes this page; `make stack STACK=name` does it for one. Each count is of",
+        "tests that passed; what did not pass is set bold. What works in the environment that you have, and why not,",
+        "`mismatch-ext compat` says.",
+        "",
+        table(records),
+    ]
+    for name, cell in CELLS.items():
+        lines += section(cell, records.get(name), installs.get(name))
+    return "\n".join(lines) + "\n"
+
+
+INSTALL_HEAD = """\
+# Installing beside what you have
+
+    pip install mismatch-ext
+
+needs torch, numpy and packaging, and never replaces the torch or the engine that you have. The extras (`trl`, `verl`, `vllm`,
+`sglang`, `megatron`, `report`) carry floors only: what works with the versions that pip then finds is decided when a run starts,
+feature by feature, and `mismatch-ext compat` prints it beforehand. A version that no stack below has run is one warning; what is
+known to be wrong with one is an error that says what to install.
+
+Below are the commands for stacks that people have. Each was resolved by pip as a user with a GPU types it, and run on two CPU
+cores with the builds that [compatibility.md](compatibility.md) names; none has been run on a GPU.
+
+| you have or want | command | installs | ran here |
+|---|---|---|---|
+"""
+INSTALL_END = """
+TRL 1.15.0, the newest that Unsloth allows, computes every log-probability by a Triton kernel: without Triton it is refused by
+name, and with Triton, which runs on a GPU alone, it has not been run. Unsloth replaces TRL's trainers by its own, so that
+only `MismatchCallback` (learning rate, alarms) could reach it; that has not been run either.
+"""
+
+
+def install_page(records: Mapping[str, Record], installs: Mapping[str, Record]) -> str:
+    """Return docs/install.md."""
+    rows = []
+    for name, cell in CELLS.items():
+        resolved = installs.get(name)
+        found = (
+            ", ".join(f"{one} {version}" for one, version in resolved["holds"].items()) if resolved else "not resolved"
+        )
+        ran = f"{summary(records.get(name))} ([{name}](compatibility.md#{anchor(name)}))"
+        rows.append(f"| {cell.title} | `{cell.install}` | {found} | {ran} |")
+    return INSTALL_HEAD + "\n".join(rows) + "\n" + INSTALL_END
+
+
+def anchor(name: str) -> str:
+    """Return a heading's anchor."""
+    return re.sub(r"[^a-z0-9-]", "", name.lower())
+
+
+def between_marks(text: str, content: str) -> str:
+    """Return a text with new content between its two marks.
+
+    Raises:
+        ValueError: A mark is missing.
+    """
+    pattern = re.compile(f"({re.escape(MARKS[0])}).*?({re.escape(MARKS[1])})", re.DOTALL)
+    changed, count = pattern.subn(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+    if count != 1:
+        raise ValueError(f"README.md has lost a mark of the stacks' table: {MARKS[0].strip()} or {MARKS[1]}")
+    return changed
+
+
+def write(records: Mapping[str, Record], installs: Mapping[str, Record]) -> None:
+    """Write the pages and the README's table."""
+    PAGE.write_text(page(records, installs), encoding="utf-8")
+    INSTALL.write_text(install_page(records, installs), encoding="utf-8")
+    README.write_text(between_marks(README.read_text(encoding="utf-8"), short_table(records)), encoding="utf-8")
+
+
+def main() -> None:
+    """Write the pages from the records."""
+    write(read(RECORDS), read(INSTALLS))
+
+
+if __name__ == "__main__":
+    main()
