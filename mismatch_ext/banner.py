@@ -50,12 +50,17 @@ def banner(
         measured: When the gap is measured, "at every ...".
     """
     trainer, engine = header["trainer"], header["engine"]
+    observes = block.level == "observe"
+    if observes:
+        none = "observed, not applied"
+        seams = Seams(trainer=none, correction=none, lr=none, kl=none, precision=none, sampler=seams.sampler)
     scaler = trainer["scaler"]
     scaler_text = f"{scaler['class']} at {scaler['scale']:g}" if scaler else "none"
+    active = "observes, and changes nothing in," if observes else "is active on"
     lines = [
-        f"mismatch-ext {header['versions']['mismatch-ext']} is active on {header['run']['host']}",
+        f"mismatch-ext {header['versions']['mismatch-ext']} {active} {header['run']['host']}",
         f"  trainer    {', '.join(trainer['parameter_dtypes'])} weights, autocast {trainer['autocast_dtype'] or 'off'}, "
-        f"loss scaler {scaler_text}   [{seams.trainer}]",
+        f"loss scaler {scaler_text}   [{'the host as it is' if observes else seams.trainer}]",
     ]
     if engine is None:
         lines.append("  engine     none: the trainer's own model generates")
@@ -68,7 +73,8 @@ def banner(
         lines.append("  precision  not asked for: the dtypes of both sides are the host's own choice")
     else:
         set_by = f"   [{seams.precision}]" if seams.precision else ""
-        lines.append(f"  precision  uniform {block.precision.dtype}: audited on both sides{set_by}")
+        done = "compared with both sides" if observes else "audited on both sides"
+        lines.append(f"  precision  uniform {block.precision.dtype}: {done}{set_by}")
     lines += _mitigations(block, seams, seams.sampler if engine is None else engine["engine"])
     if engine is not None:
         lines.append(f"  monitor    gap measured {measured}; weight sync check (prefill): {block.monitor.weight_sync}")
@@ -85,9 +91,13 @@ def _mitigations(block: MismatchConfig, seams: Seams, sampler: str) -> list[str]
         source = sampler if block.routing.mode == "R3" else "the trainer's old-logprob pass"
         where = "old-logprob pass, update" if block.routing.mode == "R3" else "update"
         where += ", reference" if block.routing.reference else ""
-        lines.append(
-            f"  routing    {block.routing.mode}: recorded by {source}, replayed in {where}   [{seams.trainer}]"
-        )
+        done = f"recorded by {source}, replayed in {where}"
+        if block.level == "observe":
+            r3 = block.routing.mode == "R3"
+            done = (
+                f"recorded by {source}, compared with the trainer's" if r3 else "the trainer's own, nothing to compare"
+            )
+        lines.append(f"  routing    {block.routing.mode}: {done}   [{seams.trainer}]")
     if block.lr is not None:
         lines.append(f"  lr         {rule_of(block.lr)}   [{seams.lr}]")
     if block.kl is not None:

@@ -18,7 +18,7 @@ from mismatch_ext.errors import RecordError
 STATE_FILE = "mismatch.json"
 SCHEMA = 1
 # The monitor says by itself which of its rules have changed, and nothing else of it has a state.
-_COMPARED = ("precision", "correction", "kl", "routing", "lr")
+_COMPARED = ("level", "precision", "correction", "kl", "routing", "lr")
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -79,9 +79,8 @@ def changed_settings(saved: Mapping[str, Any] | None, present: Mapping[str, Any]
     """
     if saved is None:
         return None
-    found = [
-        change for name in _COMPARED for change in _changes(saved.get(name), present.get(name), f"mismatch.{name}")
-    ]
+    before, now = ({"level": "enforce", **block} for block in (saved, present))
+    found = [change for name in _COMPARED for change in _changes(before.get(name), now.get(name), f"mismatch.{name}")]
     if not found:
         return None
     return f"the checkpoint was saved under other settings: {'; '.join(found)}. The present ones hold from here on."
@@ -94,7 +93,7 @@ def _changes(before: Any, now: Any, name: str) -> Iterator[str]:
                 yield from _changes(before[key], now[key], f"{name}.{key}")
     elif (list(before) if isinstance(before, tuple) else before) != (list(now) if isinstance(now, tuple) else now):
         given = [value is not None for value in (before, now)]
-        if name.count(".") == 1:
+        if name.count(".") == 1 and not all(given):
             yield f"{name} was {'given' if given[0] else 'absent'} and is {'given' if given[1] else 'absent'}"
         else:
             yield f"{name} was {_short(before)} and is {_short(now)}"

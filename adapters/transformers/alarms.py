@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.host_names import TRL
 from mismatch_ext.monitor import Alarm, Monitor
+from mismatch_ext.verdicts import Verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +25,16 @@ class AlarmCallback(TrainerCallback):
     Args:
         config: The `monitor` section.
         event: Writes an event: step, level, name, message, data.
+        verdicts: What becomes of an alarm that stops; None lets it.
 
     Attributes:
         monitor: The rules and their state.
         stopped: Message of the alarm that stopped training, or None.
     """
 
-    def __init__(self, config: MonitorConfig, event: Sink) -> None:
+    def __init__(self, config: MonitorConfig, event: Sink, verdicts: Verdicts | None = None) -> None:
         self.config = config
+        self.verdicts = Verdicts("enforce") if verdicts is None else verdicts
         self.monitor = Monitor(config, TRL)
         self.stopped: str | None = None
         self._unsaved = False
@@ -65,8 +68,9 @@ class AlarmCallback(TrainerCallback):
         if not self._resumed:
             self.monitor = Monitor(self.config, TRL)
         self.stopped, self._unsaved, self._resumed, self._looked = None, False, False, False
-        # transformers logs 0 for a loss that is NaN, unless told not to.
-        args.logging_nan_inf_filter = False
+        if not self.verdicts.observes:
+            # transformers logs 0 for a loss that is NaN, unless told not to.
+            args.logging_nan_inf_filter = False
 
     def on_log(
         self,
@@ -81,17 +85,28 @@ class AlarmCallback(TrainerCallback):
             return  # an evaluation, or the sum of a training that has ended
         verdict: list[str | None] = [None]
         if state.is_world_process_zero:
-            self._look_for_misspelt(state.global_step, logs)
-            for alarm in self.monitor.observe(state.global_step, logs):
-                self._act(alarm)
-                if alarm.stops:
-                    verdict[0] = alarm.message
+            with self.verdicts.checking("alarms"):
+                verdict[0] = self._watch(state.global_step, logs)
+        if self.verdicts.observes:
+            return
         if args.world_size > 1 and any(rule.action == "stop" for rule in self.monitor.rules.values()):
             # A metric may differ between ranks, and one that stops alone would leave the others waiting.
             broadcast_object_list(verdict)
         if verdict[0] is not None:
             self.stopped, self._unsaved = verdict[0], True
             control.should_training_stop = control.should_save = True
+
+    def _watch(self, step: int, logs: Mapping[str, Any]) -> str | None:
+        """Raise what a log calls for, and return the message of an alarm that stops; where none may, it is a finding."""
+        stop = None
+        self._look_for_misspelt(step, logs)
+        for alarm in self.monitor.observe(step, logs):
+            self._act(alarm)
+            if alarm.stops and self.verdicts.observes:
+                self.verdicts.found("alarm", alarm.message, step=step)
+            elif alarm.stops:
+                stop = alarm.message
+        return stop
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note that what a stop would lose is saved."""

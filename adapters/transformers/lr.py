@@ -6,12 +6,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.lr import LrControl, make_controller
 from mismatch_ext.lr.control import innermost
+from mismatch_ext.verdicts import Verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,10 @@ class LrCallback(TrainerCallback):
     Attributes:
         lr_control: The control of the training that runs; None outside of one.
         applied: Metrics of the last optimizer step, with the multiplier that it applied.
+        acts: Whether the multiplier is on the trainer's optimizer.
     """
+
+    acts = True
 
     def __init__(self, config: LrConfig) -> None:
         self.config = config
@@ -143,6 +148,62 @@ class LrCallback(TrainerCallback):
         if self.lr_control is not None:
             self.lr_control.remove()
         self.lr_control = None
+
+
+class ObservedLr(LrCallback):
+    """Computes what the control would have made of the rate, on an optimizer of its own: the trainer's is left alone.
+
+    Args:
+        config: The `lr` section.
+        verdicts: What becomes of what it refuses.
+    """
+
+    acts = False
+
+    def __init__(self, config: LrConfig, verdicts: Verdicts) -> None:
+        super().__init__(config)
+        self._verdicts = verdicts
+        self._shadow: torch.optim.Optimizer | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Put the control on an optimizer that stands in for the trainer's: it has the rate 1, and steps with it."""
+        with self._verdicts.checking("lr"):
+            if hasattr(innermost(optimizer), "optimizer_dict"):
+                raise _layerwise(args)
+        weight = torch.zeros(1, requires_grad=True)
+        weight.grad = torch.zeros(1)
+        self._shadow = torch.optim.SGD([weight], lr=1.0)
+        with self._verdicts.checking("lr"):
+            super().on_train_begin(args, state, control, optimizer=self._shadow, lr_scheduler=None, **kwargs)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Update the control by what was collected since the last step."""
+        with self._verdicts.checking("lr"):
+            super().on_pre_optimizer_step(args, state, control)
+
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Step as the trainer's optimizer did, and note the multiplier that would have been applied."""
+        with self._verdicts.checking("lr"):
+            if self._shadow is not None and not getattr(optimizer, "step_was_skipped", False):
+                self._shadow.step()
+            super().on_optimizer_step(args, state, control)
 
 
 def check_optimizer(args: TrainingArguments) -> None:

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.lr import LrCallback, check_optimizer
+from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr, check_optimizer
 from mismatch_ext.adapters.trl.header import REPORTED
 from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,6 +29,7 @@ from mismatch_ext.host_names import TRL
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.terminal import say
+from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
 logger = logging.getLogger(__name__)
@@ -56,21 +57,31 @@ class MismatchCallback(TrainerCallback, ExportableState):
     def __init__(self, mismatch: MismatchConfig | Mapping[str, Any] | str | Path) -> None:
         block = MismatchConfig.parse(mismatch)
         self.block = MismatchConfig() if block is None else block
+        self._verdicts = Verdicts(self.block.level)
+        self._lr: LrCallback | None = None
         for name in NEEDS_A_TRAINER:
             if getattr(self.block, name) is not None:
-                raise ConfigError(
-                    f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, monitor. "
-                    "Remove it, or use MismatchGRPOTrainer."
-                )
-        if self.block.lr is not None and self.block.lr.trigger in ("mismatch_kl", "f_tau"):
-            raise ConfigError(
-                f"mismatch.lr.trigger={self.block.lr.trigger!r} with MismatchCallback: the trainer does not log it; allowed: "
-                "response_length, grad_norm. Use MismatchGRPOTrainer for the others."
-            )
-        self._lr = None if self.block.lr is None else LrCallback(self.block.lr)
-        self._alarms = AlarmCallback(self.block.monitor, self._event)
+                with self._verdicts.checking("sections"):
+                    raise ConfigError(
+                        f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, "
+                        "monitor. Remove it, or use MismatchGRPOTrainer."
+                    )
+        with self._verdicts.checking("lr"):
+            self._lr = self._control()
+        self._alarms = AlarmCallback(self.block.monitor, self._event, self._verdicts)
         self._recorder: RunRecorder | None = None
         self._logged = False
+
+    def _control(self) -> LrCallback | None:
+        lr = self.block.lr
+        if lr is None:
+            return None
+        if lr.trigger in ("mismatch_kl", "f_tau"):
+            raise ConfigError(
+                f"mismatch.lr.trigger={lr.trigger!r} with MismatchCallback: the trainer does not log it; allowed: "
+                "response_length, grad_norm. Use MismatchGRPOTrainer for the others."
+            )
+        return ObservedLr(lr, self._verdicts) if self._verdicts.observes else LrCallback(lr)
 
     def state(self) -> dict[str, Any]:
         """Return what transformers saves in a checkpoint's `trainer_state.json`."""
@@ -84,9 +95,11 @@ class MismatchCallback(TrainerCallback, ExportableState):
         Raises:
             ConfigError, RunDirectoryError: As in `on_train_begin`.
         """
-        self._check_alone(state)
-        # A fraction is one of the steps of a training, of which there is none yet.
-        self._check(args, args.logging_steps if args.logging_steps >= 1 else 1)
+        self._verdicts.at(lambda: state.global_step)
+        with self._verdicts.checking("settings"):
+            self._check_alone(state)
+            # A fraction is one of the steps of a training, of which there is none yet.
+            self._check(args, args.logging_steps if args.logging_steps >= 1 else 1)
         if state.is_world_process_zero:
             ensure_writable(self._run_dir(args))
 
@@ -103,14 +116,35 @@ class MismatchCallback(TrainerCallback, ExportableState):
         Raises:
             ConfigError: The trainer's arguments leave the callback blind, or its logged rate would not be the applied one.
         """
-        self._check_alone(state)
-        self._check(args, state.logging_steps)
+        self._verdicts.at(lambda: state.global_step)
+        with self._verdicts.checking("settings"):
+            self._check_alone(state)
+            self._check(args, state.logging_steps)
         # transformers expects an entry when it saves, which a checkpoint from before this callback does not have. In a new
         # training it is what this callback stood at when the trainer asked, perhaps in a training that failed.
         entries: Any = state.stateful_callbacks
         entry = entries.setdefault(type(self).__name__, {})
-        saved = entry.get("attributes", {}).get("saved", {}) if state.global_step else {}
         self._logged = False
+        saved: dict[str, Any] = {}
+        with self._verdicts.checking("checkpoint"):
+            saved = entry.get("attributes", {}).get("saved", {}) if state.global_step else {}
+        with self._verdicts.checking("metrics"):
+            self._open(args, state, model)
+        with self._verdicts.checking("checkpoint"):
+            self._resume(entry, saved, state)
+        self._alarms.on_train_begin(args, state, control)
+        if self._lr is not None:
+            self._lr.resume(saved.get("lr"))
+            self._lr.on_train_begin(args, state, control, **kwargs)
+        if state.is_world_process_zero:
+            done = "observes, and changes nothing," if self._verdicts.observes else "is active"
+            lines = [f"mismatch-ext {installed('mismatch-ext')} {done} by callback"]
+            if self.block.lr is not None:
+                lines.append(f"  lr         {rule_of(self.block.lr)}")
+            say("\n".join([*lines, *monitor_lines(self._alarms.monitor, self._run_dir(args))]))
+
+    def _open(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Open the metrics file of a training."""
         run_dir = self._run_dir(args)
         if state.is_world_process_zero:
             ensure_writable(run_dir)
@@ -124,21 +158,18 @@ class MismatchCallback(TrainerCallback, ExportableState):
             gather=gather_object,
         )
         self._recorder.begin(state.global_step or None)
-        if state.global_step:
-            self._alarms.resume(saved.get("monitor"), state.global_step)
-            changed = changed_settings(entry.get("args", {}).get("mismatch"), self.block.to_dict())
-            if changed is not None:
-                logger.warning(changed)
-                self._recorder.event(state.global_step, "warning", "settings_changed", changed)
-        self._alarms.on_train_begin(args, state, control)
-        if self._lr is not None:
-            self._lr.resume(saved.get("lr"))
-            self._lr.on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero:
-            lines = [f"mismatch-ext {installed('mismatch-ext')} is active by callback"]
-            if self.block.lr is not None:
-                lines.append(f"  lr         {rule_of(self.block.lr)}")
-            say("\n".join([*lines, *monitor_lines(self._alarms.monitor, run_dir)]))
+            self._verdicts.report_to(self._event)
+
+    def _resume(self, entry: Any, saved: Any, state: TrainerState) -> None:
+        """Go on from what a checkpoint holds, and say which settings have changed since."""
+        if not state.global_step:
+            return
+        self._alarms.resume(saved.get("monitor"), state.global_step)
+        changed = changed_settings(entry.get("args", {}).get("mismatch"), self.block.to_dict())
+        if changed is not None:
+            logger.warning(changed)
+            self._event(state.global_step, "warning", "settings_changed", changed)
 
     def _run_dir(self, args: TrainingArguments) -> Path:
         return run_folder(self.block.monitor, Path(str(args.output_dir)))
@@ -204,13 +235,22 @@ class MismatchCallback(TrainerCallback, ExportableState):
         """
         if not logs or "loss" not in logs or self._recorder is None:
             return
-        if self._lr is not None and self._lr.lr_control is not None:
-            logs |= {PREFIX + name: value for name, value in self._lr.applied.items()}
-            if state.log_history:
-                state.log_history[-1] |= {PREFIX + name: value for name, value in self._lr.applied.items()}
-            self._steer(logs)
-        self._recorder.step("train", state.global_step, logs)
+        with self._verdicts.checking("lr"):
+            self._lead(state, logs)
+        with self._verdicts.checking("metrics"):
+            logs |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
+            self._recorder.step("train", state.global_step, logs)
         self._alarms.on_log(args, state, control, logs)
+
+    def _lead(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        """Log the rate that was applied, and let what was logged lead the next one."""
+        if self._lr is None or self._lr.lr_control is None:
+            return
+        applied = {PREFIX + name: value for name, value in self._verdicts.named(self._lr.applied).items()}
+        logs |= applied
+        if state.log_history:
+            state.log_history[-1] |= applied
+        self._steer(logs)
 
     def _steer(self, logs: Mapping[str, Any]) -> None:
         assert self._lr is not None and self._lr.lr_control is not None
@@ -251,9 +291,13 @@ class MismatchCallback(TrainerCallback, ExportableState):
             self._lr.release()
         if self._recorder is None:
             return
-        self._recorder.end(state.global_step, "completed", self._alarms.stopped or "")
+        with self._verdicts.checking("metrics"):
+            self._end(self._recorder, state)
+
+    def _end(self, recorder: RunRecorder, state: TrainerState) -> None:
+        recorder.end(state.global_step, "completed", self._alarms.stopped or "")
         if state.is_world_process_zero:
-            print_closing(self._recorder.run_dir)
+            print_closing(recorder.run_dir)
 
     def _event(self, *event: Any) -> None:
         if self._recorder is not None:

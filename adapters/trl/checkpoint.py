@@ -12,6 +12,7 @@ from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.whole import resumable
+from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.replay import RoutingReplay
@@ -23,9 +24,9 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.trl.generation import CheckedGeneration
     from trl import GRPOTrainer as _Host
 else:
     _Host = object
@@ -35,6 +36,8 @@ class CheckpointMixin(_Host):
     """Overrides the methods of Trainer that begin a training, save it and load it; `MismatchTrainerMixin` sets what is active."""
 
     _block: MismatchConfig | None
+    _acting: MismatchConfig
+    _verdicts: Verdicts
     _recorder: RunRecorder
     _kl: KlTerm | None
     _lr: LrCallback | None
@@ -51,16 +54,30 @@ class CheckpointMixin(_Host):
         assert self.args.output_dir is not None
         return self.args.output_dir
 
+    @property
+    def _repairs(self) -> bool:
+        """Whether there is a block that may do otherwise than stock where stock is wrong."""
+        return self._block is not None and not self._verdicts.observes
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        resume_from_checkpoint, passed_over = self._resumable(resume_from_checkpoint)
-        resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
-        if resumed is not None or not resume_from_checkpoint:
-            self._recorder.begin(resumed)  # else the parent refuses, and the metrics that are there stay as they are
-        for message in passed_over:
-            self._told(resumed or 0, "torn_checkpoint", message)
+        passed_over: list[str] = []
+        with self._verdicts.checking("checkpoint"):
+            chosen, passed_over = self._resumable(resume_from_checkpoint)
+            if self._repairs:
+                resume_from_checkpoint = chosen
+            else:
+                passed_over = [f"enforce would not resume as TRL does: {message}" for message in passed_over]
+        with self._verdicts.checking("metrics"):
+            resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
+            if resumed is not None or not resume_from_checkpoint:
+                self._recorder.begin(
+                    resumed
+                )  # else the parent refuses, and the metrics that are there stay as they are
+            for message in passed_over:
+                self._told(resumed or 0, "torn_checkpoint", message)
         # Whatever an earlier training of this trainer has left; a checkpoint's state is loaded over it.
         self._saved_step = 0
         self._alarms.begin_anew()
@@ -75,13 +92,15 @@ class CheckpointMixin(_Host):
         except BaseException as error:
             if isinstance(error, MismatchError):
                 self._rescue(error)
-            with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
+            with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
+                # A full disk must not take the place of the error in flight.
                 self._end("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
             if self._lr is not None:
                 self._lr.release()
-        self._end("completed", self._alarms.stopped or "")
+        with self._verdicts.checking("metrics"):
+            self._end("completed", self._alarms.stopped or "")
         return result
 
     def _resumable(self, asked: Any) -> tuple[Any, list[str]]:
@@ -142,18 +161,25 @@ class CheckpointMixin(_Host):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._block is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            # A checkpoint that is saved over is not whole until the host has written this file, its last, anew.
-            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-            # First: a checkpoint that the host has finished must not lack our part of it.
-            write_state(folder / STATE_FILE, self._state())
+            if self._repairs:
+                # A checkpoint that is saved over is not whole until the host has written this file, its last, anew.
+                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            with self._verdicts.checking("checkpoint"):
+                # First: a checkpoint that the host has finished must not lack our part of it.
+                write_state(folder / STATE_FILE, self._state())
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
+
+    @property
+    def _verified(self) -> bool:
+        """Whether TRL's engine wrapper is behind ours, which it is not where that failed and the run is observed."""
+        return isinstance(self.vllm_generation, CheckedGeneration)
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""
         assert self._block is not None
         state: dict[str, Any] = {"config": self._block.to_dict(), "recorder": self._recorder.state_dict()}
-        if self.use_vllm:
+        if self.use_vllm and self._verified:
             state |= self.vllm_generation.state_dict()
         if self._kl is not None:
             state["kl"] = self._kl.controller.state_dict()
@@ -185,7 +211,7 @@ class CheckpointMixin(_Host):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Run an epoch as the parent does, unless the run was complete when it was resumed: transformers takes one more step."""
-        if self._block is not None and 0 < self.state.max_steps <= self.state.global_step:
+        if self._repairs and 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
             return None
         return super()._run_epoch(*args, **kwargs)
@@ -201,21 +227,27 @@ class CheckpointMixin(_Host):
             self._load_renamed(self.state.best_model_checkpoint, self.model)
 
     def _load_renamed(self, checkpoint: str, model: Any) -> None:
-        if self._block is not None and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if self._repairs and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             load_converted(self.accelerator.unwrap_model(model), checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         super()._load_scaler(checkpoint)
         if self._block is None or checkpoint is None:
             return
-        self._shuffle_on()
+        if self._repairs:
+            self._shuffle_on()
+        with self._verdicts.checking("checkpoint"):
+            self._load_ours(checkpoint)
+
+    def _load_ours(self, checkpoint: str) -> None:
+        """Take over what a checkpoint holds beside the host's own."""
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
         state = read_state(Path(checkpoint) / STATE_FILE)
         self._alarms.resume(None if state is None else state.get("monitor"), self._saved_step)
         if state is not None:
             self._go_on_from(state)
-        precision = self._block.precision
+        precision = self._acting.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._recorder.event(
                 self.state.global_step,
@@ -228,7 +260,7 @@ class CheckpointMixin(_Host):
         """Take over what a checkpoint holds of ours, beside the alarms, and say which settings have changed since."""
         assert self._block is not None
         messages = [changed_settings(state.get("config"), self._block.to_dict())]
-        if self.use_vllm and state.get("weight_version") is not None:
+        if self.use_vllm and self._verified and state.get("weight_version") is not None:
             self.vllm_generation.load_state_dict(state)
         if self._kl is not None and state.get("kl") is not None:
             messages.append(self._kl.controller.load_state_dict(state["kl"]))

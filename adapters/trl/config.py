@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from trl import GRPOConfig as _Host
@@ -54,15 +57,29 @@ class MismatchConfigMixin(_Host):
         block = self.mismatch_block()
         if block is not None:
             self.mismatch = block.to_dict()
-            self._check_host(block)
+            # Findings of a configuration wait there for the trainer.
+            self._verdicts = verdicts = Verdicts(block.level)
+            # Under `observe` the block is rehearsed on a copy, which says what it would have set.
+            target = copy.copy(self) if verdicts.observes else self
+            with verdicts.checking("settings"):
+                target._check_host(block)
             if block.precision is not None:
-                self._follow_precision(block.precision.dtype)
-            self._follow_objective(block)
+                with verdicts.checking("precision_settings"):
+                    target._follow_precision(block.precision.dtype)
+            with verdicts.checking("objective_settings"):
+                target._follow_objective(block)
             if block.routing is not None:
-                self._check_routing(block.routing)
+                with verdicts.checking("routing_settings"):
+                    target._check_routing(block.routing)
+            self._would_set = {
+                f.name: (getattr(self, f.name), getattr(target, f.name))
+                for f in dataclasses.fields(self)
+                if getattr(self, f.name) is not getattr(target, f.name)
+            }
         super().__post_init__()
         if block is not None:
-            self._check_settled(block)
+            with verdicts.checking("settled_settings"):
+                self._check_settled(block)
 
     def mismatch_block(self) -> MismatchConfig | None:
         """Return the parsed block, or None when there is none."""
@@ -85,10 +102,11 @@ class MismatchConfigMixin(_Host):
         """
         builder = inspect.unwrap(Trainer.__init__).__code__
         if self.mismatch is not None and not getattr(self, "_claimed", False) and sys._getframe(1).f_code is builder:
-            raise ConfigError(
-                f"mismatch={self.mismatch!r} was given, but the trainer that is being built does not know the block and would "
-                "run without it; use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
-            )
+            with self._verdicts.checking("trainer"):
+                raise ConfigError(
+                    f"mismatch={self.mismatch!r} was given, but the trainer that is being built does not know the block and "
+                    "would run without it; use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
+                )
         return super().train_batch_size
 
     def _check_host(self, block: MismatchConfig) -> None:

@@ -84,7 +84,7 @@ class CorrectionTerm:
         rollout, chosen = output["sampling_per_token_logps"], mask.bool()
         if not bool(chosen.any()):
             # Other ranks may have tokens, and wait for this one's metrics.
-            return self._global({}, chosen)
+            return self.over_ranks({}, chosen)
         found = correct(rollout, old_logprobs, chosen, self.settings)
         if self.settings.mode == "bypass":
             # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
@@ -93,7 +93,7 @@ class CorrectionTerm:
         else:
             multiplier = found.as_multiplier()
         output["importance_sampling_ratio"] = torch.where(chosen, multiplier, 1.0)
-        return self._global(found.metrics, chosen)
+        return self.over_ranks(found.metrics, chosen)
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
         """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy.
@@ -108,7 +108,7 @@ class CorrectionTerm:
             return torch.zeros_like(logps)
         return correct(inputs["sampling_per_token_logps"], logps, chosen, self.settings).as_multiplier()
 
-    def _global(self, metrics: Mapping[str, float], chosen: Tensor) -> dict[str, float]:
+    def over_ranks(self, metrics: Mapping[str, float], chosen: Tensor) -> dict[str, float]:
         """Return the metrics over all ranks' tokens, in one collective call that every rank takes part in."""
         nan = float("nan")
         sizes = [float(chosen.sum()), float(chosen.any(-1).sum())]

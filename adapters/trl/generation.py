@@ -20,6 +20,7 @@ from mismatch_ext.errors import EngineError, MismatchError, RecordError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker
 
 
@@ -55,6 +56,7 @@ class CheckedGeneration:
         vocabulary: Token ids `[V]` that probes may use, int64, on the model's device.
         patch_digest: Digest of the patches that are active.
         layout: Routers of the trainer's model, when the engine is to record its routing; None records none.
+        verdicts: What becomes of checks that fail; None raises their errors.
     """
 
     def __init__(
@@ -67,20 +69,25 @@ class CheckedGeneration:
         vocabulary: Tensor,
         patch_digest: str,
         layout: MoeLayout | None = None,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self.inner = inner
         self.trainer = trainer
         self.monitor = monitor
         self.sampling = sampling
         self.patch_digest = patch_digest
-        self.layout = layout
+        self.verdicts = Verdicts("enforce") if verdicts is None else verdicts
+        self.layout: MoeLayout | None = None
         if layout is not None:
-            engine.require_routing(inner.llm)
-            engine.attach_cpu_routes(inner.llm)
-        # RLOOTrainer asks for none, and drops them.
-        inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
+            with self.verdicts.checking("routing"):
+                engine.require_routing(inner.llm)
+                engine.attach_cpu_routes(inner.llm)
+                self.layout = layout
         self.weight_version = 0
         self.reading = engine.read_engine(inner.llm)
+        self.checker = WeightSyncChecker(self.reading.model_dtype, trainer_dtype=trainer.compute_dtype)
+        # RLOOTrainer asks for none, and drops them.
+        inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self.records: list[RolloutRecord] = []
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
@@ -89,16 +96,13 @@ class CheckedGeneration:
         self._expected: dict[str, SentTensor] = {}
         self._previous: dict[str, SentTensor] = {}
         self._fingerprint: str | None = None
-        self.checker = WeightSyncChecker(self.reading.model_dtype, trainer_dtype=trainer.compute_dtype)
-        if self.verifies:
-            self.probes = _probe_tokens(monitor, vocabulary, inner.llm.llm_engine.model_config.max_model_len)
-            self.checker.baseline(engine.score_tokens(inner.llm, self.probes.tolist()), trainer.score(self.probes))
-            self._fingerprint = fingerprint(trainer.named_parameters())
-
-    @property
-    def verifies(self) -> bool:
-        """Whether weight updates are verified."""
-        return self.monitor.weight_sync != "off"
+        self.verifies = False
+        if monitor.weight_sync != "off":
+            with self.verdicts.checking("weight_sync"):
+                self.probes = _probe_tokens(monitor, vocabulary, inner.llm.llm_engine.model_config.max_model_len)
+                self.checker.baseline(engine.score_tokens(inner.llm, self.probes.tolist()), trainer.score(self.probes))
+                self._fingerprint = fingerprint(trainer.named_parameters())
+                self.verifies = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
@@ -122,6 +126,9 @@ class CheckedGeneration:
 
     @contextmanager
     def _engine_failures_named(self, doing: str) -> Iterator[None]:
+        if self.verdicts.observes:
+            yield  # the host's own error
+            return
         try:
             yield
         except MismatchError:
@@ -140,14 +147,16 @@ class CheckedGeneration:
             WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
         """
         with self._engine_failures_named("updating weights"):
-            if is_cpu(self.inner.llm):
+            if is_cpu(self.inner.llm) and not self.verdicts.observes:
                 engine.update_weights(self.inner.llm, self._sent_parameters())
             else:
                 self._plain_sync()
         self.weight_version += 1
-        self.trainer.on_sent(frozenset(self._sent_dtypes))
+        with self.verdicts.checking("precision", applied=True):
+            self.trainer.on_sent(frozenset(self._sent_dtypes))
         if self.verifies:
-            self.verify_weights()
+            with self.verdicts.checking("weight_sync"):
+                self.verify_weights()
 
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold.
@@ -157,9 +166,10 @@ class CheckedGeneration:
         """
         self._sent_dtypes, self._expected = set(), {}
         for name, parameter in self._plain_parameters():
-            self._sent_dtypes.add(str(parameter.dtype).removeprefix("torch."))
-            if self.verifies and engine.is_comparable(name):
-                self._expected[name] = engine.sample_rows(parameter)
+            with self.verdicts.checking("weight_sync"):
+                self._sent_dtypes.add(str(parameter.dtype).removeprefix("torch."))
+                if self.verifies and engine.is_comparable(name):
+                    self._expected[name] = engine.sample_rows(parameter)
             yield name, parameter
 
     def verify_weights(self) -> SyncVerdict:
@@ -207,25 +217,33 @@ class CheckedGeneration:
             EngineError: The engine failed.
             RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
         """
-        if self.verifies and fingerprint(self.trainer.named_parameters()) != self._fingerprint:
+        observes = self.verdicts.observes
+        if self.verifies and not observes and fingerprint(self.trainer.named_parameters()) != self._fingerprint:
             # The weights changed without a step, as when the best checkpoint is loaded at the end; TRL goes by steps.
             self.sync_weights()
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
         capture: AbstractContextManager[list[Any]] = nullcontext([])
         if self.layout is not None:
-            capture = engine.captured_outputs(self.inner.llm, version=lambda: self.weight_version)
-        with self._engine_failures_named("generating"), capture as outputs:
-            prompt_ids, completion_ids, logprobs, logprob_token_ids = self.inner.generate(prompts, *args, **kwargs)
-        self.records.extend(
-            engine.to_records(
-                prompt_ids,
-                completion_ids,
-                [[math.nan if top[0] is None else top[0] for top in row] for row in logprobs],
-                self.provenance(),
-                self._routing(outputs, len(completion_ids)),
+            # With a version it resets the prefix cache where TRL has not.
+            version = None if observes else lambda: self.weight_version
+            capture = engine.captured_outputs(self.inner.llm, version=version)
+        with self._engine_failures_named("generating"), self.verdicts.around("routes", capture) as outputs:
+            result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
+        with self.verdicts.checking("records"):
+            prompt_ids, completion_ids, logprobs, _ = result
+            routing = None
+            with self.verdicts.checking("routes"):
+                routing = self._routing(outputs or [], len(completion_ids))
+            self.records.extend(
+                engine.to_records(
+                    prompt_ids,
+                    completion_ids,
+                    [[math.nan if top[0] is None else top[0] for top in row] for row in logprobs],
+                    self.provenance(),
+                    routing,
+                )
             )
-        )
-        return prompt_ids, completion_ids, logprobs, logprob_token_ids
+        return result
 
     def _routing(self, outputs: Sequence[Any], completions: int) -> list[RoutingTrace] | None:
         """Return the routes of the completions that were just sampled, in their order."""

@@ -77,6 +77,6 @@ class LrMixin(_Host):
 
     def _get_learning_rate(self) -> float:
         """Return the rate that is applied; the parent reads the optimizer's own under some schedules."""
-        if self._lr is None or self._lr.lr_control is None:
+        if self._lr is None or self._lr.lr_control is None or not self._lr.acts:
             return super()._get_learning_rate()
         return float(self._lr.lr_control.get_last_lr()[0])

@@ -27,14 +27,16 @@ from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import Tensor, nn
 
 from mismatch_ext.banner import banner
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ReadinessError
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.records import SamplingSettings
 from mismatch_ext.terminal import say
+from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ class PreflightMixin(_Host):
     """Builds and checks both sides; `MismatchTrainerMixin` holds what happens from then on."""
 
     _block: MismatchConfig | None
+    # The sections that may change something: under `observe` none.
+    _acting: MismatchConfig
+    _verdicts: Verdicts
+    _watched_routing: RoutingReplay | None
     _run_dir: Path
     _recorder: RunRecorder
     _readings: dict[str, Any]
@@ -71,6 +77,11 @@ class PreflightMixin(_Host):
 
     def _construction_patches(self, config: MismatchGRPOConfig) -> list[Any]:
         """Return the patches that are active while TRL builds its engine, and those that are active later, to be checked."""
+        r3 = self._config.routing is not None and self._config.routing.mode == "R3"
+        if self._verdicts.observes:
+            # Recording copies the ids beside the computation, and changes no number of it.
+            records = r3 and config.use_vllm and config.vllm_tensor_parallel_size == 1
+            return [engine_arguments({FLAG: True}, optional=True)] if records else []
         # Active in each loss.
         patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
         if not config.use_vllm:
@@ -78,7 +89,7 @@ class PreflightMixin(_Host):
         arguments: dict[str, Any] = {}
         if self._config.precision is not None:
             arguments["dtype"] = self._config.precision.dtype
-        if self._config.routing is not None and self._config.routing.mode == "R3":
+        if r3:
             arguments[FLAG] = True
         if config.device.type == "cpu":
             # Compiling costs a CPU engine far more at its start than it saves in a short run.
@@ -97,10 +108,11 @@ class PreflightMixin(_Host):
         super().create_accelerator_and_postprocess()
         if self._block is None:
             return
-        check_sharding(
-            self._block, use_vllm=self.use_vllm, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled
-        )
-        precision = self._block.precision
+        with self._verdicts.checking("sharding"):
+            check_sharding(
+                self._block, use_vllm=self.use_vllm, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled
+            )
+        precision = self._acting.precision
         if precision is not None and precision.dtype == "float16":
             self.accelerator.native_amp = True
             scale = dataclasses.asdict(precision.loss_scale)
@@ -111,20 +123,29 @@ class PreflightMixin(_Host):
     def _check_model(self) -> None:
         """Refuse a model that the block does not fit: TRL has loaded it, and has not started its engine."""
         args: Any = self.args  # TRL's, which transformers takes for its own
-        # As TRL decides whether it builds one.
-        self._check_reference(args.beta != 0.0 and not is_peft_model(self.model))
+        with self._verdicts.checking("reference"):
+            # As TRL decides whether it builds one.
+            self._check_reference(args.beta != 0.0 and not is_peft_model(self.model))
         if self._config.routing is not None:
-            with RoutingRefusals(self._config.routing):
-                self._routing = RoutingReplay(self._config.routing, self.model, self.args.seed)
+            with self._verdicts.checking("routing"), RoutingRefusals(self._config.routing):
+                found = RoutingReplay(self._config.routing, self.model, self.args.seed)
+                if self._verdicts.observes:
+                    self._watched_routing = found
+                else:
+                    self._routing = found
         if self._config.precision is not None:
-            policy = PrecisionPolicy(self._config.precision.dtype)
-            audit(policy, self._read_trainer(), None, None, FIXES).raise_for_findings()
-            self._readiness = self._scan_readiness()
+            with self._verdicts.checking("precision", applied=True):
+                policy = PrecisionPolicy(self._config.precision.dtype)
+                audit(policy, self._read_trainer(), None, None, FIXES).raise_for_findings()
+            with self._verdicts.checking("readiness"):
+                self._readiness = self._scan_readiness()
 
     def _begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
         args: Any = self.args
-        self._sampling = sampling_settings(self, args.generation_kwargs)
+        self._sampling = SamplingSettings()
+        with self._verdicts.checking("sampling"):
+            self._sampling = sampling_settings(self, args.generation_kwargs)
         self._recorder = RunRecorder(
             self._run_dir,
             monitor=self._config.monitor,
@@ -134,16 +155,23 @@ class PreflightMixin(_Host):
             world_size=self.accelerator.num_processes,
             gather=gather_object,
         )
+        self._verdicts.at(lambda: self.state.global_step)
+        if self.accelerator.is_main_process:
+            self._verdicts.report_to(self._recorder.event)
         self.add_callback(self._alarms)
-        self._check_reference(self.ref_model is not None)
-        self._audit()
+        with self._verdicts.checking("reference"):
+            self._check_reference(self.ref_model is not None)
+        with self._verdicts.checking("precision", applied=True):
+            self._audit()
         if self._readiness is not None:
             self._warn("readiness", self._readiness)
         if self.use_vllm:
-            self._wrap_engine(patch_digest)
+            with self._verdicts.checking("engine"):
+                self._wrap_engine(patch_digest)
         if self.accelerator.is_main_process:
-            watched, measured = self._alarms.monitor, "at every generation"
-            say(banner(self._config, self._header(), watched, self._run_dir, seams=SEAMS, measured=measured))
+            with self._verdicts.checking("banner"):
+                watched, measured = self._alarms.monitor, "at every generation"
+                say(banner(self._config, self._header(), watched, self._run_dir, seams=SEAMS, measured=measured))
 
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -152,6 +180,7 @@ class PreflightMixin(_Host):
     def _wrap_engine(self, patch_digest: str) -> None:
         """Put the engine behind checks of its weights and rollouts."""
         vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
+        routing = self._watched_routing if self._routing is None else self._routing
         self.vllm_generation = CheckedGeneration(
             self.vllm_generation,
             trainer=TrainerSide(
@@ -162,13 +191,22 @@ class PreflightMixin(_Host):
                 on_verdict=self._on_verdict,
                 compute_dtype=self._compute_dtype(),
             ),
-            monitor=self._config.monitor,
+            monitor=self._verifiable(),
             sampling=self._sampling,
             vocabulary=vocabulary,
             patch_digest=patch_digest,
-            layout=self._routing.layout if self._routing is not None and self._routing.config.mode == "R3" else None,
+            layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
+            verdicts=self._verdicts,
         )
         self._check_vocabulary(vocabulary)
+
+    def _verifiable(self) -> MonitorConfig:
+        """Return the `monitor` section; without the weight check where it cannot be done, which enforce has refused."""
+        args: Any = self.args
+        monitor = self._config.monitor
+        if args.vllm_enable_sleep_mode or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return dataclasses.replace(monitor, weight_sync="off")
+        return monitor
 
     def _audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back; refuse what is not as asked."""

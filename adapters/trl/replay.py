@@ -82,6 +82,10 @@ class RoutingReplay:
         """Draw whether a rollout batch is scored without replay as well."""
         return self._random.random() < self.config.native_gap_rate
 
+    def compares(self) -> bool:
+        """Draw whether the routes of a batch that is not replayed are compared with the model's own; the first always are."""
+        return not self._checked or self._random.random() < self.config.agreement_rate
+
     def agreements(self, split: str) -> Agreement | None:
         """Return what was measured in a split since the last call, and forget it."""
         return self._agreement.pop(split, None)
@@ -160,6 +164,45 @@ class RoutingReplay:
                 parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
         return _joined(parts)
 
+    def compare(
+        self,
+        score: Score,
+        model: nn.Module,
+        tokens: Tensor,
+        attention_mask: Tensor,
+        length: int,
+        batch_size: int | None,
+        *,
+        traces: Sequence[RoutingTrace],
+        split: str,
+    ) -> None:
+        """Compare recorded routes with those that the model chooses by itself, and replay nothing.
+
+        Args:
+            score, model, tokens, attention_mask, length, batch_size, traces: As for `replay`.
+            split: "train" or "eval/<name>", which the agreement is counted for.
+
+        Raises:
+            RoutingError: Routes do not fit their tokens, or cannot be this model's.
+        """
+        for rows in _chunks(len(tokens), batch_size):
+            ids, mask = tokens[rows], attention_mask[rows]
+            trace, recorded = _aligned(traces[rows], mask, length)
+            native = self._native(score, model, ids, mask, length)
+            if not self._checked:
+                self._checked = True
+                check_plausible(trace, native, recorded)
+            new = agreement(trace, native, recorded, real=mask.bool().flatten())
+            self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
+
+    def _native(
+        self, score: Score, model: nn.Module, tokens: Tensor, attention_mask: Tensor, length: int
+    ) -> RoutingTrace:
+        """Return the routes that the model chooses by itself for a padded batch, by a pass that leaves no trace."""
+        with torch.no_grad(), torch.random.fork_rng(), record_routing(model) as recording:
+            score(model, tokens, attention_mask, length, len(tokens))
+        return _of_pass(recording.passes, tokens, attention_mask)
+
     def _check(
         self,
         score: Score,
@@ -169,10 +212,9 @@ class RoutingReplay:
         length: int,
         traces: Sequence[RoutingTrace],
     ) -> None:
-        with torch.no_grad(), torch.random.fork_rng(), record_routing(model) as recording:
-            score(model, tokens, attention_mask, length, len(tokens))
+        native = self._native(score, model, tokens, attention_mask, length)
         trace, recorded = _aligned(traces, attention_mask, length)
-        check_plausible(trace, _of_pass(recording.passes, tokens, attention_mask), recorded)
+        check_plausible(trace, native, recorded)
 
     def record(
         self,

@@ -40,6 +40,8 @@ class RoutingMixin(_Host):
     """Overrides the methods of GRPOTrainer that run its model; `MismatchTrainerMixin` sets what is active."""
 
     _routing: RoutingReplay | None = None
+    # What compares routes and replays none.
+    _watched_routing: RoutingReplay | None = None
     # Routes of the micro-batch whose loss is being computed.
     _routes: Sequence[RoutingTrace] | None = None
     _eval_split: str
@@ -213,9 +215,10 @@ class RoutingMixin(_Host):
 
     def _routing_agreement(self, split: str) -> Agreement | None:
         """Return the agreement since the last log, over all ranks; None where nothing was measured."""
-        if self._routing is None:
+        routing = self._watched_routing if self._routing is None else self._routing
+        if routing is None:
             return None
-        mine = self._routing.agreements(split)
+        mine = routing.agreements(split)
         found = [] if mine is None else [mine]
         if self.accelerator.num_processes > 1:
             states = gather_object([None if mine is None else mine.state_dict()])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr
 from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
@@ -25,6 +25,7 @@ from mismatch_ext.adapters.trl.host import ratio_bias
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
+from mismatch_ext.adapters.trl.observing import ObservingMixin
 from mismatch_ext.adapters.trl.passes import watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_peers, check_stitching
@@ -39,6 +40,8 @@ from mismatch_ext.patching import applied
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
 from mismatch_ext.records import RolloutBatch, collate
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.versions import installed, require
 
 OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 FORWARD_KEYS = (
@@ -53,7 +56,7 @@ else:
     _Host = object
 
 
-class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMixin, _Host):
+class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, ObjectiveMixin, LrMixin, _Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     Put it first among the bases: `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer): ...`. Without a block every
@@ -68,11 +71,20 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._block is None:
             super().__init__(model, *args, **kwargs)
             return
-        check_objective(type(self), self._block)
-        check_peers(type(self), self._block, use_vllm=config.use_vllm)
-        check_stitching(self._block, kwargs)
+        self._acting = self._block.acting
+        self._verdicts = Verdicts(self._block.level)
+        self._verdicts.add(config._verdicts.kept, said=True)
+        with self._verdicts.checking("objective"):
+            check_objective(type(self), self._block)
+        for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
+            if installed(peer) is None:
+                require(peer)  # without it there is nothing to observe either
+        with self._verdicts.checking("versions"):
+            check_peers(type(self), self._block, use_vllm=config.use_vllm)
+        with self._verdicts.checking("stitching"):
+            check_stitching(self._block, kwargs)
         # Imports the functions that alarms call; the recorder comes with the run.
-        self._alarms = AlarmCallback(self._config.monitor, lambda *event: self._recorder.event(*event))
+        self._alarms = AlarmCallback(self._config.monitor, lambda *event: self._recorder.event(*event), self._verdicts)
         self._run_dir = run_folder(self._config.monitor, Path(config.output_dir))
         ensure_writable(self._run_dir)
         self._eval_split = "eval/default"
@@ -81,32 +93,56 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         self._sync_audited = False
         self._unwritten: list[str] = []
         self._saved_step = 0
-        if self._config.kl is not None and self._config.kl.preset is None:
-            self._kl = KlTerm(self._config.kl, config.beta)
-            if self._config.kl.baseline == "leave_one_out" and config.per_device_train_batch_size == 1:
+        if self._acting.kl is not None and self._acting.kl.preset is None:
+            self._kl = KlTerm(self._acting.kl, config.beta)
+            if self._acting.kl.baseline == "leave_one_out" and config.per_device_train_batch_size == 1:
                 warnings.warn(
                     "mismatch.kl.baseline='leave_one_out' with per_device_train_batch_size=1: the baseline is the mean "
                     "over other completions of a micro-batch, and there are none; the KL term is right but spreads more.",
                     stacklevel=2,
                 )
-        patched = applied(*self._construction_patches(config))
+        patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
-        with config.claimed(), building, patched as patches, EngineRefusals(self._config):
+        with config.claimed(), building, patched as patches, EngineRefusals(self._acting):
             with self._kl_reward(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
-            self._patches, patch_digest = patches.describe(), patches.digest
-        if self._config.lr is not None:
-            self._lr = LrCallback(self._config.lr)
+            self._patches, patch_digest = (patches.describe(), patches.digest) if patches is not None else ([], "none")
+        if self._acting.lr is not None:
+            self._lr = LrCallback(self._acting.lr)
             self.add_callback(self._lr)
-        self._in_loss = sections_in_loss(self._config)
+        self._in_loss = sections_in_loss(self._acting)
         self._around_loss = self._kl is not None or bool(self._in_loss)
         if self._in_loss:
             self.add_callback(ArrivalCallback(self))
-        if self._config.correction is not None:
-            settings = resolve(self._config.correction)
+        if self._acting.correction is not None:
+            settings = resolve(self._acting.correction)
             if native_options(settings) is None:
                 self._correction = CorrectionTerm(settings, self.accelerator.gather)
+        if self._verdicts.observes:
+            self._watch(config)
         self._begin(patch_digest)
+        if self._verdicts.observes:
+            self._tell_what_enforce_sets(config)
+
+    def _watch(self, config: Any) -> None:
+        """Build what computes beside the run what the sections would have done."""
+        block = self._config
+        if block.lr is not None:
+            self._lr = ObservedLr(block.lr, self._verdicts)
+            self.add_callback(self._lr)
+        if block.correction is not None:
+            with self._verdicts.checking("correction"):
+                self._watched_correction = CorrectionTerm(resolve(block.correction), self.accelerator.gather)
+        if block.kl is not None and block.kl.preset is None and (coef := block.kl.coef or config.beta):
+            self._watched_kl = KlTerm(block.kl, coef)
+
+    def _tell_what_enforce_sets(self, config: Any) -> None:
+        """Write which of TRL's own arguments the block would have set."""
+        changes = {name: {"is": was, "enforce": would} for name, (was, would) in config._would_set.items()}
+        if changes:
+            said = ", ".join(f"{name}={c['enforce']!r} (is {c['is']!r})" for name, c in changes.items())
+            data = {name: {key: str(value) for key, value in c.items()} for name, c in changes.items()}
+            self._recorder.event(0, "info", "enforce_sets", f"enforce would have set {said}.", data)
 
     @contextlib.contextmanager
     def _kl_reward(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -140,6 +176,8 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         """Generate, then measure the gap between the engine's log-probabilities and the trainer's."""
         if self._block is None:
             return super()._generate_and_score_completions(inputs)
+        if self._verdicts.observes:
+            return self._measured(inputs)
         if self.use_vllm:
             self.vllm_generation.take_records()  # of a batch that failed on the way
         with contextlib.nullcontext() if self._routing is None else self._routing.batch():
@@ -282,7 +320,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         outer = self._eval_split
         self._eval_split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
         try:
-            with self._recorder.evaluation(self.state.global_step):
+            with self._verdicts.around("metrics", self._recorder.evaluation(self.state.global_step)):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._eval_split = outer
@@ -295,25 +333,41 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         training = self.model.training
         split, prefix = ("train", "") if training else (self._eval_split, "eval_")
         step = self.state.global_step
-        extra = self._recorder.flush(split, step)
+        extra: dict[str, float] = {}
+        by_layer: dict[str, float] = {}
+        with self._verdicts.checking("metrics"):
+            extra, by_layer = self._extra_metrics(split, training and "loss" in logs)
+        logs.update({prefix + name: value for name, value in extra.items()})
+        super().log(logs, start_time)
+        names = {name.removeprefix(prefix): value for name, value in logs.items()}
+        with self._verdicts.checking("metrics"):
+            if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
+                self._recorder.step(split, step, names | by_layer)
+            bias = ratio_bias(self, self._sampling)
+            if extra and bias is not None and not getattr(self, "_bias_told", False):
+                self._bias_told = True
+                self._warn("ratio_bias", bias)
+
+    def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what is logged beside TRL's own metrics, and what is written to the metrics file alone.
+
+        Args:
+            split: "train" or "eval/<name>".
+            of_training: Whether it is the log of training steps.
+        """
+        self._findings_of_ranks()
+        extra = self._recorder.flush(split, self.state.global_step)
         agreement = self._routing_agreement(split)
         by_layer = {}
         if agreement is not None:
             extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
             by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
-        if extra or (training and "loss" in logs):
+        if extra or of_training:
             extra |= {PREFIX + name: value for name, value in self._other_passes(split).items()}
-        if training and "loss" in logs:
+        if of_training:
             extra |= self._training_metrics()
-        logs.update({prefix + name: value for name, value in extra.items()})
-        super().log(logs, start_time)
-        names = {name.removeprefix(prefix): value for name, value in logs.items()}
-        if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
-            self._recorder.step(split, step, names | by_layer)
-        bias = ratio_bias(self, self._sampling)
-        if extra and bias is not None and not getattr(self, "_bias_told", False):
-            self._bias_told = True
-            self._warn("ratio_bias", bias)
+            extra |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
+        return extra, by_layer
 
     def _training_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -322,7 +376,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObjectiveMixin, LrMi
         if self._verdict is not None:
             metrics[PREFIX + "weight_sync_gap"] = self._sync_gap_over_ranks(self._verdict.gap_mean)
         if self._lr is not None:
-            metrics |= {PREFIX + name: value for name, value in self._lr.applied.items()}
+            metrics |= {PREFIX + name: value for name, value in self._verdicts.named(self._lr.applied).items()}
         return metrics
 
     def _sync_gap_over_ranks(self, gap: float) -> float:

@@ -8,9 +8,18 @@ import os
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.loading import load_mapping
+from mismatch_ext.verdicts import Finding
 
 BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
 """Environment variable that holds the block as JSON: Ray hands it to all processes of a run, as verl's own settings travel."""
+
+FINDINGS_VARIABLE = "MISMATCH_EXT_FINDINGS"
+"""Environment variable that holds what `observe` has found in the configuration, for the trainer that writes it."""
+
+
+def early_findings() -> list[Finding]:
+    """Return what was found in the configuration of the run that this process belongs to."""
+    return [Finding(**entry) for entry in json.loads(os.environ.get(FINDINGS_VARIABLE) or "[]")]
 
 
 def active_block() -> MismatchConfig | None:

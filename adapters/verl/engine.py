@@ -30,6 +30,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
 VENDOR = "mismatch"
@@ -49,7 +50,11 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
 
     def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.block = active_block() if block is None else block
+        given = active_block() if block is None else block
+        # Under `observe` the engine is verl's own, and some of what passes through it is looked at.
+        self.verdicts = Verdicts("enforce" if given is None else given.level)
+        self.block = None if self.verdicts.observes else given
+        self.watched = given if self.verdicts.observes else None
         self._rate: EngineLr | None = None
         self._steps = self._skipped = 0
         self._applied: dict[str, float] = {}
@@ -84,6 +89,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         """
         super().initialize()
         block = self.block
+        if self.watched is not None:
+            self._watch(self.watched)
         if block is None:
             return
         if block.precision is not None:
@@ -96,6 +103,22 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         self.optimizer.register_step_post_hook(self._count_step)
         if block.lr is not None:
             self._rate = EngineLr(block.lr, self.optimizer, self.lr_scheduler, warmup_steps(self.optimizer_config))
+
+    def _watch(self, block: MismatchConfig) -> None:
+        """Check what `initialize` checks of a block that acts, and prepare to compare routes."""
+        role = "actor" if self._trains else "ref"
+        with self.verdicts.checking(f"engine_{role}"):
+            self._check_setup(block)
+        if block.precision is not None:
+            with self.verdicts.checking(f"precision_{role}", applied=True):
+                check_precision(block.precision, _name(self._autocast_dtype), role)
+        if not self._trains:
+            return
+        with self.verdicts.checking("loss_scaler"):
+            refuse_disabled(self.scaler, get_device_name())
+        if block.routing is not None:
+            with self.verdicts.checking("routing"):
+                self._watched_replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
 
     def _build_fsdp_module(self, module: Any) -> Any:
         precision = None if self.block is None else self.block.precision
@@ -210,7 +233,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return what this engine really does, as plain data, for the check before the first step."""
-        layout = None if self._replay is None else self._replay.layout
+        replay = self._watched_replay if self._replay is None else self._replay
+        layout = None if replay is None else replay.layout
         return {
             "engine": type(self).__name__,
             "rank": self.rank,
@@ -235,6 +259,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
 
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what was measured since the last call, without prefix; all ranks must call this, after an update."""
+        if self._watched_replay is not None:
+            return self._watched_replay.metrics()
         if self.block is None:
             return {}
         found = {**(scaler_metrics(self.scaler) if self._trains else {}), **self._applied}

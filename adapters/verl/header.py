@@ -35,7 +35,7 @@ def run_header(
         sampling: Settings that the engine samples with.
     """
     worker, engine = checked.worker, checked.engine
-    trainer = config.trainer
+    trainer, stock = config.trainer, block.level == "observe"
     header = {
         "run": {
             "name": f"{trainer.project_name}/{trainer.experiment_name}",
@@ -45,7 +45,7 @@ def run_header(
             "device": str(checked.trainer.device),
             "seed": int(config.actor_rollout_ref.rollout.seed),
         },
-        "names": dataclasses.replace(VERL, next_rate=not logs_applied_rate(worker)).to_dict(),
+        "names": dataclasses.replace(VERL, next_rate=stock or not logs_applied_rate(worker)).to_dict(),
         "trainer": dataclasses.asdict(checked.trainer),
         "engine": dataclasses.asdict(engine),
         "sampling": dataclasses.asdict(sampling),

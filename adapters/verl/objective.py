@@ -41,13 +41,14 @@ class ObjectiveMixin(_Host):
     def _begin_objective(self) -> None:
         """Put the block's functions where verl calls its own by name, for as long as this trainer lives."""
         patches: list[Patch] = []
-        if self._block.kl is not None:
-            self._kl = KlControl(self._block.kl, coefficient(self._block.kl, self.config))
-            if in_rewards(self._block.kl):
+        acting = self._block.acting
+        if acting.kl is not None:
+            self._kl = KlControl(acting.kl, coefficient(acting.kl, self.config))
+            if in_rewards(acting.kl):
                 HANDLERS[KL_IN_REWARDS.name] = self._penalise
                 patches.append(KL_IN_REWARDS)
-        if self._block.correction is not None:
-            self._settings = settings_of(self._block.correction)
+        if acting.correction is not None:
+            self._settings = settings_of(acting.correction)
             if self._settings.mode == "decoupled" and native_rollout_correction(self._settings) is None:
                 HANDLERS[ROLLOUT_CORRECTION.name] = self._correct
                 patches.append(ROLLOUT_CORRECTION)

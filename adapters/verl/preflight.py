@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from mismatch_ext.patching import PatchSet
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.terminal import say
+from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncObservation, WeightSyncChecker
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class PreflightMixin(_Host):
     """Looks at workers and rollout servers through verl's own worker group and replicas."""
 
     _block: MismatchConfig
+    _verdicts: Verdicts
     _monitor: Monitor
     _recorder: RunRecorder | None
     _run_dir: Path
@@ -43,6 +45,7 @@ class PreflightMixin(_Host):
     _checkers: Sequence[WeightSyncChecker] = ()
     _patches: PatchSet
     _trainer_probes: torch.Tensor | None = None
+    _surplus: Mapping[str, Any] | None = None
     _sync_gap = 0.0
 
     if TYPE_CHECKING:
@@ -63,10 +66,11 @@ class PreflightMixin(_Host):
         self._watchdog.phase("checking workers and rollout servers")
         workers = self.actor_rollout_wg.mismatch_report()
         rollouts = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
-        self._checked = check_reports(self._block, workers, rollouts)
+        self._checked = check_reports(self._block, workers, rollouts, self._verdicts)
         self._probes = self._draw_probes()
         self._surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
-        check_vocabulary(self._surplus)
+        with self._verdicts.checking("vocabulary"):
+            check_vocabulary(self._surplus)
 
     def _draw_probes(self) -> torch.Tensor:
         """Draw the fixed probe sequences `[N, T]`; every token id is as likely, so that rare embeddings are probed too."""
@@ -141,13 +145,14 @@ class PreflightMixin(_Host):
             world_size=1,
         )
         self._recorder.begin(self.global_steps or None)
+        self._verdicts.report_to(self._recorder.event)
         self._say_resumed()
         if self._surplus is not None:
             self._event(
                 "info",
                 "vocabulary",
                 f"{self._surplus['model_size'] - self._surplus['tokenizer_size']} ids of the model are not in its tokenizer.",
-                self._surplus,
+                dict(self._surplus),
             )
         if self._bypasses():
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."

@@ -19,6 +19,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
 
 Report = Mapping[str, Any]
@@ -74,13 +75,19 @@ def compute_dtype(trainer: TrainerReading) -> str:
     return trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
 
 
-def check_reports(block: MismatchConfig, workers: Sequence[Report], rollouts: Sequence[RolloutAnswer]) -> Checked:
+def check_reports(
+    block: MismatchConfig,
+    workers: Sequence[Report],
+    rollouts: Sequence[RolloutAnswer],
+    verdicts: Verdicts | None = None,
+) -> Checked:
     """Check that every worker and every rollout server runs a block, in the dtypes that it asks for.
 
     Args:
         block: The driver's block.
         workers: What the actor's workers report, in the order of ranks.
         rollouts: What each rollout server answered.
+        verdicts: What becomes of checks that fail; None raises their errors.
 
     Returns:
         What is active.
@@ -88,33 +95,44 @@ def check_reports(block: MismatchConfig, workers: Sequence[Report], rollouts: Se
     Raises:
         MismatchError: A process does not; names it and what it runs with.
     """
+    verdicts = Verdicts("enforce") if verdicts is None else verdicts
     trainers = [(f"worker of rank {report['rank']}", report) for report in workers]
     if not trainers:
         raise ConfigError(
             "no worker of the actor says what it runs with, so that nothing of the block is known to be active."
         )
     for number, answer in enumerate(rollouts):
-        _check_answer(number, answer)
+        with verdicts.checking("rollout_servers"):
+            _check_answer(number, answer)
     engines = [(f"rollout worker {i}", r) for i, r in enumerate(r for answer in rollouts for r in answer.reports)]
     if not engines:
         raise EngineError("no rollout server says what it runs with: verl has started none for this actor.")
     for name, report in (*trainers, *engines):
-        _check_block(name, report, digest(block))
+        with verdicts.checking("block"):
+            _check_block(name, report, digest(block))
     for name, report in trainers:
-        _check_worker(block, name, report)
+        with verdicts.checking("workers"):
+            _check_worker(block.acting, name, report)
     for name, report in engines:
-        _check_rollout(block, name, report)
-    _check_agreement(trainers, _WORKER)
-    _check_agreement(engines, _ROLLOUT)
+        with verdicts.checking("rollout_workers"):
+            _check_rollout(block, name, report)
+    with verdicts.checking("workers"):
+        _check_agreement(trainers, _WORKER)
+    with verdicts.checking("rollout_workers"):
+        _check_agreement(engines, _ROLLOUT)
     readings = [TrainerReading(**report["trainer"]) for _, report in trainers]
     for _, report in engines:
         if "server" in report:
-            verdict = check_server(
-                report["server"], config=block, trainer_dtype=compute_dtype(readings[0]), sends_all_weights=True
-            )
-            verdict.raise_for_problems()
+            with verdicts.checking("rollout_servers", applied=True):
+                verdict = check_server(
+                    report["server"], config=block, trainer_dtype=compute_dtype(readings[0]), sends_all_weights=True
+                )
+                verdict.raise_for_problems()
     found = [EngineReading(**report["reading"]) for _, report in engines]
-    return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=_audit(block, readings, found))
+    audited = None
+    with verdicts.checking("precision", applied=True):
+        audited = _audit(block, readings, found)
+    return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=audited)
 
 
 def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:

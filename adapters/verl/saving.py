@@ -28,6 +28,7 @@ from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, S
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.terminal import say
+from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
@@ -39,6 +40,7 @@ class SavingMixin(_Host):
     """Overrides the methods of verl's trainer that save and load; the workers' part is in `checkpoint.py`."""
 
     _block: MismatchConfig
+    _verdicts: Verdicts
     _recorder: RunRecorder | None
     _monitor: Monitor
     _kl: KlControl | None
@@ -64,7 +66,8 @@ class SavingMixin(_Host):
 
     def _save_checkpoint(self) -> None:
         self._watchdog.phase(f"saving a checkpoint of step {self.global_steps}")
-        self._write_state()  # first: a checkpoint that verl has finished must not lack our part of it
+        with self._verdicts.checking("checkpoint"):
+            self._write_state()  # first: a checkpoint that verl has finished must not lack our part of it
         super()._save_checkpoint()
         self._saved_step = self.global_steps
 
@@ -97,12 +100,16 @@ class SavingMixin(_Host):
         notes: list[tuple[str, str]] = []
         trainer, folder = self.config.trainer, None
         if trainer.resume_mode == "auto" and trainer.nnodes == 1 and not trainer.del_local_ckpt_after_load:
-            # On several nodes the driver's holds a part of the files alone.
-            folder, message = resumable(Path(trainer.default_local_dir).absolute())
-            notes += [("torn_checkpoint", message)] if message else []
-        with _resuming_from(self.config, folder):
+            with self._verdicts.checking("checkpoint"):
+                # On several nodes the driver's holds a part of the files alone.
+                folder, message = resumable(Path(trainer.default_local_dir).absolute())
+                if message and self._verdicts.observes:
+                    message = f"enforce would not resume as verl does: {message}"
+                notes += [("torn_checkpoint", message)] if message else []
+        with _resuming_from(self.config, None if self._verdicts.observes else folder):
             super()._load_checkpoint()
-            self._resume_state(notes)
+            with self._verdicts.checking("checkpoint"):
+                self._resume_state(notes)
 
     def _resume_state(self, notes: list[tuple[str, str]]) -> None:
         """Take over what the checkpoint that verl has loaded holds of the driver's."""
@@ -146,6 +153,10 @@ class SavingMixin(_Host):
         try:
             yield
         except BaseException as error:
+            if self._verdicts.observes:
+                with self._verdicts.checking("metrics"):
+                    self._end("failed", f"{type(error).__name__}: {error}")
+                raise
             stalled = self._watchdog.message
             if stalled is None and isinstance(error, Exception) and not isinstance(error, MismatchError):
                 error = self._refusal(error) or error
@@ -172,6 +183,8 @@ class SavingMixin(_Host):
     def _finished_update(self) -> None:
         """Keep what a checkpoint of this step holds of the driver: a later failure finds it moved on to the next batch."""
         self._updated_step, self._updating = self.global_steps, False
+        if self._verdicts.observes:
+            return  # nothing of ours fails there
         self._kept = (self.train_dataloader.state_dict(), self._state())
 
     def _rescue(self, error: MismatchError) -> None:

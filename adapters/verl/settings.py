@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, encode
+from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, FINDINGS_VARIABLE, encode
 from mismatch_ext.adapters.verl.correction import set_correction
 from mismatch_ext.adapters.verl.host import EXTENSION, check_bypass, check_host, refused
 from mismatch_ext.adapters.verl.kl import set_kl
 from mismatch_ext.adapters.verl.megatron import megatron_settings
+from mismatch_ext.adapters.verl.rehearsal import entered, leave, rehearse, say_changes
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import need_reference_policy
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.terminal import say
-from mismatch_ext.versions import PEERS
+from mismatch_ext.versions import PEERS, installed, require
 
 TRAINER = "mismatch"
 """Name of our trainer in verl's registry, and of our engine's vendor."""
@@ -70,10 +73,10 @@ def _prepare(config: DictConfig) -> None:
     given: Any = OmegaConf.to_container(config.mismatch, resolve=True)  # whatever the user wrote; `parse` checks it
     block = MismatchConfig.parse(given)
     assert block is not None
-    engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
-    peers = ["torch", "verl", "transformers", *([engine] if engine in PEERS else [])]
-    actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
-    compat.check(peers, block.features, {"verl", engine, actor})
+    if block.level == "observe":
+        _observe(config, block)
+        return
+    _check_peers(config, block)
     check_host(config, block)
     with open_dict(config):
         _set_trainer(config, block)
@@ -89,11 +92,63 @@ def _prepare(config: DictConfig) -> None:
         _set_environment(config, block)
 
 
+def _peers(config: DictConfig) -> list[str]:
+    engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
+    return ["torch", "verl", "transformers", *([engine] if engine in PEERS else [])]
+
+
+def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
+    engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
+    actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
+    compat.check(_peers(config), block.features, {"verl", engine, actor})
+
+
+def _observe(config: DictConfig, block: MismatchConfig) -> None:
+    """Let a run be watched that stays as it is: the block is rehearsed, and what it would refuse or set is said."""
+    for peer in _peers(config):
+        if installed(peer) is None:
+            require(peer)  # without it there is nothing to observe either
+    verdicts, changes = rehearse(
+        config,
+        [
+            ("versions", lambda target: _check_peers(target, block)),
+            ("settings", lambda target: check_host(target, block)),
+            *(
+                [("megatron_settings", lambda target: megatron_settings(target, block))]
+                if config.actor_rollout_ref.actor.strategy == "megatron"
+                else []
+            ),
+            ("precision_settings", lambda target: _set_precision(target, block)),
+            ("routing_settings", lambda target: _set_routing(target, block)),
+            ("correction_settings", lambda target: set_correction(target, block.correction)),
+            ("bypass_settings", lambda target: check_bypass(target, block)),
+            *([("kl_settings", lambda target: set_kl(target, section))] if (section := block.kl) is not None else []),
+        ],
+    )
+    say_changes(changes)
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    if not entered(config) or variables.get("VERL_ENGINE_VENDOR") not in (None, TRAINER):
+        leave(config)
+        return
+    with open_dict(config):
+        if block.routing is not None and config.actor_rollout_ref.actor.strategy != "megatron":
+            # Recording copies the ids beside the computation, and changes no number of it.
+            _set_routing(config, block)
+        _set_trainer(config, block)
+        _set_environment(config, block)
+        variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+        variables[FINDINGS_VARIABLE] = json.dumps([dataclasses.asdict(finding) for finding in verdicts.kept])
+        if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
+            del variables["VERL_ENGINE_VENDOR"]  # nothing of another engine is looked into
+
+
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
     config.trainer.v1.trainer_mode = TRAINER
     if config.actor_rollout_ref.rollout.name != "vllm":
         return  # SGLang's server is ours by verl's registry
     engine = config.actor_rollout_ref.rollout.engine_kwargs
+    if block.level == "observe" and (engine.get("vllm") or {}).get("worker_extension_cls"):
+        return  # the user's own
     engine.vllm = OmegaConf.merge(engine.get("vllm") or {}, {"worker_extension_cls": EXTENSION})
 
 

@@ -28,6 +28,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from mismatch_ext.errors import MismatchError, RoutingError
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.verdicts import Verdicts
 
 _OF_VERL: ContextVar[bool] = ContextVar("mismatch_of_verl", default=False)
 KEPT = 20
@@ -44,6 +45,8 @@ class MismatchSGLangServer(SGLangHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Start SGLang as verl does, and look at what it answers from then on."""
         self._refusals: list[str] = []
+        block = active_block()
+        self._verdicts = Verdicts("enforce" if block is None else block.level)
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             # Of no record that is kept: what verl makes of an answer is not ours.
@@ -96,11 +99,15 @@ class MismatchSGLangServer(SGLangHttpServer):
                 try:
                     # Off the loop: a long response has megabytes of routes.
                     await asyncio.to_thread(self._ingest, request, output)
-                except MismatchError as error:
+                except Exception as error:
+                    observes = self._verdicts.observes
+                    if not observes and not isinstance(error, MismatchError):
+                        raise
                     self._refused += 1
                     if len(self._refusals) < KEPT:
                         self._refusals.append(f"{type(error).__name__}: {error}")
-                    raise
+                    if not observes:
+                        raise
             yield output
 
     def _ingest(self, request: Any, output: dict[str, Any]) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import ray
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.block import active_block, early_findings
 from mismatch_ext.adapters.verl.ingest import check_logprobs, check_routes, sampled_rows
 from mismatch_ext.adapters.verl.objective import ObjectiveMixin
+from mismatch_ext.adapters.verl.observing import ObservingMixin
 from mismatch_ext.adapters.verl.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.routing import NATIVE
 from mismatch_ext.adapters.verl.saving import SavingMixin
@@ -34,6 +35,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
+from mismatch_ext.verdicts import Verdicts
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
 MEASURED_TOGETHER = 1 << 20
@@ -41,7 +43,7 @@ MEASURED_TOGETHER = 1 << 20
 
 
 @register_trainer(TRAINER)
-class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSync):
+class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixin, PPOTrainerSync):
     """Chosen by `settings.prepare` for a configuration with a block; verl's own trainer runs those without."""
 
     def __init__(self, config: DictConfig) -> None:
@@ -52,6 +54,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
                 "and leave trainer_mode alone."
             )
         self._block: MismatchConfig = block
+        self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
+        self._verdicts.add(early_findings(), said=True)
         with open_dict(config):
             # verl asks in several places whether the mode is "sync", and this trainer is.
             config.trainer.v1.trainer_mode = "sync"
@@ -60,7 +64,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         self._monitor = Monitor(block.monitor, VERL)
         self._recorder: RunRecorder | None = None
         self._gap: Gap | None = None
-        self._watchdog = Watchdog(block.monitor.stall_timeout, self._release_waiting)
+        self._watchdog = self._new_watchdog()
         self._random = random.Random(0)
         self._stopped: str | None = None
         self._looked = False
@@ -68,6 +72,16 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         self._updating = False
         super().__init__(config)
         self._begin_objective()
+
+    def _new_watchdog(self) -> Watchdog:
+        """Return what ends a run that hangs, or under `observe` says that enforce would have."""
+        if not self._verdicts.observes:
+            return Watchdog(self._block.monitor.stall_timeout, self._release_waiting)
+
+        def stalled() -> None:
+            self._verdicts.found("stall", self._watchdog.message or "")
+
+        return Watchdog(self._block.monitor.stall_timeout, stalled, end=lambda _: None, grace=0.0)
 
     def _init_resource_pool_mgr(self) -> None:
         """Map verl's roles as it does, with our worker where it has its own."""
@@ -92,11 +106,18 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
 
     def on_init_end(self) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
-        self._check_processes()
-        probes = self._score_probes()
+        if self._verdicts.observes:
+            self._watch()
+        with self._verdicts.checking("processes"):
+            self._check_processes()
+        probes = None
+        with self._verdicts.checking("weight_sync"):
+            probes = self._score_probes()
         super().on_init_end()
-        self._verify_weights(probes)
-        self._announce()
+        with self._verdicts.checking("weight_sync"):
+            self._verify_weights(probes)
+        with self._verdicts.checking("metrics"):
+            self._announce()
 
     def on_step_begin(self) -> None:
         self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")
@@ -106,10 +127,13 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         """Send the new weights, and check that the rollout server computes with them."""
         if self._updating:
             self._finished_update()  # of the critic alone, in its warm-up
-        probes = self._score_probes()
+        probes = None
+        with self._verdicts.checking("weight_sync"):
+            probes = self._score_probes()
         self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
         super().on_step_end()
-        self._verify_weights(probes)
+        with self._verdicts.checking("weight_sync"):
+            self._verify_weights(probes)
         self._watchdog.phase(f"finishing step {self.global_steps}")
 
     def on_validate_begin(self) -> None:
@@ -117,7 +141,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         super().on_validate_begin()
 
     def on_validate_end(self) -> None:
-        self._raise_refused("validation")
+        with self._verdicts.checking("rollouts"):
+            self._raise_refused("validation")
         super().on_validate_end()
 
     # One batch.
@@ -131,10 +156,18 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
-        self._raise_refused("rollouts")
+        with self._verdicts.checking("rollouts"):
+            self._raise_refused("rollouts")
         if self._block.routing is not None and self._block.routing.mode == "R3":
-            check_routes(batch, self.global_steps)
+            with self._verdicts.checking("routes"):
+                check_routes(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics)
+        with self._verdicts.checking("gap"):
+            self._measure_gap(batch, metrics)
+        return batch
+
+    def _measure_gap(self, batch: Any, metrics: dict[str, Any]) -> None:
+        """Measure a batch that verl has scored."""
         found = self._read(batch, OLD, ROLLOUT, MASK)
         old, rollout, mask = found[OLD].float(), found[ROLLOUT].float(), found[MASK].bool()
         check_logprobs(batch, rollout, mask, self.global_steps)
@@ -143,8 +176,13 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
             self._gap = (old, rollout, mask)
             for part in zip(*(x.split(self._rows_at_once(mask)) for x in self._gap), strict=True):
                 self._recorder.observe("train", *part)
-            self._measure_native(batch, found[MASK])
-        return batch
+            if not self._verdicts.observes:
+                self._measure_native(batch, found[MASK])
+            elif (routing := self._block.routing) is not None and routing.mode == "R3":
+                # The first step is compared in any case.
+                if self._updated_step == 0 or self._random.random() < routing.agreement_rate:
+                    with self._verdicts.checking("routes"):
+                        metrics.update(self._compare_routes(batch))
 
     @staticmethod
     def _rows_at_once(mask: Tensor) -> int:
@@ -186,12 +224,10 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
         self._watchdog.phase(f"updating the actor in step {self.global_steps}")
+        if self._verdicts.observes:
+            return self._update_observed(batch, metrics)
         if self._block.lr is not None:
-            responses = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["responses"])[
-                "responses"
-            ]
-            lengths = responses.offsets().diff()[sampled_rows(batch)]
-            limit = int(self.config.actor_rollout_ref.rollout.response_length)
+            lengths, limit = self._lengths(batch)
             statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
             metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(**statistics)))
         self._gap = None  # a large batch's is not kept while the next one is sampled
@@ -202,6 +238,29 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
         metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 
+    def _update_observed(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Update the actor as verl does, and log the rate that the block would have applied."""
+        if self._block.lr is not None:
+            with self._verdicts.checking("lr"):
+                metrics.update(self._would_set_rate(*self._lengths(batch)))
+        self._gap = None
+        self._updating = True
+        batch = super()._update_actor(batch, metrics)
+        self._after_update(metrics)
+        self._finished_update()
+        return batch
+
+    def _lengths(self, batch: Any) -> tuple[Tensor, int]:
+        """Return the tokens of each response of a batch, and how many it may have."""
+        fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["responses"])
+        lengths = fields["responses"].offsets().diff()[sampled_rows(batch)]
+        return lengths, int(self.config.actor_rollout_ref.rollout.response_length)
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._verdicts.observes:
+            metrics.update(self._would_change_advantages(batch))
+        return super()._compute_advantage(batch, metrics)
+
     # What came of it.
 
     def _compute_metrics(
@@ -209,10 +268,16 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
     ) -> None:
         """Compute verl's metrics, add the gap's, write all of them and hold them against the alarms."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        self._collect_findings()
+        with self._verdicts.checking("metrics"):
+            self._record(metrics, global_steps)
+
+    def _record(self, metrics: dict[str, Any], global_steps: int) -> None:
         assert self._recorder is not None
         metrics.update(self._recorder.flush("train", global_steps))
         if self._trainer_probes is not None:
             metrics[PREFIX + "weight_sync_gap"] = self._sync_gap
+        metrics.update({PREFIX + name: value for name, value in self._verdicts.metrics().items()})
         numbers = {name: getattr(value, "item", lambda v=value: v)() for name, value in metrics.items()}
         self._recorder.step("train", global_steps, numbers)
         if not self._looked:
@@ -221,7 +286,9 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
                 self._event("warning", "unwatched", message, {"metric": metric})
         for alarm in self._monitor.observe(global_steps, numbers):
             self._event(alarm.level, "alarm", alarm.message, alarm.to_dict())
-            if alarm.stops:
+            if alarm.stops and self._verdicts.observes:
+                self._verdicts.found("alarm", alarm.message)
+            elif alarm.stops:
                 self._stop(alarm.message)
         self._logged()
 
@@ -235,8 +302,9 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, PPOTrainerSyn
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Train as verl does, watched; a failure of ours saves what was trained first."""
-        self._watchdog = Watchdog(self._block.monitor.stall_timeout, self._release_waiting)
+        self._watchdog = self._new_watchdog()
         self._watchdog.phase("starting to train")
         with self._watchdog.watching(), self._failing_loudly():
             super().fit(agent_loop_manager)
-        self._end("completed", self._stopped or "")
+        with self._verdicts.checking("metrics"):
+            self._end("completed", self._stopped or "")

@@ -25,6 +25,8 @@ from mismatch_ext.errors import ConfigError, ReadinessError
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.terminal import say
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.versions import installed
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.megatron_engine import MismatchMegatronEngine
@@ -72,6 +74,13 @@ class MismatchWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
+        self._verdicts = Verdicts(block.level)
+        if self._verdicts.observes:
+            super().init_model()
+            if "actor" in self.role:
+                with self._verdicts.checking("readiness"):
+                    self._check_readiness(block)
+            return
         expected = _megatron_engine(block) if self._megatron else MismatchFSDPEngine
         super().init_model()
         if "actor" not in self.role:
@@ -116,9 +125,15 @@ class MismatchWorker(ActorRolloutRefWorker):
             "block": digest(active_block()),
             "engine": type(engine).__name__,
             "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
-            "versions": compat.check(("verl", "torch", "transformers"), self._block().features, {"verl"}),
+            "versions": self._versions(),
             **live,
         }
+
+    def _versions(self) -> dict[str, str | None]:
+        peers = ("verl", "torch", "transformers")
+        with self._verdicts.checking("versions"):
+            compat.check(peers, self._block().features, {"verl"})
+        return {peer: installed(peer) for peer in peers}
 
     def _reading(self) -> TrainerReading:
         engine = self._fsdp
@@ -159,6 +174,15 @@ class MismatchWorker(ActorRolloutRefWorker):
     def mismatch_update_lr(self, **statistics: float) -> dict[str, float]:
         """Let statistics of the batch, the same on all ranks, lead the rate of the update that learns from it."""
         return dict(self._engine.mismatch_update_lr(**statistics))
+
+    @on_all_ranks
+    def mismatch_findings(self) -> list[dict[str, Any]]:
+        """Return what was found in this process since the last call, under `observe`."""
+        found = self._verdicts.take()
+        for role in ("actor", "ref"):
+            engine = getattr(getattr(self, role, None), "engine", None)
+            found += engine.verdicts.take() if isinstance(engine, MismatchFSDPEngine) else []
+        return [asdict(finding) for finding in found]
 
     @on_all_ranks
     def mismatch_metrics(self) -> dict[str, float]:

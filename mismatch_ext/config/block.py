@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,16 @@ from mismatch_ext.config.precision import PrecisionConfig
 from mismatch_ext.config.routing import RoutingConfig
 from mismatch_ext.loading import load_mapping
 from mismatch_ext.strict import build, plain
+from mismatch_ext.verdicts import Level
 
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchConfig:
     """The whole `mismatch:` block."""
 
+    level: Level = "enforce"
+    """`enforce` applies the sections, and ends a run whose checks fail. `observe` measures, warns and logs: no section acts, no
+    number of the host's changes, no run ends, and the report says what `enforce` would have done; see docs/observe.md."""
     precision: PrecisionConfig | None = None
     """Uniform precision on both sides; absent leaves the host's dtypes alone."""
     correction: CorrectionConfig | None = None
@@ -41,6 +45,13 @@ class MismatchConfig:
         routing = () if self.routing is None else (f"routing.{self.routing.mode}",)
         sections = [name for name in ("precision", "lr", "kl", "correction") if getattr(self, name) is not None]
         return ("monitor", *proof, *sections, *routing)
+
+    @property
+    def acting(self) -> MismatchConfig:
+        """The block with the sections that may change something: all of them, or under `observe` none."""
+        if self.level == "enforce":
+            return self
+        return replace(self, precision=None, correction=None, kl=None, routing=None, lr=None)
 
     @classmethod
     def parse(cls, value: MismatchConfig | Mapping[str, Any] | str | Path | None) -> MismatchConfig | None:
@@ -65,5 +76,8 @@ class MismatchConfig:
         return build(cls, value, "mismatch")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the block as plain JSON-able data, absent sections left out."""
-        return plain(self)
+        """Return the block as plain JSON-able data, absent sections left out, and the level where it is the default."""
+        found = plain(self)
+        if self.level == "enforce":
+            del found["level"]
+        return found

@@ -129,6 +129,13 @@ def table() -> str:
     lines += [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in MITIGATION_MEASURES.items()]
     lines += [
         "",
+        "## Under `mismatch.level: observe`",
+        "",
+        "`observed/<check>` is the number of times that a check has failed so far, logged from its first time on. What a section",
+        "computes there and does not apply has the names above behind `enforce/`: `enforce/lr_multiplier`, `enforce/kl_coef`,",
+        "`enforce/kl_ref_k1`, and `enforce/rollout_is_mean` and its like. `routing/...` compares the rollout's experts with those",
+        "that the trainer chooses by itself in every layer, in a pass of their own. See docs/observe.md.",
+        "",
         "## Of the host",
         "",
         "Report and alarms read these metrics of the host's own. An adapter writes their names into the header of a run; a loop of",

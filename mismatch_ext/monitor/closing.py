@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from mismatch_ext.metrics.names import MEASURES
 from mismatch_ext.monitor.defaults import PREFIX
 from mismatch_ext.monitor.rules import logged_names
+from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import ABS_DIFF_MEAN
 from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import run_status
 from mismatch_ext.rundata import METRICS_FILE, EventRecord, RunData
+from mismatch_ext.verdicts import APPLY, FAILED, STOP
 
 ALARM_EVENT = "alarm"
 # Where ours is not logged: what a host without a block measures itself.
@@ -26,7 +28,7 @@ def closing_lines(run: RunData) -> list[str]:
     Args:
         run: What `mismatch_ext.rundata.read_run` returned.
     """
-    lines = [_status(run)]
+    lines = [_status(run), *_observed(run)]
     lines += _gap(run) + _alarms(run) + _unwatched(run) + _learning_rate(run) + _loss_scale(run)
     lines += _weight_sync(run) + _routing(run)
     if run.problems:
@@ -51,6 +53,25 @@ def _status(run: RunData) -> str:
     if resumed:
         text += f", resumed from {'step' if len(resumed) == 1 else 'steps'} {', '.join(map(str, resumed))}"
     return f"{text}: {why}" if why else text
+
+
+def _observed(run: RunData) -> list[str]:
+    """Say what `enforce` would have done to a run that was observed."""
+    if level_of_run(run) != "observe":
+        return []
+    found = observed(run)
+    if not found:
+        return [_line("observed", "no check failed: enforce would not have stopped")]
+    lines: list[str] = []
+    for one in found:
+        said = {
+            STOP: f"enforce would have stopped at step {one.first_step}",
+            APPLY: f"not as asked at step {one.first_step}, which enforce sets",
+            FAILED: f"measurement failed at step {one.first_step}",
+        }.get(one.kind, one.kind)
+        times = "" if one.times == 1 else f", {_times(one.times)} in all"
+        lines.append(_line("" if lines else "observed", f"{one.check}: {said}{times}"))
+    return lines
 
 
 def _gap(run: RunData) -> list[str]:

@@ -19,7 +19,7 @@ def _probe(original: Any) -> str | None:
     return None if callable(original) else "it cannot be called."
 
 
-def engine_arguments(arguments: Mapping[str, Any]) -> Patch:
+def engine_arguments(arguments: Mapping[str, Any], *, optional: bool = False) -> Patch:
     """Declare the patch that adds arguments to TRL's colocated `LLM(...)` call.
 
     TRL passes a fixed list without a dtype, so vLLM resolves "auto", which is bfloat16 for a float32 checkpoint
@@ -27,13 +27,19 @@ def engine_arguments(arguments: Mapping[str, Any]) -> Patch:
 
     Args:
         arguments: Keyword arguments of `vllm.LLM`, for example `{"dtype": "float16"}`.
+        optional: Whether an engine that refuses them while it reads its arguments is started without them.
     """
     items = tuple(sorted(arguments.items()))  # plain values, so that the patch's digest tells one dtype from another
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original, updated=())
         def start_engine(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **{**kwargs, **dict(items)})
+            try:
+                return original(*args, **{**kwargs, **dict(items)})
+            except ValueError:
+                if not optional:
+                    raise
+            return original(*args, **kwargs)
 
         return start_engine
 

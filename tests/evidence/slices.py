@@ -34,7 +34,10 @@ SLICES = (
     Slice(title="costs, as ratios of processor time; KL placement", files=("bench", "kl_placement"), jobs=1),
     Slice(title="README's blocks and installation; learning rate against gap, quick", files=("readme", "lr_gap")),
     Slice(title="verl's main_ppo with vLLM: float32, float16 and replay", files=("main_ppo",), jobs=1),
-    Slice(title="verl's main_ppo: with SGLang in float16, and faults", files=("main_ppo_sglang", "main_ppo_faults")),
+    Slice(
+        title="verl's main_ppo: with SGLang in float16, faults, and faults that are observed",
+        files=("main_ppo_sglang", "main_ppo_faults", "observe"),
+    ),
     Slice(title="100 kills over TRL, each resumed", files=("kills",), jobs=1),
     Slice(title="kills over verl's main_ppo, each resumed", files=("kills_verl",), jobs=1),
 )

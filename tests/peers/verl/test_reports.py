@@ -23,6 +23,7 @@ from mismatch_ext.adapters.verl.reports import (
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionAuditError
+from mismatch_ext.verdicts import Verdicts
 from tests.peers.verl.recorded import SCALER, recorded
 
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
@@ -313,3 +314,27 @@ def test_ids_without_text_that_the_policy_takes_for_likely_are_refused() -> None
     check_vocabulary(few)
     with pytest.raises(ConfigError, match="masks the 48 ids between them .* Resize the model's embeddings"):
         check_vocabulary({**few, "mass_mean": 1.01 * SURPLUS_MASS})
+
+
+@pytest.mark.filterwarnings("ignore:mismatch.level='observe'")
+@pytest.mark.parametrize(
+    ("change", "check", "kind"),
+    [
+        (everywhere("rollout", "model_dtype", "bfloat16", "reading"), "precision", "apply"),
+        (everywhere("trainer", "autocast_dtype", "bfloat16", "trainer"), "precision", "apply"),
+        (rollout("block", "none"), "block", "stop"),
+        (rollout("logprobs_mode", "raw_logprobs", "reading"), "rollout_workers", "stop"),
+        (worker("strategy", "fsdp"), "workers", "stop"),
+    ],
+)
+def test_observed_processes_that_are_not_as_asked_are_named_and_the_run_goes_on(
+    change: Change, check: str, kind: str
+) -> None:
+    found = run_of("example")
+    found["block"] |= {"level": "observe"}
+    known_by_all(found)
+    change(found)
+    verdicts = Verdicts("observe")
+    checked_run = check_reports(*parsed(found), verdicts)
+    assert (check, kind) in {(finding.check, finding.kind) for finding in verdicts.kept}, verdicts.kept
+    assert checked_run.engine.engine == "vllm" and checked_run.trainer.device

@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("verl")  # part of `make setup`
 
 import ray
+import verl.trainer.constants_ppo
 import verl.utils.config
 from hydra import compose, initialize_config_module
 from mismatch_ext.adapters.verl import block, plugin, settings, steering
@@ -404,3 +405,85 @@ def test_statistics_that_lead_the_rate() -> None:
     gap = (torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
     found = steering.leading_statistics("f_tau", lengths, 8, gap)
     assert found["f_tau"] == 0.5 and found["mismatch_kl"] == pytest.approx((2.718281828 - 2) / 2)
+
+
+EVERY_SECTION = (
+    "+mismatch.level=observe",
+    "+mismatch.precision.dtype=float16",
+    "+mismatch.routing.mode=R3",
+    "+mismatch.correction.preset=bypass_ppo_clip",
+    "+mismatch.kl.coef=0.1",
+    "+mismatch.lr={}",
+)
+WATCHED = {
+    "trainer.v1.trainer_mode",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+    "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
+    "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_FINDINGS",
+    "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
+}
+
+
+def observed(*overrides: str) -> tuple[set[str], dict[str, str], DictConfig]:
+    """Prepare a configuration that is to be observed: what has changed, what was found, and the configuration."""
+    given = (*EVERY_SECTION, *overrides)
+    stock, ours = configured(*given), prepared(*given)
+    paths = {leaf for config in (stock, ours) for leaf in leaves(OmegaConf.to_container(config, resolve=False))}
+    changed = {path for path in paths if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)}
+    told = OmegaConf.select(ours, f"ray_kwargs.ray_init.runtime_env.env_vars.{block.FINDINGS_VARIABLE}") or "[]"
+    return changed, {finding["check"]: finding["message"] for finding in json.loads(told)}, ours
+
+
+def test_observe_sets_what_it_enters_by_and_says_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    changed, found, config = observed()
+    assert changed == WATCHED and not found
+    said = capsys.readouterr().out
+    for words in (
+        "enforce would have set actor_rollout_ref.rollout.dtype='float16' (is 'bfloat16')",
+        "enforce would have set algorithm.rollout_correction.bypass_mode=True (is False)",
+        "enforce would have set actor_rollout_ref.actor.use_kl_loss=True (is False)",
+    ):
+        assert words in said, said
+    assert block.active_block() is None and "mismatch.precision sets" not in said
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    known = MismatchConfig.parse(json.loads(variables[block.BLOCK_VARIABLE]))
+    assert known is not None and known.level == "observe" and known.acting == MismatchConfig(level="observe")
+
+
+@pytest.mark.filterwarnings("ignore:mismatch.level='observe'")
+def test_observe_finds_what_enforce_refuses() -> None:
+    refused = {
+        "settings": ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs=False"),
+        "precision_settings": ("actor_rollout_ref.rollout.dtype=float32", "rollout.dtype='float32'"),
+        "kl_settings": ("+mismatch.kl.estimator=full", "mismatch.kl.estimator='full'"),
+        "correction_settings": ("algorithm.rollout_correction.rollout_is=token", "rollout_is='token'"),
+    }
+    changed, found, _ = observed(*(override for override, _ in refused.values()))
+    assert changed == WATCHED and found.keys() == refused.keys()
+    assert all(words in found[check] for check, (_, words) in refused.items()), found
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.use_v1=False",
+        "+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}",
+    ],
+)
+def test_a_run_that_cannot_be_observed_is_stock_and_says_so(override: str) -> None:
+    with pytest.warns(UserWarning, match="this run is not observed"):
+        changed, _, config = observed(override)
+    assert config.mismatch is None and {path for path in changed if not path.startswith("mismatch")} == set()
+    verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)  # nobody refuses it later
+
+
+def test_observe_keeps_another_engine_and_refuses_what_it_cannot_read() -> None:
+    megatron = (
+        "model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron",
+    )  # fmt: skip
+    config = prepared(*megatron, "+mismatch.level=observe")
+    assert "VERL_ENGINE_VENDOR" not in config.ray_kwargs.ray_init.runtime_env.env_vars
+    with pytest.raises(ConfigError, match="rooting"):
+        prepared("+mismatch.level=observe", "+mismatch.rooting.mode=R3")

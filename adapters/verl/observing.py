@@ -1,0 +1,134 @@
+"""`mismatch.level: observe` in verl's driver: what stock verl has made of a batch is looked at, and nothing of it is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transfer_queue as tq
+from mismatch_ext.adapters.verl.correction import settings_of
+from mismatch_ext.adapters.verl.kl import KlControl, coefficient
+from mismatch_ext.adapters.verl.lr import EngineLr
+from mismatch_ext.adapters.verl.routing import OBSERVED
+from mismatch_ext.adapters.verl.steering import Gap, leading_statistics, merged
+from verl import DataProto
+
+from mismatch_ext.config import LrConfig, MismatchConfig
+from mismatch_ext.correction import correct
+from mismatch_ext.recorder import PREFIX
+from mismatch_ext.verdicts import ENFORCE, Finding, Verdicts
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+else:
+    _Host = object
+
+
+class ShadowRate:
+    """What the control would have made of the rate, on an optimizer of its own in the driver.
+
+    Args:
+        section: The `lr` section.
+        warmup_steps: Updates of warm-up of the actor's schedule.
+        updates: Updates that a resumed run has behind it; the rule begins there anew.
+    """
+
+    def __init__(self, section: LrConfig, warmup_steps: int, updates: int = 0) -> None:
+        self._optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda _: 1.0)
+        self._schedule.last_epoch = updates
+        self._rate = EngineLr(section, self._optimizer, self._schedule, warmup_steps)
+
+    def update(self, statistics: Mapping[str, float | None]) -> dict[str, float]:
+        """Take the statistics of a batch, and return what is logged of the update that learns from it."""
+        self._rate.update(**statistics)
+        return self._rate.control.metrics()
+
+    def moved(self, grad_norm: float | None) -> None:
+        """Follow the actor's schedule to its next update."""
+        if grad_norm is not None:
+            self._rate.after_step(grad_norm)
+        self._optimizer.step()
+        self._schedule.step()
+        self._rate.moved()
+
+
+class ObservingMixin(_Host):
+    """Measures batches of verl's trainer, where no section of the block acts."""
+
+    _block: MismatchConfig
+    _verdicts: Verdicts
+    _gap: Gap | None
+    _shadow_rate: ShadowRate | None = None
+    _shadow_kl: KlControl | None = None
+
+    def _watch(self) -> None:
+        """Build what computes beside the run what the sections would have done."""
+        if self._block.lr is not None:
+            with self._verdicts.checking("lr"):
+                optim = self.config.actor_rollout_ref.actor.optim
+                steps = int(optim.get("lr_warmup_steps") or -1)
+                ratio = float(optim.get("lr_warmup_steps_ratio") or 0.0)
+                total = int(self.total_training_steps)
+                warmup = steps if steps > 0 else int(ratio * total)
+                self._shadow_rate = ShadowRate(self._block.lr, warmup, int(self.global_steps))
+        if self._block.kl is not None:
+            with self._verdicts.checking("kl"):
+                self._shadow_kl = KlControl(self._block.kl, coefficient(self._block.kl, self.config))
+
+    def _would_change_advantages(self, batch: Any) -> dict[str, float]:
+        """Return metrics of the correction and of the KL that the block would have applied to a batch."""
+        found: dict[str, float] = {}
+        if self._block.correction is not None and self._gap is not None:
+            with self._verdicts.checking("correction"):
+                old, rollout, mask = self._gap
+                metrics = correct(rollout, old, mask, settings_of(self._block.correction)).metrics
+                found |= {f"{PREFIX}{ENFORCE}{name}": value for name, value in metrics.items()}
+        if self._shadow_kl is not None and self.use_reference_policy:
+            with self._verdicts.checking("kl"):
+                fields = ["response_mask", "old_log_probs", "ref_log_prob"]
+                data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+                metrics = self._shadow_kl.begin(DataProto(batch=data.to_padded_tensor()))
+                found |= {PREFIX + ENFORCE + name.removeprefix(PREFIX): value for name, value in metrics.items()}
+        return found
+
+    def _would_set_rate(self, lengths: torch.Tensor, limit: int) -> dict[str, float]:
+        """Return what is logged of the rate that the block would have applied to the next update."""
+        if self._shadow_rate is None or self._block.lr is None:
+            return {}
+        found: dict[str, float] = {}
+        with self._verdicts.checking("lr"):
+            statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
+            metrics = self._shadow_rate.update(statistics)
+            found = {f"{PREFIX}{ENFORCE}{name}": value for name, value in metrics.items()}
+        return found
+
+    def _after_update(self, metrics: Mapping[str, Any]) -> None:
+        if self._shadow_rate is not None:
+            with self._verdicts.checking("lr"):
+                norm = metrics.get("actor/grad_norm")
+                self._shadow_rate.moved(None if norm is None else float(norm))
+
+    def _compare_routes(self, batch: Any) -> dict[str, float]:
+        """Let the workers score a batch once more, comparing the rollout's routes with their own; return the agreement."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        flags = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, OBSERVED: True}
+        given, batch.extra_info = batch.extra_info, flags
+        try:
+            self.actor_rollout_wg.compute_log_prob(batch)
+        finally:
+            batch.extra_info = given
+        return merged(self.actor_rollout_wg.mismatch_metrics())
+
+    def _collect_findings(self) -> None:
+        """Take what the workers have found since the last call."""
+        if not self._verdicts.observes:
+            return
+        with self._verdicts.checking("findings"):
+            for rank, found in enumerate(self.actor_rollout_wg.mismatch_findings()):
+                # Of all ranks alike; a worker knows no step.
+                here = [Finding(**{**entry, "step": self.global_steps}) for entry in found]
+                if rank:
+                    here = [Finding(**{**vars(f), "message": f"rank {rank}: {f.message}"}) for f in here]
+                self._verdicts.add(here)

@@ -1,0 +1,247 @@
+"""Faults of the other tests in runs that observe, beside the same runs of stock TRL."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.trl import (
+    MismatchCallback,
+    MismatchGRPOConfig,
+    MismatchGRPOTrainer,
+    MismatchTrainerMixin,
+)
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from mismatch_ext.report import render
+from mismatch_ext.rundata import read_run
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
+
+Fault = Callable[[Any], Any]
+ROUTES: dict[int, Callable[[Any], Any]] = {
+    1: lambda ids: None,
+    2: lambda ids: ids * 0,
+    3: lambda ids: ids[:-1],
+    4: lambda ids: ids[:, ::-1].copy(),
+}
+"""What becomes of the engine's routes, by generation: they are missing, zero, a row short, and those of the other layer."""
+
+
+@contextlib.contextmanager
+def cpu(sync: Callable[[Any], None] | None = None) -> Iterator[None]:
+    """Let stock TRL's engine take weights on any CPU, and start uncompiled: what a GPU's does, for both runs alike."""
+    import trl.generation.vllm_generation as home
+
+    plain = home.LLM
+
+    def update(self: Any) -> None:
+        engine.update_weights(self.llm, self._iter_named_params())
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, enforce_eager=True, **kwargs)
+
+    with mock.patch.object(VLLMGeneration, "sync_weights", sync or update), mock.patch.object(home, "LLM", start):
+        yield
+
+
+def _trained(trainer: Any, then: Fault | None) -> dict[str, Any]:
+    trainer.train()
+    if then is not None:
+        then(trainer)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    hidden = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+    return {
+        "parameters": digest_of(trainer.model),
+        "log": [{k: v for k, v in e.items() if k not in hidden and not k.startswith("mismatch/")} for e in logged],
+        "ours": [{k: v for k, v in e.items() if k.startswith("mismatch/")} for e in logged],
+        "rng": int(torch.randint(1 << 30, ())),
+    }
+
+
+def pair(
+    model: str,
+    out: str,
+    block: dict[str, Any],
+    fault: Fault | None = None,
+    classes: tuple[type[Any], type[Any]] = (GRPOTrainer, MismatchGRPOTrainer),
+    then: Fault | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Train stock, then with a block that observes; each with the same fault."""
+    found: dict[str, Any] = {}
+    for kind, trainer_class, config_class in zip(
+        ("stock", "observe"), classes, (GRPOConfig, MismatchGRPOConfig), strict=True
+    ):
+        given = {**arguments(f"{out}/{kind}"), "bf16": False, **overrides}
+        if kind == "observe":
+            given["mismatch"] = {"level": "observe", **block}
+        torch.manual_seed(0)
+        trainer = trainer_class(model=model, reward_funcs=graded, args=config_class(**given), train_dataset=rows())
+        if fault is not None:
+            fault(trainer)
+        found[kind] = _trained(trainer, then)
+    folder = Path(out) / "observe" / "mismatch"
+    run = read_run(folder)
+    found["findings"] = [e.data | {"said": e.message} for e in run.events if e.name == "observed"]  # type: ignore[operator]
+    found["events"] = [(e.name, e.message) for e in run.events if e.name != "observed"]
+    found["end"] = [end.status for end in run.ends]
+    found["report"] = render(folder).read_text(encoding="utf-8").partition("<script>")[0]
+    return found
+
+
+def sections(model: str, out: str) -> dict[str, Any]:
+    """Observe with every section, where nothing is wrong but that the sections would change it."""
+    block = {
+        "precision": {"dtype": "float32"}, "routing": {"mode": "R3", "agreement_rate": 1.0},
+        "correction": {"preset": "token_truncate", "upper": 2.0, "veto": 1e-4}, "kl": {"coef": 0.1},
+        "lr": {"period": 2}, "monitor": {"weight_sync": "error"},
+    }  # fmt: skip
+    with cpu():
+        return pair(model, out, block, beta=0.1)
+
+
+def _generations(trainer: Any, spoil: Callable[[int, Any], None]) -> None:
+    """Let a function at what TRL's engine wrapper returns, generation after generation."""
+    wrapper = getattr(trainer.vllm_generation, "inner", trainer.vllm_generation)
+    generate, calls = wrapper.generate, []
+
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        result = generate(*args, **kwargs)
+        calls.append(1)
+        spoil(len(calls), result)
+        return result
+
+    wrapper.generate = spoiled
+
+
+def _spoil_routes(trainer: Any) -> None:
+    """Spoil what the engine reports of its routes; where it reports none, as under stock TRL, there is nothing to spoil."""
+    llm = trainer.vllm_generation.llm
+    generate, calls = llm.generate, []
+
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        outputs = generate(*args, **kwargs)
+        if len(outputs) == 8 and outputs[0].outputs[0].logprobs is not None:  # a batch, no probes
+            calls.append(1)
+            for output in outputs[2:] if len(calls) < 4 else outputs:
+                for one in output.outputs:
+                    if one.routed_experts is not None:
+                        one.routed_experts = ROUTES[len(calls)](one.routed_experts)
+        return outputs
+
+    llm.generate = spoiled
+
+
+def moe(model: str, out: str) -> dict[str, Any]:
+    """Garbled experts, other dtypes than asked, four kinds of bad routes, an alarm that stops, settings that contradict."""
+    from mismatch_ext.adapters.vllm import weights
+
+    def garbled(self: Any) -> None:
+        with mock.patch.object(weights, "swapped", lambda *_: contextlib.nullcontext()):
+            engine.update_weights(self.llm, self._iter_named_params())
+
+    block = {
+        "precision": {"dtype": "float32"}, "routing": {"mode": "R3", "agreement_rate": 1.0},
+        "kl": {"coef": 0.1, "reward_path": "rewards"}, "lr": {"trigger": "mismatch_kl"},
+        "monitor": {"alarms": {"reward": {"above": -1.0, "patience": 1, "action": "stop"}}},
+    }  # fmt: skip
+    with cpu(garbled):
+        return pair(
+            model, out, block, _spoil_routes, max_steps=4, mask_truncated_completions=True,
+            generation_kwargs={"temperature": 0.5},
+        )  # fmt: skip
+
+
+def dense(model: str, out: str) -> dict[str, Any]:
+    """A model without experts and too wide for float16, half masters, NaN, altered tokens, stale weights, a damaged state."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wide = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        wide.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5  # float16 ends at 65504
+    wide.save_pretrained(f"{out}/wide")
+    AutoTokenizer.from_pretrained(model).save_pretrained(f"{out}/wide")
+    updates: list[int] = []
+
+    def stale(self: Any) -> None:
+        parameters = list(self._iter_named_params())
+        updates.append(1)
+        if len(updates) == 1:
+            engine.update_weights(self.llm, iter(parameters))
+
+    class Altering(GRPOTrainer):
+        batches = 0
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            self.batches += 1
+            if self.batches == 3:
+                output["completion_ids"] = output["completion_ids"].clone()
+                output["completion_ids"][1, 0] += 1
+            return output
+
+    class Observed(MismatchTrainerMixin, Altering):
+        pass
+
+    def fault(trainer: Any) -> None:
+        updates.clear()
+
+        def nan(call: int, result: Any) -> None:
+            if call == 2:
+                result[2][3][1][0] = None  # TRL's form of NaN: rollout 3, token 1
+
+        _generations(trainer, nan)
+        recorder = getattr(trainer, "_recorder", None)
+        if recorder is not None:
+            plain, calls = recorder.flush, []
+
+            def failing(*args: Any) -> Any:
+                calls.append(1)
+                if len(calls) == 4:
+                    raise ZeroDivisionError("a mistake of our own")
+                return plain(*args)
+
+            recorder.flush = failing
+
+    def go_on(trainer: Any) -> None:
+        checkpoint = Path(trainer.args.output_dir) / "checkpoint-2"
+        state = checkpoint / "mismatch.json"
+        if state.exists():
+            state.write_text("{")
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+    block = {
+        "precision": {"dtype": "float16"}, "routing": {"mode": "R3"}, "correction": {"preset": "sequence_mask"},
+        "lr": {"period": 2},
+    }  # fmt: skip
+    with cpu(stale):
+        return pair(
+            f"{out}/wide", out, block, fault, (Altering, Observed), go_on, max_steps=4, save_strategy="steps", save_steps=2,
+            vllm_importance_sampling_correction=False, model_init_kwargs={"dtype": "bfloat16"},
+        )  # fmt: skip
+
+
+def callback(model: str, out: str) -> dict[str, Any]:
+    """Train stock TRL without an engine, alone and with a callback that observes."""
+    block = {
+        "level": "observe", "precision": {"dtype": "float16"}, "lr": {"period": 1},
+        "monitor": {"alarms": {"reward": {"above": -1.0, "patience": 1, "action": "stop"}}},
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for kind in ("stock", "observe"):
+        args = GRPOConfig(**arguments(f"{out}/{kind}", use_vllm=False, bf16=False))
+        torch.manual_seed(0)
+        callbacks = [MismatchCallback(block)] if kind == "observe" else []
+        trainer = GRPOTrainer(
+            model=model, reward_funcs=graded, args=args, train_dataset=rows(), callbacks=callbacks
+        )  # fmt: skip
+        found[kind] = _trained(trainer, None)
+    run = read_run(Path(out) / "observe" / "mismatch")
+    found["findings"] = [(e.data["check"], e.data["kind"]) for e in run.events if e.name == "observed"]  # type: ignore[index]
+    return found
