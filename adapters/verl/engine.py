@@ -36,7 +36,7 @@ VENDOR = "mismatch"
 
 
 class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
-    """verl's FSDP2 engine with the block.
+    """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
 
     Args:
         block: The block; None takes the one of the run that this process belongs to, if there is one.
@@ -57,11 +57,11 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             self._check_setup(self.block)
 
     def _check_setup(self, block: MismatchConfig) -> None:
-        asked = [name for name in ("precision", "routing", "lr") if getattr(block, name) is not None]
-        if asked and self.engine_config.strategy != "fsdp2":
+        if self.model_config.use_fused_kernels and self.engine_config.strategy == "fsdp2" and not self._tied:
             raise ConfigError(
-                f"actor.strategy={self.engine_config.strategy!r} with mismatch.{asked[0]}: it is built on FSDP2 alone; set "
-                "actor_rollout_ref.actor.strategy=fsdp2 and actor_rollout_ref.ref.strategy=fsdp2."
+                "model.use_fused_kernels=True with strategy='fsdp2', of a model whose output layer is not tied to its embeddings: "
+                "verl 0.9.1 shards that layer by itself, and its fused head then multiplies by a shard (\"mixed torch.Tensor and "
+                "DTensor\"); set actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.ref.strategy=fsdp."
             )
         if block.routing is not None and self.use_ulysses_sp:
             raise ConfigError(
@@ -74,6 +74,10 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
                 f"mismatch.precision.dtype={dtype!r} with model.lora.merge=True: verl sends merged weights to the rollout engine "
                 "in bfloat16; set model.lora.merge=False."
             )
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
     def initialize(self) -> None:
         """Build model, optimizer and schedule as the parent does, and put the block on them.

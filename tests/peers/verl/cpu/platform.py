@@ -161,10 +161,34 @@ def never_pin_memory() -> None:
         def __init__(self, pin_memory: bool = False) -> None:
             super().__init__(pin_memory=False)
 
-    fsdp.CPUOffloadPolicy = CPUOffloadPolicy
+    class CPUOffload(fsdp.CPUOffload):
+        def __init__(self, offload_params: bool = False) -> None:
+            super().__init__(offload_params=False)  # FSDP1 pins whatever it offloads, and all is on the CPU in any case
+
+    fsdp.CPUOffloadPolicy, fsdp.CPUOffload = CPUOffloadPolicy, CPUOffload
     for name in ("verl.utils.fsdp_utils", "verl.workers.engine.fsdp.transformer_impl"):
         if name in sys.modules:
             sys.modules[name].CPUOffloadPolicy = CPUOffloadPolicy
+
+
+def shard_on_the_cpu() -> None:
+    """Let FSDP1 synchronise a model on the CPU, and leave it there: it takes parameters on a CPU for a mistake."""
+    import torch.distributed.fsdp._init_utils as building
+
+    building._check_module_states_for_sync_module_states = lambda module_states: None
+
+    def change(module: Any) -> None:
+        original = module.load_fsdp_model_to_gpu
+
+        @functools.wraps(original)
+        def load(model: Any) -> None:
+            # It asks for the device "cpu:cpu".
+            if module.fsdp_version(model) != 1:
+                original(model)
+
+        module.load_fsdp_model_to_gpu = load
+
+    AfterImport("verl.utils.fsdp_utils", change)
 
 
 def enable_grad_scaler() -> None:
@@ -224,6 +248,7 @@ def _in_folder(original: Any, folder: str) -> Any:
 use_gloo()
 hide_new_trl()
 never_pin_memory()
+shard_on_the_cpu()
 keep_sockets_apart()
 score_in_float32()
 if os.environ.get(STOCK_SCALER) != "1":
