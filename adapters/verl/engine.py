@@ -63,10 +63,10 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
                 "verl 0.9.1 shards that layer by itself, and its fused head then multiplies by a shard (\"mixed torch.Tensor and "
                 "DTensor\"); set actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.ref.strategy=fsdp."
             )
-        if block.routing is not None and self.use_ulysses_sp:
+        if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):
             raise ConfigError(
-                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing: each rank would "
-                "see a part of the tokens, and the routes of all; allowed: 1."
+                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing, of a model with "
+                "images: verl cuts its sequence inside the model, behind the tokens that routes are held against; allowed: 1."
             )
         dtype = "bfloat16" if block.precision is None else block.precision.dtype
         if dtype != "bfloat16" and self._trains and self._is_lora and self.model_config.lora.get("merge"):
@@ -93,7 +93,9 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         if block.precision is not None:
             check_precision(block.precision, _name(self._autocast_dtype), "actor" if self._trains else "ref")
         if block.routing is not None and (self._trains or block.routing.reference):
-            self._replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
+            self._replay = EngineReplay(
+                block.routing, self.module, int(self.engine_config.seed), int(self.ulysses_sequence_parallel_size)
+            )
         if not self._trains:
             return
         refuse_disabled(self.scaler, get_device_name())

@@ -80,11 +80,6 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
     if not same and (block.precision or block.routing):
         why = "the reference would be built by another engine than the actor"
         raise refused("actor_rollout_ref.ref.strategy", given, repr(wanted), why)
-    ulysses = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
-    ulysses = max(ulysses, OmegaConf.select(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size") or 1)
-    if block.routing is not None and ulysses > 1:
-        why = "with mismatch.routing each rank would see a part of the tokens, and routes of all"
-        raise refused("actor_rollout_ref.actor.ulysses_sequence_parallel_size", ulysses, "1", why)
     if config.actor_rollout_ref.rollout.name == "sglang":
         _check_sglang(config, block)
     setting = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from tests.peers.verl.in_process import scenarios_fused as fusing
     from tests.peers.verl.in_process import scenarios_replay as replaying
     from tests.peers.verl.in_process import scenarios_training as training
+    from tests.peers.verl.in_process import scenarios_ulysses as ulysses
 else:
     fusing = named("tests.peers.verl.in_process.scenarios_fused")
     replaying = named("tests.peers.verl.in_process.scenarios_replay")
     training = named("tests.peers.verl.in_process.scenarios_training")
+    ulysses = named("tests.peers.verl.in_process.scenarios_ulysses")
 
 
 Result = dict[str, Any]
@@ -386,6 +388,31 @@ def test_a_fused_head_has_every_section_that_the_models_own_head_has(run: Run, d
     # Probes are scored as if at temperature 1, whatever the rollouts' is.
     assert found["own"]["padded"]["probes"] == found["own"]["packed"]["probes"]
     assert found["own"]["routes"]["metrics"]["routing/set_mismatch_frac"] > 0.1
+
+
+@pytest.mark.in_process
+def test_ranks_that_share_a_sequence_replay_as_one_does(
+    run: Run, moe: Path, routes: str, tmp_path: Path, on_one_rank: Result
+) -> None:
+    # verl's Ulysses, against one rank with verl's own attention on a padded batch.
+    two = run(
+        ulysses.shared_on,
+        world=2,
+        model=moe,
+        routes=routes,
+        path=tmp_path / "gradients.pt",
+        env={"VERL_TEST_STRATEGY": "fsdp"},
+    ).expect()
+    gradients = torch.load(tmp_path / "gradients.pt")
+    for mode in ("R3", "R2"):
+        assert apart(two[mode], on_one_rank[mode]) < 1e-5
+        assert two[f"{mode}_routes"] == on_one_rank[f"{mode}_routes"]
+        for name in ("routing/compared_tokens", "routing/set_mismatch_frac", "routing/other_passes"):
+            assert two[f"{mode}_metrics"][name] == on_one_rank[f"{mode}_metrics"][name], name
+    assert gradients.keys() == on_one_rank["gradients"].keys()
+    for name, gradient in on_one_rank["gradients"].items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=2e-6)
+    assert all("row 3, layer 0: duplicate expert ids" in said or "duplicate" in said for said in two["lost"]), two["lost"]
 
 
 def test_what_a_fused_head_cannot_do_is_refused(run: Run, dense: Path) -> None:
