@@ -59,9 +59,9 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
     def _check_setup(self, block: MismatchConfig) -> None:
         if self.model_config.use_fused_kernels and self.engine_config.strategy == "fsdp2" and not self._tied:
             raise ConfigError(
-                "model.use_fused_kernels=True with strategy='fsdp2', of a model whose output layer is not tied to its embeddings: "
-                "verl 0.9.1 shards that layer by itself, and its fused head then multiplies by a shard (\"mixed torch.Tensor and "
-                "DTensor\"); set actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.ref.strategy=fsdp."
+                "model.use_fused_kernels=True with strategy='fsdp2', of a model whose output layer is not its embeddings': "
+                'verl 0.9.1 shards that layer by itself, and its fused head then multiplies by a shard ("mixed torch.Tensor and '
+                'DTensor"); set actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.ref.strategy=fsdp.'
             )
         if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):
             raise ConfigError(

@@ -42,11 +42,6 @@ REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
         (True,),
         "without the engine's log-probabilities there is no gap to measure",
     ),
-    (
-        "actor_rollout_ref.rollout.data_parallel_size",
-        (1,),
-        "a rollout server answers for its first engine alone, so that the others cannot prove what they run with",
-    ),
     ("distillation.enabled", (False,), "the loss of distillation is not ours to extend"),
 )
 
@@ -103,6 +98,9 @@ def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
             f"sglang {version} under verl with a mismatch block; allowed: {' or '.join(SGLANG)}, with which this release was run "
             f"there. verl 0.9.1 cannot start 0.5.23. pip install sglang=={SGLANG[0]}, or roll out with vLLM."
         )
+    setting = "actor_rollout_ref.rollout.data_parallel_size"
+    if (given := OmegaConf.select(config, setting)) not in (None, 1):
+        raise refused(setting, given, "1", "an SGLang server answers for its first engine alone")
     setting = "actor_rollout_ref.rollout.skip_tokenizer_init"
     if block.routing is not None and block.routing.mode == "R3" and not OmegaConf.select(config, setting):
         why = "verl then reads routes by a module that SGLang no longer has"

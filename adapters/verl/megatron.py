@@ -39,7 +39,9 @@ def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
     """
     _check_block(block)
     if _get(config, f"{MODEL}.use_fused_kernels"):
-        raise _refused(f"{MODEL}.use_fused_kernels", True, "False", "its fused head was not run with this package's loss")
+        raise _refused(
+            f"{MODEL}.use_fused_kernels", True, "False", "its fused head was not run with this package's loss"
+        )
     lines = [] if block.lr is None else _keep_schedule(config)
     return lines if block.routing is None else lines + _set_replay(config, block.routing)
 

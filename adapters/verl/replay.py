@@ -199,9 +199,7 @@ class EngineReplay:
         return filler.expand(rows, len(self.layout.layers), -1).contiguous()
 
     @contextmanager
-    def replaying(
-        self, samples: Sequence[SampleRoutes], rows: Rows, *, measured: bool, share: Share
-    ) -> Iterator[None]:
+    def replaying(self, samples: Sequence[SampleRoutes], rows: Rows, *, measured: bool, share: Share) -> Iterator[None]:
         """Run the forward pass of a micro-batch under the routes of its samples.
 
         Args:

@@ -32,10 +32,9 @@ def _parts(name: str, flat: FlatParameter) -> Iterator[tuple[str, Tensor]]:
     prefix = name.rpartition(".")[0]
     for own, place in zip(flat._fqns, flat._shard_param_infos, strict=True):
         if place.in_shard:
-            yield (
-                _plain(f"{prefix}.{own}" if prefix else own),
-                flat.detach()[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard],
-            )
+            assert place.offset_in_shard is not None and place.numel_in_shard is not None
+            whole = _plain(f"{prefix}.{own}" if prefix else own)
+            yield whole, flat.detach()[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard]
 
 
 def _plain(name: str) -> str:

@@ -64,7 +64,7 @@ class MismatchWorker(ActorRolloutRefWorker):
     @property
     def _fused(self) -> bool:
         """Whether the actor's head returns log-probabilities in the place of logits."""
-        return bool(self._actor.engine.model_config.use_fused_kernels)
+        return not self._megatron and bool(self._fsdp.model_config.use_fused_kernels)
 
     def _block(self) -> MismatchConfig:
         block = active_block()

@@ -66,7 +66,7 @@ EVERYTHING_DENSE = (
 
 @pytest.fixture(scope="module")
 def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, Path]:
-    """Return three steps with every section on a mixture of experts with FSDP1, and their folder; in a fourth, routes are lost."""
+    """Return three steps with every section, on experts with FSDP1, and their folder; in a fourth, routes are lost."""
     work = tmp_path_factory.mktemp("experts")
     overrides = [*EVERYTHING, *FSDP1, *lasting(4)]
     return run_verl(work, overrides, model=moe, plugin=True, env={FAULT: "lost_routes@4"}), work

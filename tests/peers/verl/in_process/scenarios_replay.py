@@ -356,7 +356,7 @@ def gathered_gradients(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def shards(model: str, checkpoint: dict[str, str]) -> dict[str, Any]:
-    """Put every rank's shards of the weights together again, and scan them with one value too large on the last rank."""
+    """Put every rank's shards of the weights together again, and scan them with one value too large on each."""
     found: dict[str, Any] = {}
     for orig in (False, True) if strategy() == "fsdp" else (False,):
         built = worker(model, {}, engine={"use_orig_params": orig})
@@ -375,8 +375,7 @@ def shards(model: str, checkpoint: dict[str, str]) -> dict[str, Any]:
         found[str(orig)] = {
             "whole": together == checkpoint,
             "names": sorted(together),
-            "poisoned": name,
-            "reasons": everywhere(report.reasons),
+            "reasons": everywhere([name, *report.reasons]),
         }
     return found
 
