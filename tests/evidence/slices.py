@@ -34,9 +34,9 @@ SLICES = (
     Slice(title="the ends of the supported ranges, quick", files=("matrix",), jobs=1),
     Slice(title="verl's main_ppo with vLLM: float32, float16 and replay", files=("main_ppo",), jobs=1),
     Slice(title="verl's main_ppo: with SGLang in float16, and faults", files=("main_ppo_sglang", "main_ppo_faults")),
-    Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),
     Slice(title="100 kills over TRL, each resumed", files=("kills",), jobs=1),
     Slice(title="kills over verl's main_ppo, each resumed", files=("kills_verl",), jobs=1),
+    Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),
 )
 
 
