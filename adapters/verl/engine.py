@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import ItemsView
 from typing import Any
 
 import torch
@@ -211,6 +212,22 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             self._rate.load_state_dict(state.get("lr"))
         if self._replay is not None and state.get("routing") is not None:
             self._replay.load_state_dict(state["routing"], self.rank)
+
+    # What the rollout gets
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weights that the rollout gets, and its adapter's configuration, as the parent does.
+
+        Raises:
+            ConfigError: There is an adapter, and verl has found none of its weights to send.
+        """
+        weights, adapter = super().get_per_tensor_param(*args, **kwargs)
+        if self.block is not None and adapter is not None and isinstance(weights, ItemsView) and not len(weights):
+            raise ConfigError(
+                f"actor.strategy={self.engine_config.strategy!r} with an adapter: peft {installed('peft')} finds none of its "
+                "weights, and verl would send the rollout an empty one. Set actor_rollout_ref.actor.strategy=fsdp2."
+            )
+        return weights, adapter
 
     # What the worker asks for
 

@@ -294,6 +294,9 @@ def adapter(model: str) -> dict[str, Any]:
             ]
             found[f"{mode}_recorded_base_{wanted}"] = "routed_experts" in base.keys()
             found[f"{mode}_{wanted}"] = logprobs(built, data)
+    found["sent"] = refused(lambda: len(built.engine.get_per_tensor_param(base_sync_done=True)[0]))
+    update(built, scored(built, data))
+    found["trained"] = logprobs(built, data)
     return found
 
 
