@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import ItemsView
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ VENDOR = "mismatch"
 
 
 class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
-    """verl's FSDP2 engine with the block.
+    """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
 
     Args:
         block: The block; None takes the one of the run that this process belongs to, if there is one.
@@ -62,16 +63,16 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             self._check_setup(self.block)
 
     def _check_setup(self, block: MismatchConfig) -> None:
-        asked = [name for name in ("precision", "routing", "lr") if getattr(block, name) is not None]
-        if asked and self.engine_config.strategy != "fsdp2":
+        if self.model_config.use_fused_kernels and self.engine_config.strategy == "fsdp2" and not self._tied:
             raise ConfigError(
-                f"actor.strategy={self.engine_config.strategy!r} with mismatch.{asked[0]}: it is built on FSDP2 alone; set "
-                "actor_rollout_ref.actor.strategy=fsdp2 and actor_rollout_ref.ref.strategy=fsdp2."
+                "model.use_fused_kernels=True with strategy='fsdp2', of a model whose output layer is not its embeddings': "
+                'verl 0.9.1 shards that layer by itself, and its fused head then multiplies by a shard ("mixed torch.Tensor and '
+                'DTensor"); set actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.ref.strategy=fsdp.'
             )
-        if block.routing is not None and self.use_ulysses_sp:
+        if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):
             raise ConfigError(
-                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing: each rank would "
-                "see a part of the tokens, and the routes of all; allowed: 1."
+                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing, of a model with "
+                "images: verl cuts its sequence inside the model, behind the tokens that routes are held against; allowed: 1."
             )
         dtype = "bfloat16" if block.precision is None else block.precision.dtype
         if dtype != "bfloat16" and self._trains and self._is_lora and self.model_config.lora.get("merge"):
@@ -79,6 +80,10 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
                 f"mismatch.precision.dtype={dtype!r} with model.lora.merge=True: verl sends merged weights to the rollout engine "
                 "in bfloat16; set model.lora.merge=False."
             )
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
     def initialize(self) -> None:
         """Build model, optimizer and schedule as the parent does, and put the block on them.
@@ -96,7 +101,9 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         if block.precision is not None:
             check_precision(block.precision, _name(self._autocast_dtype), "actor" if self._trains else "ref")
         if block.routing is not None and (self._trains or block.routing.reference):
-            self._replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
+            self._replay = EngineReplay(
+                block.routing, self.module, int(self.engine_config.seed), int(self.ulysses_sequence_parallel_size)
+            )
         if not self._trains:
             return
         refuse_disabled(self.scaler, get_device_name())
@@ -228,6 +235,22 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             self._rate.load_state_dict(state.get("lr"))
         if self._replay is not None and state.get("routing") is not None:
             self._replay.load_state_dict(state["routing"], self.rank)
+
+    # What the rollout gets
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weights that the rollout gets, and its adapter's configuration, as the parent does.
+
+        Raises:
+            ConfigError: There is an adapter, and verl has found none of its weights to send.
+        """
+        weights, adapter = super().get_per_tensor_param(*args, **kwargs)
+        if self.block is not None and adapter is not None and isinstance(weights, ItemsView) and not len(weights):
+            raise ConfigError(
+                f"actor.strategy={self.engine_config.strategy!r} with an adapter: peft {installed('peft')} finds none of its "
+                "weights, and verl would send the rollout an empty one. Set actor_rollout_ref.actor.strategy=fsdp2."
+            )
+        return weights, adapter
 
     # What the worker asks for
 

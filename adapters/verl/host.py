@@ -12,6 +12,8 @@ from mismatch_ext.versions import base_version, require
 
 SGLANG = ("0.5.12", "0.5.18")
 """Versions of SGLang that verl was run with here; the first is the one that it asks for."""
+FSDP = {"fsdp", "fsdp2"}
+"""Strategies of verl's FSDP engine, which are one class there."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.RolloutExtension"
 # Trainers of verl's that check their configuration as main_ppo does.
 ELSEWHERE = (
@@ -24,7 +26,11 @@ REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("trainer.use_v1", (True,), "the deprecated trainer has no registry that ours could enter by"),
     ("trainer.v1.trainer_mode", ("sync",), "rollouts of older weights are not told apart from numerics"),
     ("actor_rollout_ref.hybrid_engine", (True,), "the rollout server is checked through the actor's workers"),
-    ("actor_rollout_ref.actor.strategy", ("fsdp2", "megatron"), "this release knows verl's FSDP2 and Megatron engines"),
+    (
+        "actor_rollout_ref.actor.strategy",
+        ("fsdp", "fsdp2", "megatron"),
+        "this release knows verl's FSDP and Megatron engines",
+    ),
     ("actor_rollout_ref.rollout.name", ("vllm", "sglang"), "this release reads back vLLM and SGLang alone"),
     (
         "actor_rollout_ref.rollout.disaggregation.enabled",
@@ -35,16 +41,6 @@ REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
         "actor_rollout_ref.rollout.calculate_log_probs",
         (True,),
         "without the engine's log-probabilities there is no gap to measure",
-    ),
-    (
-        "actor_rollout_ref.rollout.data_parallel_size",
-        (1,),
-        "a rollout server answers for its first engine alone, so that the others cannot prove what they run with",
-    ),
-    (
-        "actor_rollout_ref.model.use_fused_kernels",
-        (False,),
-        "fused heads return no logits, by which weights and vocabulary are checked",
     ),
     ("distillation.enabled", (False,), "the loss of distillation is not ours to extend"),
 )
@@ -74,14 +70,11 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         if value is not None and value not in allowed:
             raise refused(setting, value, " or ".join(map(repr, allowed)), why)
     wanted = config.actor_rollout_ref.actor.strategy
-    if config.actor_rollout_ref.ref.strategy != wanted and (block.precision or block.routing):
+    given = config.actor_rollout_ref.ref.strategy
+    same = given == wanted or {given, wanted} <= FSDP
+    if not same and (block.precision or block.routing):
         why = "the reference would be built by another engine than the actor"
-        raise refused("actor_rollout_ref.ref.strategy", config.actor_rollout_ref.ref.strategy, repr(wanted), why)
-    ulysses = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
-    ulysses = max(ulysses, OmegaConf.select(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size") or 1)
-    if block.routing is not None and ulysses > 1:
-        why = "with mismatch.routing each rank would see a part of the tokens, and routes of all"
-        raise refused("actor_rollout_ref.actor.ulysses_sequence_parallel_size", ulysses, "1", why)
+        raise refused("actor_rollout_ref.ref.strategy", given, repr(wanted), why)
     if config.actor_rollout_ref.rollout.name == "sglang":
         _check_sglang(config, block)
     setting = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
@@ -105,6 +98,9 @@ def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
             f"sglang {version} under verl with a mismatch block; allowed: {' or '.join(SGLANG)}, with which this release was run "
             f"there. verl 0.9.1 cannot start 0.5.23. pip install sglang=={SGLANG[0]}, or roll out with vLLM."
         )
+    setting = "actor_rollout_ref.rollout.data_parallel_size"
+    if (given := OmegaConf.select(config, setting)) not in (None, 1):
+        raise refused(setting, given, "1", "an SGLang server answers for its first engine alone")
     setting = "actor_rollout_ref.rollout.skip_tokenizer_init"
     if block.routing is not None and block.routing.mode == "R3" and not OmegaConf.select(config, setting):
         why = "verl then reads routes by a module that SGLang no longer has"

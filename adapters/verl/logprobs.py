@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.verl.fused import checked
 from verl.utils import torch_functional
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -28,9 +29,15 @@ class LogprobsMixin(FSDPEngineWithLMHead):
     block: MismatchConfig | None
 
     def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a pass's outputs as the parent does, from logits in float32 where verl would round."""
+        """Prepare a pass's outputs as the parent does, from logits in float32 where verl would round.
+
+        Raises:
+            ConfigError: A fused head has rounded the log-probabilities.
+        """
         asked = self.block is not None and self.block.precision is not None
         logits = getattr(output, "logits", None)
         if asked and isinstance(logits, torch.Tensor) and logits.dtype != torch.float32 and rounds_logprobs():
             output.logits = logits.float()
+        if asked and isinstance(logprobs := getattr(output, "log_probs", None), torch.Tensor):
+            checked(logprobs)  # of a fused head, which returns no logits
         return super().prepare_model_outputs(output, *args, **kwargs)

@@ -38,6 +38,10 @@ def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
         ConfigError: The block asks for what this release cannot do with verl's Megatron engine; names the setting.
     """
     _check_block(block)
+    if _get(config, f"{MODEL}.use_fused_kernels"):
+        raise _refused(
+            f"{MODEL}.use_fused_kernels", True, "False", "its fused head was not run with this package's loss"
+        )
     lines = [] if block.lr is None else _keep_schedule(config)
     return lines if block.routing is None else lines + _set_replay(config, block.routing)
 

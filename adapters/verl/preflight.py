@@ -104,19 +104,24 @@ class PreflightMixin(_Host):
             return
         self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
         replicas = self.llm_server_manager.get_replicas()
+        changed = self._trainer_probes is None or not torch.equal(now, self._trainer_probes)
+        asked = [ask_probes(replica, self._probes.tolist(), ANSWER_TIMEOUT) for replica in replicas]
+        engines = [
+            (f"rollout server {server}" + (f", engine {engine}" if len(of) > 1 else ""), answers)
+            for server, of in enumerate(asked)
+            for engine, answers in enumerate(of)
+        ]
         if not self._checkers:
             dtype, compute = self._checked.engine.model_dtype, compute_dtype(self._checked.trainer)
-            self._checkers = [WeightSyncChecker(dtype, trainer_dtype=compute) for _ in replicas]
-        changed = self._trainer_probes is None or not torch.equal(now, self._trainer_probes)
-        asked = [ask_probes(replica, self._probes.tolist()) for replica in replicas]
-        for number, checker in enumerate(self._checkers):
-            rollout = answered(asked[number], ANSWER_TIMEOUT)
+            self._checkers = [WeightSyncChecker(dtype, trainer_dtype=compute) for _ in engines]
+        for number, (checker, (name, answers)) in enumerate(zip(self._checkers, engines, strict=True)):
+            rollout = answered(answers, ANSWER_TIMEOUT)
             verdict = checker.observe(
                 SyncObservation(engine_logprobs=rollout, trainer_logprobs=now, trainer_changed=changed)
             )
             self._sync_gap = verdict.gap_mean if number == 0 else max(self._sync_gap, verdict.gap_mean)
             if not verdict.ok:
-                self._event("error", "weight_sync", f"rollout server {number}: {verdict.message}")
+                self._event("error", "weight_sync", f"{name}: {verdict.message}")
                 if self._block.monitor.weight_sync == "error":
                     checker.raise_for(verdict)
         self._trainer_probes = now

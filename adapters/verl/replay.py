@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.verl.ranks import agree, gathered
+from mismatch_ext.adapters.verl.ulysses import Share
 from torch import Tensor, nn
 
 from mismatch_ext.checkpoint import load_random_state, random_state
@@ -93,13 +94,14 @@ class EngineReplay:
         config: The `routing` section.
         model: The engine's model, wrapped as the engine runs it.
         seed: Seed of the choice of passes that are measured.
+        sharing: Ranks that share a pass, each with a piece of its rows.
 
     Raises:
         ReplayError: The model's routing cannot be replayed.
     """
 
-    def __init__(self, config: RoutingConfig, model: nn.Module, seed: int) -> None:
-        self.config = config
+    def __init__(self, config: RoutingConfig, model: nn.Module, seed: int, sharing: int = 1) -> None:
+        self.config, self._sharing = config, sharing
         self.layout = moe_layout(model)
         self._model = model
         self._random = random.Random(seed)
@@ -197,19 +199,21 @@ class EngineReplay:
         return filler.expand(rows, len(self.layout.layers), -1).contiguous()
 
     @contextmanager
-    def replaying(self, samples: Sequence[SampleRoutes], rows: Rows, *, measured: bool) -> Iterator[None]:
+    def replaying(self, samples: Sequence[SampleRoutes], rows: Rows, *, measured: bool, share: Share) -> Iterator[None]:
         """Run the forward pass of a micro-batch under the routes of its samples.
 
         Args:
             samples: Routes of its samples, in its order.
             rows: Where their tokens lie.
             measured: Whether this pass may count in the agreement; the reference's says nothing about the gap.
+            share: Which of these rows this rank's model sees.
 
         Raises:
             RoutingError: Routes do not fit their tokens, or cannot be this model's.
             ReplayError: The forward pass did not obey them.
         """
         trace, mask = self._laid(samples, rows)
+        trace, mask, real = share.trace(trace), share.rows(mask), share.rows(rows.real())
         checks = not self._checked and measured
         drawn = measured and self._random.random() < self.config.agreement_rate
         # Whoever extends verl's step may run the model on other tokens too.
@@ -219,7 +223,7 @@ class EngineReplay:
         if checks:
             self._check(trace, replay.native, mask)
         if drawn:
-            new = agreement(trace, replay.native, mask, real=rows.real())
+            new = agreement(trace, replay.native, mask, real=real)
             self._agreement = new if self._agreement is None else self._agreement.merge(new)
 
     def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
@@ -248,12 +252,13 @@ class EngineReplay:
         return trace, mask
 
     @contextmanager
-    def recording(self, rows: Rows, ids: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    def recording(self, rows: Rows, ids: Sequence[Tensor], share: Share) -> Iterator[list[Tensor]]:
         """Record the forward pass of a micro-batch; afterwards the list holds the routes of each sample `[T, L, K]`.
 
         Args:
             rows: Where the tokens of its samples lie.
             ids: Token ids of its samples.
+            share: Which of these rows this rank's model sees.
 
         Raises:
             RoutingError: No forward pass was over these tokens.
@@ -261,17 +266,25 @@ class EngineReplay:
         found: list[Tensor] = []
         with record_routing(self._model) as recording:
             yield found
-        wanted, passes = rows.token_rows(ids), recording.passes
+        wanted, passes = share.tokens(rows.token_rows(ids)), recording.passes
         own = [trace for trace in passes if _is_over(trace, wanted)]
+        error = None
         if not own:
-            raise RoutingError(
+            error = RoutingError(
                 f"R2 saw {len(passes)} forward passes of a micro-batch of {len(ids)} samples, none of them over their tokens: "
                 "something changes them on their way to the model, and their routes are not known."
             )
+        if share.ranks > 1:
+            agree(error)
+        elif error is not None:
+            raise error
         self.others += len(passes) - 1
         experts = own[-1].experts
         # Neither torch's pickles nor its nested tensors take unsigned 16 bits.
-        experts = experts if experts.dtype == torch.uint8 else experts.to(torch.int32).to(torch.int16)
+        if experts.dtype == torch.uint8:
+            experts = share.whole(experts)
+        else:
+            experts = share.whole(experts.to(torch.int32)).to(torch.int16)
         found += [experts[place : place + length] for place, length in zip(rows.places, rows.lengths, strict=True)]
 
     @contextmanager
@@ -307,7 +320,7 @@ class EngineReplay:
         found, self._agreement = self._agreement, None
         others, self.others = self.others, 0
         told = gathered((None if found is None else found.state_dict(), others))
-        counts = {OTHER_PASSES: float(sum(count for _, count in told))}
+        counts = {OTHER_PASSES: sum(count for _, count in told) / self._sharing}
         states = [state for state, _ in told if state is not None]
         if not states:
             return counts

@@ -43,7 +43,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             quantization=config.model_config.quantization,
         )
         block = active_block()
-        if block is not None:
+        if block is not None and block.level == "enforce":
             compat.check(("vllm",), block.features, {"verl", "vllm"})
         return {
             "block": digest(block),

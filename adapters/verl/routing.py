@@ -10,6 +10,7 @@ import torch
 from mismatch_ext.adapters.verl import samples
 from mismatch_ext.adapters.verl.ranks import agree, gathered
 from mismatch_ext.adapters.verl.replay import FIELD, TOKENS, EngineReplay, SampleRoutes
+from mismatch_ext.adapters.verl.ulysses import Share
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
@@ -133,13 +134,15 @@ class RoutingMixin(_Host):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         if replay is None or not (self._recording or self._routes is not None):
             return super().forward_step(micro_batch, loss_function, forward_only)
-        rows = samples.rows_of(micro_batch, self._get_packed_pad_size(int(micro_batch["input_ids"].offsets()[-1])))
+        packed, share = int(micro_batch["input_ids"].offsets()[-1]), Share.present()
+        padding = self._get_packed_pad_size(packed)
+        rows = samples.rows_of(micro_batch, padding + share.filling(packed + padding))
         if self._routes is not None:
             routes = [self._routes[row] for row in micro_batch[ROW].tolist()]
-            with replay.replaying(routes, rows, measured=not self._is_reference):
+            with replay.replaying(routes, rows, measured=not self._is_reference, share=share):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         ids = samples.tokens(micro_batch)
-        with replay.recording(rows, ids) as recorded:
+        with replay.recording(rows, ids, share) as recorded:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         output["model_output"][FIELD] = torch.nested.as_nested_tensor(recorded, layout=torch.jagged)
         of = [own.to(recorded[0].device) for own in ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from mismatch_ext.adapters.verl.reports import RolloutAnswer
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError
+
+PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
 
 
 def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer]:
@@ -89,29 +92,83 @@ def _ask(server: Any, method: str, timeout: float) -> list[Any]:
         return []  # without an engine of its own: the first node's reaches the workers of all
     # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
     loop = server._server_task.get_loop()
-    return list(asyncio.run_coroutine_threadsafe(server.engine.collective_rpc(method=method), loop).result(timeout))
+    return list(asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method), loop).result(timeout))
 
 
-def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]]) -> list[Any]:
-    """Ask a rollout server to score probe tokens; `answered` waits for it.
+async def _every_engine(engine: Any, method: str) -> list[Any]:
+    """Call a method on the workers of all data-parallel engines, of which vLLM's own call returns the first one's answers."""
+    client = engine.engine_core
+    engines = getattr(client, "core_engines", ())
+    if len(engines) < 2:
+        return list(await engine.collective_rpc(method=method))
+    calls = (client._call_utility_async("collective_rpc", method, None, (), None, engine=one) for one in engines)
+    return [report for answer in await asyncio.gather(*calls) for report in answer]
+
+
+def engines_of(replica: Any) -> int:
+    """Return how many data-parallel engines a rollout server has, each with weights of its own."""
+    return 1 if _is_sglang(replica) else int(replica.config.data_parallel_size or 1)
+
+
+def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]], timeout: float) -> list[list[Any]]:
+    """Ask each engine of a rollout server to score probe tokens; `answered` waits for one of them.
 
     Greedy decoding of one token draws no random number, so that scoring leaves the server's sampling as it was.
 
     Args:
         replica: One of verl's rollout replicas.
         token_ids: N sequences of the same length T.
+        timeout: Seconds that the engines may take.
+
+    Returns:
+        What to wait for, of each engine.
     """
-    sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+    server = replica.servers[0]
+    if (engines := engines_of(replica)) > 1:
+        # verl's server leaves it to vLLM's balance which engine answers.
+        ids = [list(row) for row in token_ids]
+        return [[server.__ray_call__.remote(_probe_engine, number, ids, timeout)] for number in range(engines)]
     return [
-        replica.servers[0].generate.remote(
-            prompt_ids=list(ids), sampling_params=dict(sampling), request_id=f"mismatch-probe-{row}"
-        )
-        for row, ids in enumerate(token_ids)
+        [
+            server.generate.remote(
+                prompt_ids=list(ids), sampling_params=dict(PROBE), request_id=f"mismatch-probe-{row}"
+            )
+            for row, ids in enumerate(token_ids)
+        ]
     ]
 
 
+def _probe_engine(server: Any, number: int, token_ids: list[list[int]], timeout: float) -> list[Any]:
+    """Let one engine of a server answer probes, from within it, by verl's own method."""
+    view = copy.copy(server)
+    view.engine = _OneEngine(server.engine, number)
+
+    async def answers() -> list[Any]:
+        requests = (
+            view.generate(prompt_ids=ids, sampling_params=dict(PROBE), request_id=f"mismatch-probe-{number}-{row}")
+            for row, ids in enumerate(token_ids)
+        )
+        return list(await asyncio.gather(*requests))
+
+    return asyncio.run_coroutine_threadsafe(answers(), server._server_task.get_loop()).result(timeout)
+
+
+class _OneEngine:
+    """vLLM's client, whose requests all go to one of its data-parallel engines."""
+
+    def __init__(self, engine: Any, number: int) -> None:
+        self._engine, self._number = engine, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask that engine."""
+        return self._engine.generate(*args, **kwargs, data_parallel_rank=self._number)
+
+
 def answered(asked: Sequence[Any], timeout: float) -> Tensor:
-    """Return a rollout server's log-probabilities of probe tokens `[N, T-1]`, float64.
+    """Return an engine's log-probabilities of probe tokens `[N, T-1]`, float64.
 
     Raises:
         EngineError: The server failed, or does not answer.
@@ -122,6 +179,8 @@ def answered(asked: Sequence[Any], timeout: float) -> Tensor:
         raise EngineError(
             f"the rollout server could not score probe tokens: {type(error).__name__}: {error}"
         ) from error
+    if outputs and isinstance(outputs[0], list):  # all of one engine's, in one answer
+        outputs = outputs[0]
     # verl pads the list by one entry, for the token that was decoded.
     rows = [[entry[0] for entry in out.extra_fields["prompt_logprobs"][:-1]] for out in outputs]
     return torch.tensor(rows, dtype=torch.float64)

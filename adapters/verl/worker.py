@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.transformers.scoring import Autocast
 from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, register_engine
+from mismatch_ext.adapters.verl.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.loss import make_loss
 from mismatch_ext.adapters.verl.megatron import megatron_report, register_megatron_checks
-from torch.distributed.fsdp import FSDPModule
+from mismatch_ext.adapters.verl.shards import named_shards, reshard
+from torch import nn
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
@@ -60,6 +63,11 @@ class MismatchWorker(ActorRolloutRefWorker):
     def _megatron(self) -> bool:
         return bool(self.config.actor.strategy == "megatron")
 
+    @property
+    def _fused(self) -> bool:
+        """Whether the actor's head returns log-probabilities in the place of logits."""
+        return not self._megatron and bool(self._fsdp.model_config.use_fused_kernels)
+
     def _block(self) -> MismatchConfig:
         block = active_block()
         if block is None:
@@ -99,11 +107,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         if block.precision is None or block.precision.readiness == "off":
             return
         dtype = block.precision.dtype
-        shards = (
-            (name, getattr(p, "to_local", lambda p=p: p)().detach())
-            for name, p in self._engine.module.named_parameters()
-        )
-        report = ReadinessReport.of(weights=scan_weights(shards, dtype), activations=[], dtype=dtype)
+        weights = scan_weights(named_shards(self._engine.module), dtype)
+        report = ReadinessReport.of(weights=weights, activations=[], dtype=dtype)
         if report.verdict == "not ready":
             message = f"the checkpoint is not ready for {dtype}: {'; '.join(report.reasons)}"
             if block.precision.readiness == "error":
@@ -151,20 +156,22 @@ class MismatchWorker(ActorRolloutRefWorker):
 
         Every rank takes part: the forward pass of a sharded model is collective.
         """
+        function = score_fused if self._fused else score_tokens
         with self._scoring() as score:
-            logprobs: list[list[float]] = score(score_tokens, torch.tensor(token_ids)).tolist()
+            logprobs: list[list[float]] = score(function, torch.tensor(token_ids)).tolist()
         return logprobs
 
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
         """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none."""
         if self._megatron:
-            return None  # probes are scored in FSDP2 models alone
+            return None  # probes are scored in FSDP models alone
+
+        def measure(model: nn.Module, ids: torch.Tensor, autocast: Autocast) -> VocabularySurplus | None:
+            return vocabulary_surplus(WithLogits(model) if self._fused else model, tokenizer_size, ids, autocast)
+
         with self._scoring() as score:
-            found = score(
-                lambda model, ids, autocast: vocabulary_surplus(model, tokenizer_size, ids, autocast),
-                torch.tensor(token_ids),
-            )
+            found = score(measure, torch.tensor(token_ids))
         return None if found is None else asdict(found)
 
     def _scoring(self) -> Any:
@@ -225,8 +232,6 @@ class _Scoring:
         return score
 
     def __exit__(self, *error: Any) -> None:
-        for module in self._engine.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # no backward pass follows that would do it
+        reshard(self._engine.module)
         set_ulysses_sequence_parallel_group(self._sequence_parallel)  # type: ignore[arg-type]
         self._mode.__exit__(*error)

@@ -40,6 +40,7 @@ SLICES = (
     ),
     Slice(title="100 kills over TRL, each resumed", files=("kills",), jobs=1),
     Slice(title="kills over verl's main_ppo, each resumed", files=("kills_verl",), jobs=1),
+    Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),
 )
 
 

@@ -57,5 +57,17 @@ def test_the_hosts_take_what_they_are_documented_to_take(found: Any) -> None:
     assert len(CASES["correction"]) == 31
 
 
+def test_fsdp1_with_a_fused_head_takes_what_fsdp2_takes(run: Run, dense: Path, moe: Path, tmp_path: Path) -> None:
+    # Corrections are of log-probabilities alone, whose gradient the KL terms go through as well.
+    host = {"VERL_TEST_STRATEGY": "fsdp", "VERL_TEST_FUSED": "1"}
+    only = ["precision", "kl", "routing", "lr"]
+    verl = run(in_verl.every, dense=dense, moe=moe, out=tmp_path, only=only, env=host, timeout=600).expect()
+    assert {case.partition("/")[0] for case in verl} == set(only)
+    assert {case for case, one in verl.items() if "refused" in one} == {"kl/preset: trl", "kl/estimator: full"}
+    for case, one in verl.items():
+        if "refused" not in one:
+            assert one["error"] < 1e-4 and one["effect"] > 1e-3, (case, one)
+
+
 def test_the_page_is_what_the_hosts_do(found: Any) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(found), "run `python -m tests.peers.sections`"

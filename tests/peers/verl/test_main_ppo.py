@@ -54,6 +54,9 @@ EVERYTHING = (
     "+mismatch.monitor.alarms={response_length/mean:{above:1e-9,patience:2}}",
 )
 
+# verl's default, and that of most of its recipes.
+FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp")
+
 # Over the example's own block, which asks for float16. The time is longer than a busy machine takes for a phase of a step;
 # servers have ten minutes to start.
 EVERYTHING_DENSE = (
@@ -68,9 +71,9 @@ EVERYTHING_DENSE = (
 
 @pytest.fixture(scope="module")
 def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, Path]:
-    """Return three steps with every section on a mixture of experts, and their folder; in a fourth, routes are lost."""
+    """Return three steps with every section, on experts with FSDP1, and their folder; in a fourth, routes are lost."""
     work = tmp_path_factory.mktemp("experts")
-    overrides = [*EVERYTHING, *lasting(4)]
+    overrides = [*EVERYTHING, *FSDP1, *lasting(4)]
     return run_verl(work, overrides, model=moe, plugin=True, env={FAULT: "lost_routes@4"}), work
 
 

@@ -167,7 +167,14 @@ def test_a_megatron_actors_rate_is_led_and_its_schedule_resumed(capsys: pytest.C
     assert f"{name}=True: with mismatch.lr" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("refused", ["+mismatch.precision.dtype=bfloat16", "mismatch.monitor.weight_sync=warn"])
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "+mismatch.precision.dtype=bfloat16",
+        "mismatch.monitor.weight_sync=warn",
+        "actor_rollout_ref.model.use_fused_kernels=True",
+    ],
+)
 def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
     with pytest.raises(ConfigError, match="strategy='megatron'"):
         prepared_megatron(refused)
@@ -208,7 +215,7 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
         (("trainer.use_v1=False",), "trainer.use_v1=False"),
         (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
         (("trainer.v1.trainer_mode=separate_async",), "trainer.v1.trainer_mode='separate_async'"),
-        (("actor_rollout_ref.actor.strategy=fsdp",), "actor_rollout_ref.actor.strategy='fsdp'"),
+        (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
         (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
         (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),
         (("+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=x.Y",), "worker_extension_cls='x.Y'"),
@@ -220,10 +227,7 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
         (("+mismatch.kl.preset=trl",), "mismatch.kl.preset='trl'"),
         (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
         (("+mismatch.rooting.mode=R3",), "rooting"),
-        (("actor_rollout_ref.model.use_fused_kernels=True",), "use_fused_kernels=True"),
-        (("actor_rollout_ref.rollout.data_parallel_size=2",), "data_parallel_size=2"),
-        (("actor_rollout_ref.ref.strategy=fsdp",), "actor_rollout_ref.ref.strategy='fsdp'"),
-        (("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "+mismatch.routing.mode=R3"), "parallel_size=2"),
+        (("actor_rollout_ref.ref.strategy=megatron",), "actor_rollout_ref.ref.strategy='megatron'"),
         (("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.routing={mode:R2}"), "mismatch.routing.mode='R2'"),
         (
             ("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.lr={trigger:f_tau}"),
@@ -236,6 +240,24 @@ def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], na
     with pytest.raises(ConfigError, match="mismatch") as caught:
         prepared("+mismatch.precision.dtype=float16", *overrides)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp"),
+        ("actor_rollout_ref.ref.strategy=fsdp",),
+        ("actor_rollout_ref.model.use_fused_kernels=True",),
+        ("actor_rollout_ref.rollout.data_parallel_size=2",),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",),
+    ],
+)
+def test_verls_own_settings_are_taken_with_every_section(overrides: tuple[str, ...]) -> None:
+    config = prepared("+mismatch.precision.dtype=float16", "+mismatch.routing.mode=R3", "+mismatch.lr={}", *overrides)
+    stock = configured(*overrides)
+    for name in ("actor.strategy", "ref.strategy", "model.use_fused_kernels", "rollout.data_parallel_size"):
+        key = f"actor_rollout_ref.{name}"
+        assert OmegaConf.select(config, key) == OmegaConf.select(stock, key)
 
 
 def test_the_hydra_group_is_found_in_the_package() -> None:

@@ -161,10 +161,34 @@ def never_pin_memory() -> None:
         def __init__(self, pin_memory: bool = False) -> None:
             super().__init__(pin_memory=False)
 
-    fsdp.CPUOffloadPolicy = CPUOffloadPolicy
+    class CPUOffload(fsdp.CPUOffload):
+        def __init__(self, offload_params: bool = False) -> None:
+            super().__init__(offload_params=False)  # FSDP1 pins whatever it offloads, and all is on the CPU in any case
+
+    fsdp.CPUOffloadPolicy, fsdp.CPUOffload = CPUOffloadPolicy, CPUOffload
     for name in ("verl.utils.fsdp_utils", "verl.workers.engine.fsdp.transformer_impl"):
         if name in sys.modules:
             sys.modules[name].CPUOffloadPolicy = CPUOffloadPolicy
+
+
+def shard_on_the_cpu() -> None:
+    """Let FSDP1 synchronise a model on the CPU, and leave it there: it takes parameters on a CPU for a mistake."""
+    import torch.distributed.fsdp._init_utils as building
+
+    building._check_module_states_for_sync_module_states = lambda module_states: None
+
+    def change(module: Any) -> None:
+        original = module.load_fsdp_model_to_gpu
+
+        @functools.wraps(original)
+        def load(model: Any) -> None:
+            # It asks for the device "cpu:cpu".
+            if module.fsdp_version(model) != 1:
+                original(model)
+
+        module.load_fsdp_model_to_gpu = load
+
+    AfterImport("verl.utils.fsdp_utils", change)
 
 
 def enable_grad_scaler() -> None:
@@ -193,6 +217,28 @@ def keep_sockets_apart() -> None:
             side.__init__ = _in_folder(side.__init__, own)
 
     AfterImport("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", change)
+
+
+def tell_engines_apart() -> None:
+    """Give each data-parallel engine a socket of its own for weight updates.
+
+    vLLM's GPU worker adds the engine's place to its local rank, by which verl names the socket; its CPU worker does not.
+    """
+
+    def change(module: Any) -> None:
+        original = module._resolve_vllm_weight_sync_local_rank
+
+        @functools.wraps(original)
+        def resolve(local_rank: int, config: Any) -> int:
+            place = None if config is None else config.data_parallel_rank_local
+            if config is not None and place is None:
+                place = config.data_parallel_index
+            ranks = 0 if config is None else config.tensor_parallel_size * config.pipeline_parallel_size
+            return int(original(local_rank + (place or 0) * ranks, config))
+
+        module._resolve_vllm_weight_sync_local_rank = resolve
+
+    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
 def score_in_float32() -> None:
@@ -224,7 +270,9 @@ def _in_folder(original: Any, folder: str) -> Any:
 use_gloo()
 hide_new_trl()
 never_pin_memory()
+shard_on_the_cpu()
 keep_sockets_apart()
+tell_engines_apart()
 score_in_float32()
 if os.environ.get(STOCK_SCALER) != "1":
     enable_grad_scaler()

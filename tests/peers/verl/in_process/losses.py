@@ -18,6 +18,7 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from mismatch_ext.config import MismatchConfig
 from tests.peers.verl.in_process.routes import nested
+from tests.peers.verl.in_process.workers import fused, strategy
 
 END = 0
 PROMPT = [1, 2, 3, 1]
@@ -26,7 +27,7 @@ PROMPT = [1, 2, 3, 1]
 def actor_config(loss: dict[str, Any] | None = None, **given: Any) -> FSDPActorConfig:
     """Return verl's configuration of an actor."""
     return FSDPActorConfig(
-        strategy="fsdp2",
+        strategy=strategy(),
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=4,
         policy_loss=PolicyLossConfig(**(loss or {})),
@@ -45,7 +46,8 @@ def _composed(overrides: tuple[str, ...]) -> DictConfig:
         config = compose(
             config_name="ppo_trainer",
             overrides=[
-                "actor_rollout_ref.actor.strategy=fsdp2",
+                f"actor_rollout_ref.actor.strategy={strategy()}",
+                f"actor_rollout_ref.model.use_fused_kernels={fused()}",
                 "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
                 *overrides,
             ],

@@ -1,25 +1,31 @@
-"""Routes through verl's FSDP2 engine: recorded, replayed, laid out in micro-batches, wrong, and shared by ranks."""
+"""Routes through verl's FSDP engine: recorded, replayed, laid out in micro-batches, wrong, and shared by ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.transformers.routing import moe_layout
+from mismatch_ext.adapters.verl.shards import named_shards
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import UntestedVersionWarning
+from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from tests.peers.forks import on_ranks
 from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
 from tests.peers.verl.in_process.scenarios_training import overflowing
@@ -32,6 +38,7 @@ from tests.peers.verl.in_process.workers import (
     logprobs,
     parameters,
     scored,
+    strategy,
     update,
     whole,
     worker,
@@ -318,6 +325,9 @@ def adapter(model: str) -> dict[str, Any]:
             ]
             found[f"{mode}_recorded_base_{wanted}"] = "routed_experts" in base.keys()
             found[f"{mode}_{wanted}"] = logprobs(built, data)
+    found["sent"] = refused(lambda: len(built.engine.get_per_tensor_param(base_sync_done=True)[0]))
+    update(built, scored(built, data))
+    found["trained"] = logprobs(built, data)
     return found
 
 
@@ -347,7 +357,10 @@ def sharded(model: str, routes: str, path: str) -> dict[str, Any]:
     given = torch.load(routes)
     gradients: dict[str, Tensor] = {}
     for mode in ("R3", "R2"):
-        built = worker(model, {"routing": {"mode": mode, "agreement_rate": 1.0}})
+        # FSDP1 says whose gradient is where only with the original parameters.
+        built = worker(
+            model, {"routing": {"mode": mode, "agreement_rate": 1.0}}, engine={"use_orig_params": strategy() == "fsdp"}
+        )
         mine, rows = share(given)
         data = batch(mine, routed_experts=nested(rows)) if mode == "R3" else batch(mine)
         data = scored(built, data)
@@ -355,8 +368,7 @@ def sharded(model: str, routes: str, path: str) -> dict[str, Any]:
         found[f"{mode}_routes"] = sum(everywhere([row.tolist() for row in data["routed_experts"].unbind()]), [])
 
         def keep(optimizer: Any, *_: Any, built: Any = built, mode: str = mode) -> None:
-            for name, parameter in built.engine.module.named_parameters():
-                gradients[f"{mode}.{name}"] = whole(parameter.grad).clone()
+            gradients.update({f"{mode}.{name}": found for name, found in gathered_gradients(built.engine.module)})
 
         built.engine.optimizer.register_step_pre_hook(keep)
         found[f"{mode}_grad_norm"] = float(update(built, data)["grad_norm"][0])
@@ -364,6 +376,53 @@ def sharded(model: str, routes: str, path: str) -> dict[str, Any]:
     if torch.distributed.get_rank() == 0:
         torch.save(gradients, path)
     return found
+
+
+def gathered_gradients(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole gradient of each weight, which ranks may share."""
+    if strategy() != "fsdp":
+        for name, parameter in module.named_parameters():
+            yield name, whole(parameter.grad).clone()
+        return
+    with FullyShardedDataParallel.summon_full_params(module, writeback=False, with_grads=True):
+        for name, parameter in module.named_parameters():
+            yield name, parameter.grad.detach().clone()
+
+
+def shards(model: str, checkpoint: dict[str, str]) -> dict[str, Any]:
+    """Put every rank's shards of the weights together again, and scan them with one value too large on each."""
+    found: dict[str, Any] = {}
+    for orig in (False, True) if strategy() == "fsdp" else (False,):
+        built = worker(model, {}, engine={"use_orig_params": orig})
+        module = built.engine.module
+        parts: dict[str, list[Tensor]] = {}
+        for own in everywhere([(name, part.flatten().tolist()) for name, part in named_shards(module)]):
+            for name, values in own:
+                parts.setdefault(name, []).append(torch.tensor(values))
+        together = {name: digest(torch.cat(rows)) for name, rows in parts.items()}
+        *_, (name, part) = named_shards(module)
+        with torch.no_grad():
+            part.view(-1)[-1] = 1e6
+        report = ReadinessReport.of(
+            weights=scan_weights(named_shards(module), "float16"), activations=[], dtype="float16"
+        )
+        found[str(orig)] = {
+            "whole": together == checkpoint,
+            "names": sorted(together),
+            "reasons": everywhere([name, *report.reasons]),
+        }
+    return found
+
+
+def digest(values: Tensor) -> str:
+    """Return a digest of numbers, to the last bit."""
+    return hashlib.sha256(values.flatten().float().numpy().tobytes()).hexdigest()
+
+
+def shards_on(world: int, model: str) -> dict[str, Any]:
+    """Run `shards` on so many ranks, and return what rank 0 found."""
+    checkpoint = {name: digest(value) for name, value in load_file(Path(model) / "model.safetensors").items()}
+    return on_ranks(shards, world, model=model, checkpoint=checkpoint)[0]
 
 
 def rank_faults(moe: str, dense: str, routes: str) -> dict[str, Any]:

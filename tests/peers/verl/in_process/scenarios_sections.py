@@ -36,7 +36,8 @@ from tests.peers.verl.in_process.workers import batch, scored, update, worker
 
 ACTOR = "actor_rollout_ref.actor"
 GIVEN = (
-    "algorithm.adv_estimator=grpo", "actor_rollout_ref.ref.strategy=fsdp2", "actor_rollout_ref.rollout.name=vllm",
+    "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.ref.strategy=${actor_rollout_ref.actor.strategy}",
     f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
     *(f"{ACTOR}.{name}=1e6" for name in ("clip_ratio", "clip_ratio_high", "clip_ratio_low", "clip_ratio_c")),
 )  # fmt: skip
@@ -67,8 +68,8 @@ class Host:
 
     def __init__(self, out: str) -> None:
         policy, reference = build_models(Path(out))
+        self.data = sampled_batch(policy, reference)  # by plain models: verl changes the class of one with a fused head
         self.engine = Engine(policy, 12)
-        self.data = sampled_batch(policy, reference)
         logps = self.padded(self.data, "old_log_probs")["old_log_probs"]
         # What the engine itself scores, so that the ratio to the old policy is 1.
         found: list[Tensor] = []

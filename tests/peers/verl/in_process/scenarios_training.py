@@ -1,4 +1,4 @@
-"""Loss scale, learning rate and checkpoints in verl's FSDP2 engine, and blocks that it cannot do."""
+"""Loss scale, learning rate and checkpoints in verl's FSDP engine, and blocks that it cannot do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.peers.verl.in_process.routes import refused
 from tests.peers.verl.in_process.workers import R3, batch, parameters, scored, update, worker
@@ -29,7 +30,6 @@ def refusals(dense: str, moe: str) -> dict[str, str]:
         "dense": refused(worker, dense, {"routing": R3}),
         "dtype": refused(worker, dense, fp16, dtype="bfloat16"),
         "reference_dtype": refused(worker, dense, fp16, dtype="bfloat16", engine={"forward_only": True}),
-        "fsdp1": refused(worker, moe, {"routing": R3}, engine={"strategy": "fsdp"}),
         "disabled": refused(worker, dense, {}, dtype="float16"),
     }
 
@@ -72,7 +72,8 @@ def overflowing(engine: Any, really: bool = True) -> Iterator[None]:
     step = engine.optimizer_step
 
     def poisoned() -> float:
-        next(engine.module.parameters()).grad.to_local()[0] = torch.inf
+        gradient = next(engine.module.parameters()).grad
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient)[0] = torch.inf
         return step()
 
     engine.optimizer_step = poisoned if really else step

@@ -1,4 +1,4 @@
-"""verl's real worker around its real FSDP2 engine, and the batches that its trainer would hand to it."""
+"""verl's real worker around its real FSDP engine, and the batches that its trainer would hand to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,19 @@ register_engine()
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 R3 = {"mode": "R3", "agreement_rate": 1.0}
 R2 = {"mode": "R2", "agreement_rate": 1.0}
+STRATEGY, FUSED = "VERL_TEST_STRATEGY", "VERL_TEST_FUSED"
+"""Environment variables of a scenario: the strategy of its engines, fsdp2 unless it is set, and 1 for verl's fused head."""
 PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
+
+
+def strategy() -> str:
+    """Return which of verl's FSDP engines this process builds."""
+    return os.environ.get(STRATEGY, "fsdp2")
+
+
+def fused() -> bool:
+    """Tell whether the models that this process builds have verl's fused head."""
+    return os.environ.get(FUSED) == "1"
 
 
 @contextlib.contextmanager
@@ -82,11 +94,13 @@ def worker(
             "use_remove_padding": False,
             "enable_gradient_checkpointing": False,
             "override_config": {"attn_implementation": "sdpa"},
+            "use_fused_kernels": fused(),
+            "fused_kernel_options": {"impl_backend": "torch"},
             **model_options,
         },
     )
     settings = {
-        "strategy": "fsdp2",
+        "strategy": strategy(),
         "mixed_precision": {"param_dtype": SHORT[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         "use_dynamic_bsz": tokens is not None,
         "micro_batch_size_per_gpu": micro_batch,
@@ -110,7 +124,7 @@ def worker(
             )
         )
         built.reset()
-    actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch)
+    actor = FSDPActorConfig(strategy=strategy(), rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch)
     built.set_loss_fn(partial(ppo_loss, config=actor))
     return built
 
