@@ -71,7 +71,7 @@ def _prepare(config: DictConfig) -> None:
     assert block is not None
     engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
     for peer in ("torch", "verl", "transformers", *([engine] if engine in PEERS else [])):
-        require(peer)
+        require(peer, *block.features)
     check_host(config, block)
     with open_dict(config):
         _set_trainer(config, block)
