@@ -39,7 +39,7 @@ class Cell:
         quick: The features that run with QUICK=1, or single tests of them.
         differs: Where the environment on a CPU differs from what the user's command installs, and why; a sentence each.
         left_out: Distributions that something in the environment asks for, and that it does not hold; `differs` says why.
-        overruled: Distributions of which something asks for another version than the environment, and the user's, holds.
+        overrides: Requirements that the user's command gives uv in `overrides.txt`, over what the packages themselves ask for.
         no_routes: Why this CPU cannot record what the engine's routers choose; empty where it can.
         folder: Where the environment lies, when it is one of the repository's own that `make setup` builds.
         pinned_in: The file of its pins, when it is not `requirements/stacks/NAME.txt`.
@@ -53,7 +53,7 @@ class Cell:
     quick: tuple[str, ...]
     differs: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    overruled: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     no_routes: str = ""
     folder: str = ""
     pinned_in: str = ""
@@ -325,15 +325,13 @@ CELLS: dict[str, Cell] = {
             tests=VERL_WITH_SGLANG,
             quick=("everything", "gap"),
             differs=(
-                "There, overrides.txt says `transformers==5.9.0` and `kernels>=0.12,<0.13`: verl asks for that transformers and "
-                "SGLang for 5.6.0, so that no installer takes both by itself; beside a newer `kernels` it cannot be imported.",
                 CUDA_BUILD,
                 f"SGLang's CUDA kernels are left out ({', '.join(SGLANG_KERNELS)}), and torch computes; a stub stands for "
                 "`sgl_kernel`, whose functions are imported and never called.",
                 f"Left out too is what text models do not use: {', '.join(SGLANG_UNUSED)}.",
             ),
             left_out=(*SGLANG_KERNELS, *SGLANG_UNUSED),
-            overruled=("transformers",),
+            overrides=("transformers==5.9.0", "kernels>=0.12,<0.13"),
         ),
     )
 }

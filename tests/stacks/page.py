@@ -84,11 +84,14 @@ def table(records: Mapping[str, Record]) -> str:
 def section(cell: Cell, record: Record | None, install: Record | None) -> list[str]:
     """Return what the page says of one stack."""
     lines = ["", f"## {cell.name}", "", f"{cell.title[0].upper()}{cell.title[1:]}.", ""]
-    lines += ["    " + cell.install, ""]
+    given = "".join(f"{line}\\n" for line in cell.overrides)
+    lines += [*([f"    printf '{given}' > overrides.txt"] if given else []), "    " + cell.install, ""]
     if install:
         named = ", ".join(f"{name} {version}" for name, version in install["holds"].items())
+        resolver = cell.install.partition(" ")[0]
         lines.append(
-            f"- **That command installs** {named} (as pip resolved it on {install['date']} for Python {install['python']})."
+            f"- **That command installs** {named} "
+            f"(as {resolver} resolved it on {install['date']} for Python {install['python']})."
         )
     pins = cell.pins().relative_to(ROOT).as_posix()
     lines.append(f"- **Ran here**: {holds(record, cell)}; everything else is in [{pins}](../{pins}).")

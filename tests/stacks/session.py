@@ -42,13 +42,13 @@ def pinned(text: str) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in found.items()}
 
 
-def apart(pins: Mapping[str, str], left_out: Sequence[str], overruled: Sequence[str] = ()) -> Iterator[str]:
+def apart(pins: Mapping[str, str], left_out: Sequence[str], overrides: Sequence[str] = ()) -> Iterator[str]:
     """Yield what is wrong with this interpreter's environment: versions that are not the pinned ones, and requirements unmet.
 
     Args:
         pins: Versions by canonical name.
         left_out: Distributions that may be missing.
-        overruled: Distributions that may have another version than is asked for.
+        overrides: Requirements that hold in the place of what is asked for of the same distributions.
     """
     here = {canonicalize_name(found.name): found for found in metadata.distributions()}
     for name, version in pins.items():
@@ -56,7 +56,7 @@ def apart(pins: Mapping[str, str], left_out: Sequence[str], overruled: Sequence[
         if found is None or found.partition("+")[0] != version:
             yield f"{name} is pinned to {version}, and {found or 'nothing'} is installed"
     allowed = {canonicalize_name(name) for name in left_out}
-    other = {canonicalize_name(name) for name in overruled}
+    instead = {canonicalize_name(one.name): one for one in map(Requirement, overrides)}
     # Ours alone: pip and what came with the interpreter's venv are not in the pins.
     for name in pins.keys() & here.keys():
         for requirement in map(Requirement, here[name].requires or []):
@@ -65,8 +65,8 @@ def apart(pins: Mapping[str, str], left_out: Sequence[str], overruled: Sequence[
                 continue
             version = here[wanted].version if wanted in here else None
             # A CUDA build in the place of a CPU build is one of the same version.
-            wants = SpecifierSet(str(requirement.specifier).replace("+cpu", ""))
-            if version is None or (wanted not in other and not wants.contains(version, prereleases=True)):
+            wants = SpecifierSet(str(instead.get(wanted, requirement).specifier).replace("+cpu", ""))
+            if version is None or not wants.contains(version, prereleases=True):
                 yield f"{name} {here[name].version} asks for {requirement}, and {version or 'nothing'} is installed"
 
 
@@ -155,7 +155,7 @@ def main() -> int:
     cell = CELLS[options.stack]
     # The repository's own environments are `make setup`'s to resolve.
     pins = {} if cell.folder else pinned(cell.pins().read_text(encoding="utf-8"))
-    if wrong := list(apart(pins, cell.left_out, cell.overruled)):
+    if wrong := list(apart(pins, cell.left_out, cell.overrides)):
         print(
             f"[stack] {cell.name}: the environment is not the one of {cell.pins().relative_to(ROOT)}:",
             *wrong,
