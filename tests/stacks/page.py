@@ -84,11 +84,14 @@ def table(records: Mapping[str, Record]) -> str:
 def section(cell: Cell, record: Record | None, install: Record | None) -> list[str]:
     """Return what the page says of one stack."""
     lines = ["", f"## {cell.name}", "", f"{cell.title[0].upper()}{cell.title[1:]}.", ""]
-    lines += ["    " + cell.install, ""]
+    given = "".join(f"{line}\\n" for line in cell.overrides)
+    lines += [*([f"    printf '{given}' > overrides.txt"] if given else []), "    " + cell.install, ""]
     if install:
         named = ", ".join(f"{name} {version}" for name, version in install["holds"].items())
+        resolver = cell.install.partition(" ")[0]
         lines.append(
-            f"- **That command installs** {named} (as pip resolved it on {install['date']} for Python {install['python']})."
+            f"- **That command installs** {named} "
+            f"(as {resolver} resolved it on {install['date']} for Python {install['python']})."
         )
     pins = cell.pins().relative_to(ROOT).as_posix()
     lines.append(f"- **Ran here**: {holds(record, cell)}; everything else is in [{pins}](../{pins}).")
@@ -151,6 +154,28 @@ cores with the builds that [compatibility.md](compatibility.md) names; none has 
 |---|---|---|---|
 """
 INSTALL_END = """
+## verl with its own pins
+
+verl 0.9.1 names exact versions in its extras: `verl[vllm]` torch 2.11.0, vLLM 0.24.0 and transformers 5.9.0, `verl[sglang]` the
+same torch and transformers with SGLang 0.5.12. Both run as they are; nothing has to be upgraded.
+
+    pip install "mismatch-ext[verl,report]" "verl[vllm]==0.9.1"
+
+vLLM 0.24 records the routes of experts whose router is asked, and returns zeros, without an error, for kernels that choose and
+compute in one call: its CPU experts, and by its source the monolithic kernels of a GPU. On a CPU `routing.mode: R3` is refused
+before Ray starts. On a GPU the zeros are refused when the first answers arrive, before a step is trained, with a `RoutingError`
+that says "has 0 rows for ... tokens, and zeros from there on". In both cases take `mode: R2`, which records in the trainer, or
+a vLLM from 0.30 on.
+
+No installer takes `verl[sglang]` by itself: verl asks for transformers 5.9.0, and SGLang 0.5.12 for 5.6.0, which verl excludes.
+uv does when it is told which one counts, as verl's own repository tells it. transformers 5.9.0 asks for a `kernels` below 0.13
+where there is one, and with 0.17, which SGLang's open requirement resolves to, it fails when it is imported.
+
+    printf 'transformers==5.9.0\\nkernels>=0.12,<0.13\\n' > overrides.txt
+    uv pip install --override overrides.txt "mismatch-ext[verl,report]" "verl[sglang]==0.9.1"
+
+## Unsloth
+
 TRL 1.15.0, the newest that Unsloth allows, computes every log-probability by a Triton kernel: without Triton it is refused by
 name, and with Triton, which runs on a GPU alone, it has not been run. Unsloth replaces TRL's trainers by its own, so that
 only `MismatchCallback` (learning rate, alarms) could reach it; that has not been run either.

@@ -1,6 +1,7 @@
 """Resolve what a stack's own command would install on a machine with a GPU: `python -m tests.stacks.resolve NAME`.
 
-pip resolves the user's command, installs nothing, and evidence/installs/NAME.json keeps the versions of what makes the stack.
+pip or uv, as the command says, resolves it and installs nothing; evidence/installs/NAME.json keeps the versions of what makes
+the stack.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 
 from tests.stacks.cells import CELLS, ROOT, Cell
 from tests.stacks.page import INSTALLS
+from tests.stacks.session import pinned
 
 
 def requirements(cell: Cell) -> list[str]:
     """Return what the command asks pip for, with this checkout in the place of the published package."""
-    words = [word for word in shlex.split(cell.install)[2:] if not word.startswith("-")]
+    words = shlex.split(cell.install.removeprefix("uv ").replace(" --override overrides.txt", ""))[2:]
+    words = [word for word in words if not word.startswith("-")]
     return [word.replace("mismatch-ext", str(ROOT)) for word in words]
 
 
@@ -46,6 +49,26 @@ def record(cell: Cell, report: Mapping[str, Any], date: str) -> dict[str, Any]:
     }
 
 
+def by_pip(cell: Cell, scratch: Path) -> dict[str, Any]:
+    """Return pip's report of what it would install."""
+    report = scratch / "report.json"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    subprocess.run([*pip, f"--report={report}", *requirements(cell)], check=True)
+    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return found
+
+
+def by_uv(cell: Cell, scratch: Path) -> dict[str, Any]:
+    """Return what uv, which has to be on the path, would install, in the form of pip's report."""
+    wanted, overrides, found = (scratch / name for name in ("wanted.in", "overrides.txt", "found.txt"))
+    wanted.write_text("\n".join(requirements(cell)))
+    overrides.write_text("\n".join(cell.overrides))
+    uv = ["uv", "pip", "compile", "--quiet", f"--python={sys.executable}", f"--override={overrides}", "--output-file"]
+    subprocess.run([*uv, str(found), str(wanted)], check=True)
+    pins = pinned(found.read_text(encoding="utf-8"))
+    return {"install": [{"metadata": {"name": name, "version": version}} for name, version in pins.items()]}
+
+
 def main() -> None:
     """Resolve stacks' commands and write what came out."""
     parser = argparse.ArgumentParser(prog="python -m tests.stacks.resolve", description=__doc__)
@@ -53,10 +76,7 @@ def main() -> None:
     for name in parser.parse_args().stacks:
         cell = CELLS[name]
         with tempfile.TemporaryDirectory() as scratch:
-            report = Path(scratch) / "report.json"
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-            subprocess.run([*pip, f"--report={report}", *requirements(cell)], check=True)
-            found = json.loads(report.read_text(encoding="utf-8"))
+            found = (by_uv if cell.install.startswith("uv ") else by_pip)(cell, Path(scratch))
         INSTALLS.mkdir(parents=True, exist_ok=True)
         kept = record(cell, found, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"))
         (INSTALLS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -42,12 +42,13 @@ def pinned(text: str) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in found.items()}
 
 
-def apart(pins: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
+def apart(pins: Mapping[str, str], left_out: Sequence[str], overrides: Sequence[str] = ()) -> Iterator[str]:
     """Yield what is wrong with this interpreter's environment: versions that are not the pinned ones, and requirements unmet.
 
     Args:
         pins: Versions by canonical name.
         left_out: Distributions that may be missing.
+        overrides: Requirements that hold in the place of what is asked for of the same distributions.
     """
     here = {canonicalize_name(found.name): found for found in metadata.distributions()}
     for name, version in pins.items():
@@ -55,6 +56,7 @@ def apart(pins: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
         if found is None or found.partition("+")[0] != version:
             yield f"{name} is pinned to {version}, and {found or 'nothing'} is installed"
     allowed = {canonicalize_name(name) for name in left_out}
+    instead = {canonicalize_name(one.name): one for one in map(Requirement, overrides)}
     # Ours alone: pip and what came with the interpreter's venv are not in the pins.
     for name in pins.keys() & here.keys():
         for requirement in map(Requirement, here[name].requires or []):
@@ -62,9 +64,9 @@ def apart(pins: Mapping[str, str], left_out: Sequence[str]) -> Iterator[str]:
             if wanted in allowed or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
                 continue
             version = here[wanted].version if wanted in here else None
-            # A CPU build asks for a CPU build of torch; the CUDA build of the same version does as well.
-            asked = SpecifierSet(str(requirement.specifier).replace("+cpu", ""))
-            if version is None or not asked.contains(version, prereleases=True):
+            # A CUDA build in the place of a CPU build is one of the same version.
+            wants = SpecifierSet(str(instead.get(wanted, requirement).specifier).replace("+cpu", ""))
+            if version is None or not wants.contains(version, prereleases=True):
                 yield f"{name} {here[name].version} asks for {requirement}, and {version or 'nothing'} is installed"
 
 
@@ -78,7 +80,7 @@ def read_report(report: Path, tests: Mapping[str, Sequence[str]]) -> dict[str, O
     good: dict[str, bool] = {}  # a test whose teardown fails is reported twice
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        nodeid = f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
+        nodeid = _nodeid(case.get("classname") or "", case.get("name") or "")
         bad = any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
         good[nodeid] = good.get(nodeid, True) and not bad
         seconds[nodeid] += float(case.get("time") or 0)
@@ -92,6 +94,12 @@ def read_report(report: Path, tests: Mapping[str, Sequence[str]]) -> dict[str, O
             "seconds": round(sum(seconds[nodeid] for nodeid in chosen)),
         }
     return outcomes
+
+
+def _nodeid(classname: str, name: str) -> str:
+    """Return a case's name as pytest takes it, from that of its module, and of its class where it is in one."""
+    module, _, group = re.sub(r"\.([A-Z]\w*)$", r"::\1", classname).partition("::")
+    return "::".join([f"{module.replace('.', '/')}.py", *([group] if group else []), name])
 
 
 def _is_of(nodeid: str, name: str) -> bool:
@@ -147,7 +155,7 @@ def main() -> int:
     cell = CELLS[options.stack]
     # The repository's own environments are `make setup`'s to resolve.
     pins = {} if cell.folder else pinned(cell.pins().read_text(encoding="utf-8"))
-    if wrong := list(apart(pins, cell.left_out)):
+    if wrong := list(apart(pins, cell.left_out, cell.overrides)):
         print(
             f"[stack] {cell.name}: the environment is not the one of {cell.pins().relative_to(ROOT)}:",
             *wrong,

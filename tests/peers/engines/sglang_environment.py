@@ -1,21 +1,25 @@
-"""Runs scenarios in the environment that `make setup-sglang` builds, beside the one that runs the tests."""
+"""Runs scenarios in the environment that `make setup-sglang` builds, or in a stack's own, where that holds SGLang itself."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from mismatch_ext.versions import installed
 from tests.peers.scenarios import ROOT, Scenario, run_fresh
 
-PYTHON = ROOT / ".venv-sglang/bin/python"
+HELD = installed("sglang")
+PYTHON = Path(sys.executable) if HELD else ROOT / ".venv-sglang/bin/python"
 SHIMS = ROOT / "tests/peers/engines/sglang_cpu"
 NEWEST, MAIN, OLDEST = "0.5.23", "0.5.18", "0.5.12"
+VERSIONS = (HELD,) if HELD else (NEWEST, MAIN, OLDEST)
 
 
 def environment(version: str, log: Path) -> dict[str, str]:
     """Return the variables that let one version of SGLang run on a CPU; calls of the kernel stub go to the log."""
-    paths = [SHIMS] if version == MAIN else [ROOT / f".venv-sglang/sglang-{version}", SHIMS]
+    paths = [SHIMS] if version == (HELD or MAIN) else [ROOT / f".venv-sglang/sglang-{version}", SHIMS]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -13,9 +13,10 @@ from mismatch_ext.adapters.transformers.routing import moe_layout, record_routin
 from transformers import AutoModelForCausalLM
 
 from mismatch_ext.records import Provenance, RolloutRecord
+from mismatch_ext.versions import installed
 from tests.oracle import FACTOR, float32_error
 from tests.peers.engines.requests import COUNT, STOP, requests, rows
-from tests.peers.engines.sglang_environment import MAIN, NEWEST, OLDEST
+from tests.peers.engines.sglang_environment import VERSIONS
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -24,15 +25,18 @@ else:
     scenarios_conformance = named("tests.peers.engines.scenarios_conformance")
 
 pytestmark = pytest.mark.engine
-ENGINES = ("vllm", *(f"sglang {version}" for version in (OLDEST, MAIN, NEWEST)))
+SGLANG = tuple(f"sglang {version}" for version in VERSIONS)
+ENGINES = (*(["vllm"] if installed("vllm") else []), *SGLANG)
 Records = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def records(run: Run, moe: Path, sglang_in_float32: Callable[[str, str], dict[str, Any]]) -> dict[str, Records]:
     """Return every engine's records of the same requests."""
-    found: dict[str, Records] = {"vllm": run(scenarios_conformance.vllm, model=moe, **requests()).expect()}
-    for version in (OLDEST, MAIN, NEWEST):
+    found: dict[str, Records] = {}
+    if "vllm" in ENGINES:
+        found["vllm"] = run(scenarios_conformance.vllm, model=moe, **requests()).expect()
+    for version in VERSIONS:
         found[f"sglang {version}"] = sglang_in_float32(version, "engine")["records"]
     return found
 
@@ -127,7 +131,7 @@ def test_some_responses_stopped_and_some_were_cut(expected: list[dict[str, Any]]
     assert min(lengths) < COUNT == max(lengths)
 
 
-@pytest.mark.parametrize("engine", ENGINES[1:])
+@pytest.mark.parametrize("engine", SGLANG)
 def test_both_engines_make_the_same_record(
     records: dict[str, Records], expected: list[dict[str, Any]], engine: str
 ) -> None:

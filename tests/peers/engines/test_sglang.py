@@ -18,7 +18,16 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 
 from tests.models import tiny_model
 from tests.oracle import FACTOR
-from tests.peers.engines.sglang_environment import MAIN, NEWEST, OLDEST, PYTHON, environment, run_sglang, stub_uses
+from tests.peers.engines.sglang_environment import (
+    HELD,
+    MAIN,
+    NEWEST,
+    PYTHON,
+    VERSIONS,
+    environment,
+    run_sglang,
+    stub_uses,
+)
 from tests.peers.scenarios import ROOT, named
 
 if TYPE_CHECKING:
@@ -27,7 +36,7 @@ else:
     scenarios = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = pytest.mark.engine
-EXACT = [(version, way) for version in (MAIN, NEWEST, OLDEST) for way in ("engine", "http")]
+EXACT = [(version, way) for version in VERSIONS for way in ("engine", "http")]
 # A request on which SGLang 0.5.18 and transformers choose other experts in bfloat16: its prompt was 0.49 nats apart.
 FLIPPED = [5, 9, 17, 33, 65]
 
@@ -147,9 +156,9 @@ def test_what_sglang_refuses_is_an_error(exact: dict[str, Any]) -> None:
 
 
 def test_a_dense_model_behind_a_server_with_its_tokenizer(tmp_path: Path) -> None:
-    found = run_sglang(scenarios.served, NEWEST, tmp_path, model=tiny_model("dense", tmp_path / "dense"))
+    found = run_sglang(scenarios.served, VERSIONS[0], tmp_path, model=tiny_model("dense", tmp_path / "dense"))
     assert found["stub"]["called"] == 0
-    assert found["verdict"] == f"sglang {NEWEST}: runs as the trainer needs it."
+    assert found["verdict"] == f"sglang {VERSIONS[0]}: runs as the trainer needs it."
     # Before and after an update of the weights.
     assert max(found["logp_in_float32_errors"]) < FACTOR and len(found["logp_in_float32_errors"]) == 2
     assert found["sampled"] == 8 * 20 and found["reasons"] == ["length"] and found["texts"] > 0
@@ -179,7 +188,8 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     model = flip_model(folder / "model")
     payload = {"model": model, "sequences": [FLIPPED]}
     return {
-        dtype: run_sglang(scenarios.half, NEWEST, folder, dtype=dtype, **payload) for dtype in ("bfloat16", "float16")
+        dtype: run_sglang(scenarios.half, VERSIONS[0], folder, dtype=dtype, **payload)
+        for dtype in ("bfloat16", "float16")
     }
 
 
@@ -229,7 +239,7 @@ def test_the_example_trains_in_float16(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(PYTHON), "examples/sglang_r3.py", "--steps", "2", "--prompts", "4", "--dtype", "float16"],
         cwd=ROOT,
-        env=environment(MAIN, log),
+        env=environment(HELD or MAIN, log),
         capture_output=True,
         text=True,
         timeout=900,

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from examples.arithmetic.task import FAMILIAR_DIGITS
-from tests.peers.engines.sglang_environment import OLDEST, environment
+from tests.peers.engines.sglang_environment import OLDEST, PYTHON, environment
 from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, run_command
-
-PYTHON = Path(os.environ.get("VERL_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
 
 SGLANG = (
     "actor_rollout_ref.rollout.name=sglang",

@@ -25,11 +25,13 @@ from mismatch_ext.adapters.verl import block, plugin, settings, steering
 from mismatch_ext.adapters.verl.watchdog import Watchdog
 from omegaconf import DictConfig, OmegaConf
 
+from mismatch_ext import versions
 from mismatch_ext.config import KlConfig, LrConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, SeamError, UntestedVersionWarning
 from tests.planted import planted
 
 ROOT = Path(__file__).resolve().parents[3]
+KNOWN_WRONG = versions.KNOWN_WRONG
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
 plugin.unload()
 GRPO = (
@@ -46,6 +48,12 @@ def hydra() -> Iterator[None]:
     with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
         yield
     plugin.unload()  # other tests of this process look at what is patched
+
+
+@pytest.fixture(autouse=True)
+def as_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what is known to be wrong with vLLM on a CPU alone, as older vLLM's routes are: settings are the same there."""
+    monkeypatch.setattr(versions, "KNOWN_WRONG", tuple(wrong for wrong in KNOWN_WRONG if wrong.condition != "on a CPU"))
 
 
 def configured(*overrides: str) -> DictConfig:
@@ -290,6 +298,19 @@ def installed_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 def sglang_is(installed_is: Callable[[str, str], None]) -> Callable[[str], None]:
     """Return a function that lets the metadata say which SGLang is installed: this environment has none."""
     return partial(installed_is, "sglang")
+
+
+def test_r3_is_refused_before_ray_starts_where_vllms_routes_are_known_to_be_wrong(
+    installed_is: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "KNOWN_WRONG", KNOWN_WRONG)
+    installed_is("vllm", "0.24.0")
+    with pytest.raises(
+        PeerVersionError, match=r"vllm 0\.24\.0: mismatch\.routing\.R3 is known to be wrong on a CPU.*all zero"
+    ):
+        prepared("+mismatch.routing.mode=R3")
+    assert prepared("+mismatch.routing.mode=R2", "+mismatch.kl={}") is not None
+    assert not ray.is_initialized()
 
 
 def test_a_version_of_vllm_below_the_oldest_is_refused_before_ray_starts(

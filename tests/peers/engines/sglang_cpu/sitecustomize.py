@@ -1,7 +1,8 @@
 """Declares two operators of torchvision before it is imported, in every process that has this directory on its path.
 
 torchvision registers fake implementations of `nms` and `qnms` when it is imported. The registry's build is for CUDA, and its
-library, which declares them, does not load beside a CPU torch; the import then fails, although SGLang calls neither.
+library, which declares them, does not load beside a CPU torch; the import then fails, although SGLang calls neither. Beside a
+CUDA build of torch it loads, and nothing is declared here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class BeforeTorchvision(MetaPathFinder):
         if fullname == "torchvision" and not kept:
             import torch
 
+            if torch.version.cuda:
+                return
             library = torch.library.Library("torchvision", "FRAGMENT")
             kept.append(library)  # the operators go when it goes
             for name in ("nms", "qnms"):

@@ -21,6 +21,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from tests.peers.verl.cpu.after_import import AfterImport
+from tests.peers.verl.cpu.one_kernel_experts import take_back_what_is_known
 from tests.peers.verl.cpu.rollout_extension import keep_weights_reloadable
 
 STOCK_SCALER = "VERL_CPU_STOCK_SCALER"
@@ -274,6 +275,7 @@ shard_on_the_cpu()
 keep_sockets_apart()
 tell_engines_apart()
 score_in_float32()
+take_back_what_is_known()
 if os.environ.get(STOCK_SCALER) != "1":
     enable_grad_scaler()
 # vLLM's workers have vLLM loaded when they import verl, and nobody else needs the repair.

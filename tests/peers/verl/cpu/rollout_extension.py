@@ -12,24 +12,33 @@ from typing import Any
 import torch
 
 
+@functools.cache
 def keep_weights_reloadable() -> None:
     """Keep linear and expert weights as the checkpoint has them, in the place of vLLM's packed CPU layouts.
 
     verl loads tensor by tensor into the running engine. Packed linear layers have lost their weight loader then, which
     ends in an AttributeError inside the engine; packed experts take the raw weights without a word and compute with
-    garbage. Linear layers go through torch instead, and experts are packed anew in every call.
+    garbage. Linear layers go through torch instead; so do older vLLM's experts, and today's are packed anew in every call.
     """
     import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
     import vllm.model_executor.layers.utils as layer_utils
 
-    experts = cpu_moe.CPUUnquantizedExperts
-    if hasattr(experts, "packs_anew"):
-        return
-    experts.packs_anew = True
-    original = experts.apply
-
     def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
+
+    layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
+    if hasattr(cpu_moe, "CPUUnquantizedExperts"):
+        _pack_experts_anew(cpu_moe)
+    else:
+        from tests.peers.verl.cpu import one_kernel_experts
+
+        one_kernel_experts.compute_with_torch()
+        one_kernel_experts.tell_the_router()
+
+
+def _pack_experts_anew(cpu_moe: Any) -> None:
+    experts = cpu_moe.CPUUnquantizedExperts
+    original = experts.apply
 
     def leave_raw(self: Any, layer: torch.nn.Module) -> None:
         alignment = self._intermediate_alignment()
@@ -44,6 +53,5 @@ def keep_weights_reloadable() -> None:
         packed = (cpu_moe.cpu_prepack_moe_weight(weight, self.isa) for weight in (w1, w2))
         return original(self, output, hidden_states, *packed, *args, **kwargs)
 
-    layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
     experts.process_weights_after_loading = leave_raw
     experts.apply = apply
