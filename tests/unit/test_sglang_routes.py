@@ -69,7 +69,7 @@ def test_the_message_counts_rows_and_bytes() -> None:
 
 def test_narrower_ids_are_named_and_not_guessed() -> None:
     for dtype, bits in ((np.uint8, "8-bit"), (np.uint16, "16-bit"), (np.int64, "64-bit")):
-        with pytest.raises(RoutingError, match=f"the length of {bits} ids; allowed: 32-bit ids, as sglang >=0.5.12"):
+        with pytest.raises(RoutingError, match=f"the length of {bits} ids; allowed: 32-bit ids, as sglang 0.5.12"):
             trace(encoded(routes(6).astype(dtype)))
 
 
