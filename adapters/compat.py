@@ -75,9 +75,9 @@ def hosts() -> tuple[Host, ...]:
         Host("TRL GRPO + vLLM", (*trl, "vllm"), frozenset({"trl", "GRPOTrainer", *engine})),
         Host("TRL RLOO + vLLM", (*trl, "vllm"), frozenset({"trl", "RLOOTrainer", *engine})),
         Host("TRL GRPO alone", trl, frozenset({"trl", "GRPOTrainer"})),
-        Host("verl + vLLM", (*verl, "vllm"), frozenset({"verl", "vllm", "fsdp2"})),
+        Host("verl + vLLM", (*verl, "vllm"), frozenset({"verl", "fsdp2", *engine})),
         Host("verl + SGLang", (*verl, "sglang"), frozenset({"verl", "sglang", "fsdp2"})),
-        Host("verl Megatron + vLLM", (*verl, "megatron-core", "vllm"), frozenset({"verl", "vllm", "megatron"})),
+        Host("verl Megatron + vLLM", (*verl, "megatron-core", "vllm"), frozenset({"verl", "megatron", *engine})),
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from mismatch_ext.compat import Both, Default, Either, Has, Seam, Takes
+from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
 
+from mismatch_ext.compat import Both, Default, Either, Has, Known, Seam, Takes
+
+assert isinstance(CPU_ROUTES.source_digests, dict)
 _SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/"
 
 SEAMS = (
@@ -128,5 +131,19 @@ SEAMS = (
             Default("vllm.sampling_params:SamplingParams.routed_experts_prompt_start", "0"),
         ),
         upstream=_SOURCE + "outputs.py",
+    ),
+    Seam(
+        name="vllm/cpu_routes",
+        peer="vllm",
+        features=("routing.R3",),
+        what="recording routes on a CPU, where vLLM refuses to",
+        claims=(
+            Either(
+                Has("vllm.config.model:ModelConfig.enable_return_routed_experts"),
+                Known(CPU_ROUTES.target, CPU_ROUTES.source_digests),
+            ),
+        ),
+        upstream=_SOURCE + "config/vllm.py",
+        where=("trl", "cpu"),
     ),
 )
