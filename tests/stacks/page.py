@@ -24,7 +24,6 @@ NOT_YET_RUN: tuple[str, ...] = (
     "hf-recipe",
     "trl-1.14",
     "trl-1.13",
-    "trl-oldest",
     "verl-pins",
     "verl-sglang",
 )
