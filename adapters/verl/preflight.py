@@ -15,6 +15,7 @@ from mismatch_ext.adapters.verl.watchdog import Watchdog
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
+from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.patching import PatchSet
 from mismatch_ext.recorder import RunRecorder
@@ -64,10 +65,10 @@ class PreflightMixin(_Host):
             MismatchError: One does not; names the process and what it runs with.
         """
         self._watchdog.phase("checking workers and rollout servers")
+        self._probes = self._draw_probes()
         workers = self.actor_rollout_wg.mismatch_report()
         rollouts = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
         self._checked = check_reports(self._block, workers, rollouts, self._verdicts)
-        self._probes = self._draw_probes()
         self._surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
         with self._verdicts.checking("vocabulary"):
             check_vocabulary(self._surplus)
@@ -184,6 +185,9 @@ class PreflightMixin(_Host):
         )
 
     def _header(self) -> dict[str, Any]:
+        if self._verdicts.observes and not hasattr(self, "_checked"):
+            # Nothing is known of the processes, which is a finding; what else is measured is written all the same.
+            return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": self._patches.describe()}
         return run_header(self.config, self._block, self._checked, self._patches.describe(), self._sampling())
 
     def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:

@@ -118,6 +118,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             self._verify_weights(probes)
         with self._verdicts.checking("metrics"):
             self._announce()
+        self._collect_findings()
 
     def on_step_begin(self) -> None:
         self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")

@@ -49,14 +49,16 @@ def test_every_number_is_stocks(runs: tuple[VerlRun, VerlRun, Path]) -> None:
 
 def test_every_fault_is_named(runs: tuple[VerlRun, VerlRun, Path]) -> None:
     _, observed, work = runs
-    (stream,) = work.rglob("metrics.jsonl")
-    run = read_run(stream.parent)
+    (folder,) = {path.parent for path in work.rglob("mismatch/metrics.jsonl")}
+    run = read_run(folder)
     findings = {(event.data["check"], event.data["kind"]) for event in run.events if event.name == "observed"}  # type: ignore[index]
-    assert findings >= {("precision", "apply"), ("gap", "stop"), ("alarm", "stop"), ("kl_settings", "stop")}
+    assert findings >= {
+        ("precision", "apply"), ("gap", "stop"), ("alarm", "stop"), ("kl_settings", "stop"), ("precision_settings", "stop"),
+    }  # fmt: skip
     last = observed.steps[-1]
     assert last["mismatch/observed/alarm"] == 1 and last["mismatch/observed/gap"] == 1
     assert last["mismatch/enforce/lr_multiplier"] == 0.5 and "mismatch/enforce/rollout_is_mean" in observed.steps[0]
     assert 0 < observed.steps[0]["mismatch/routing/compared_tokens"]
     assert [end.status for end in run.ends] == ["completed"]
-    page = render(stream.parent).read_text(encoding="utf-8")
+    page = render(folder).read_text(encoding="utf-8")
     assert "Enforce would have stopped at step" in page and all(check in page for check, _ in findings)

@@ -101,4 +101,4 @@ def test_a_callback_that_observes_leaves_rate_and_run_alone(run: Run, dense: Pat
     for name in ("log", "parameters", "rng"):
         assert observed[name] == stock[name], name
     assert [entry["mismatch/enforce/lr_multiplier"] for entry in observed["ours"]] == [1.0, 0.5, 0.25]
-    assert {("sections", "stop"), ("alarm", "stop")} == set(found["findings"])
+    assert {("sections", "stop"), ("alarm", "stop")} == {tuple(finding) for finding in found["findings"]}

@@ -21,7 +21,6 @@ ROUTES = {
     "surplus": "10 rows for 9 tokens",
     "none": "has no 'routed_experts'",
     "altered": "its token ids are others than those that its routes were recorded of",
-    "swapped": "layers are swapped",
 }
 
 
@@ -41,6 +40,8 @@ def test_the_engine_is_verls_bit_for_bit_and_its_faults_are_named(run: Run, moe:
                 continue
             assert {(f["check"], f["kind"]) for f in findings} == {("routes", "stop")}, (case, findings)
             assert ROUTES[case] in findings[0]["message"], findings
+    assert [(f["check"], f["kind"]) for f in found["swapped"]] == [("routes", "stop")], found["swapped"]
+    assert "layers are swapped" in found["swapped"][0]["message"]
     # The model's own routes, before its weights move.
     assert (
         compared[0]["right"][0]["routing/set_mismatch_frac"] == 0 < compared[2]["right"][0]["routing/set_mismatch_frac"]

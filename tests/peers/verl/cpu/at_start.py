@@ -32,14 +32,14 @@ def keep_reports(file: Path) -> None:
     def change(module: Any) -> None:
         original = module.check_reports
 
-        def check_reports(block: Any, workers: Any, rollouts: Any) -> Any:
+        def check_reports(block: Any, workers: Any, rollouts: Any, *rest: Any) -> Any:
             answers = [
                 {"engine": a.engine, "expected": a.expected, "reports": list(a.reports), "failure": repr(a.failure)}
                 for a in rollouts
             ]
             found = {"block": block.to_dict(), "workers": list(workers), "rollouts": answers}
             file.write_text(json.dumps(_without_paths(found), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            return original(block, workers, rollouts)
+            return original(block, workers, rollouts, *rest)
 
         module.check_reports = check_reports
 

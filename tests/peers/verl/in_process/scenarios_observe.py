@@ -58,7 +58,6 @@ def observe(model: str) -> dict[str, Any]:
         "surplus": spoiled(3, lambda row: torch.cat([row, row[:1]])),
         "none": batch(),
         "altered": changed(batch(routed_experts=routes)),
-        "swapped": batch(routed_experts=nested([row.flip(1) for row in rows])),
     }
     found: dict[str, Any] = {}
     for name, block, vendor in (("verl", None, None), ("observe", BLOCK, "mismatch")):
@@ -70,14 +69,14 @@ def observe(model: str) -> dict[str, Any]:
         def between(built: Any, observed: bool = name == "observe") -> Any:
             if not observed:
                 return None
-            cases = dict(spoils)
-            built.engine._watched_replay._checked = False
-            return {case: _compared(built, data) for case, data in cases.items()}
+            return {case: _compared(built, data) for case, data in spoils.items()}
 
         found[name] = _trained(built, batch(routed_experts=routes), between)
         found[name]["again"] = logprobs(built, batch())
+    # Whose layers they are is asked once, of the first that are compared.
     swapped = worker(model, BLOCK)
-    found["swapped"] = _compared(swapped, spoils["swapped"])[1]
+    swapped.engine.verdicts.take()
+    found["swapped"] = _compared(swapped, batch(routed_experts=nested([row.flip(1) for row in rows])))[1]
     return found
 
 
