@@ -14,6 +14,8 @@ from mismatch_ext.errors import PeerVersionError
 from mismatch_ext.versions import PEERS, accepted, on_cpu_build, warn_untested
 
 HERE = Path(__file__).parent
+ENGINES = ("vllm", "sglang")
+"""Peers that hold weights of their own."""
 
 
 @cache
@@ -55,9 +57,10 @@ def check(peers: Sequence[str], features: Sequence[str], using: Iterable[str] = 
     findings = examine([seam for seam in declared() if seam.peer in versions], features, using)
     refuse_changed(findings)
     untested = {peer: version for peer, version in versions.items() if not PEERS[peer].tested(version)}
-    if untested and "monitor.weight_sync" not in features and using & {"vllm", "sglang"}:
-        found = " and ".join(f"{peer} {version}" for peer, version in untested.items())
-        install = " ".join(f"{peer}=={PEERS[peer].ran[-1]}" for peer in untested)
+    engines = {peer: version for peer, version in untested.items() if peer in ENGINES}
+    if engines and "monitor.weight_sync" not in features:
+        found = " and ".join(f"{peer} {version}" for peer, version in engines.items())
+        install = " ".join(f"{peer}=={PEERS[peer].nearest(version)}" for peer, version in engines.items())
         raise PeerVersionError(
             f"mismatch.monitor.weight_sync='off' with {found}, which this release was not run with: nothing would prove that "
             f"the engine holds the trainer's weights. Remove weight_sync: off, or install what was run (pip install {install})."

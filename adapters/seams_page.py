@@ -25,7 +25,7 @@ trainer, by verl's driver, and again in verl's workers.
 - **A version that was not run** is one `UntestedVersionWarning`, "untested with vllm 0.33.0; the 14 seams in use hold". To refuse
   it, make the warning an error. What the probes cannot see is proven while the run goes on: dtypes are read back, weights are
   probed after each update, routes are checked as they come in, and each forward pass proves its routers. With
-  `monitor.weight_sync: off` that proof is missing, and beside an engine a version that was not run is refused.
+  `monitor.weight_sync: off` that proof is missing, and an engine's version that was not run is refused.
 - **A version below the floor** is refused.
 - **What is known to be wrong** is an entry with its reason and its condition (below), and refuses what it names where the
   condition is given.

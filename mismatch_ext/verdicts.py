@@ -12,6 +12,7 @@ ends no run either, and is a finding that says so. What the host raises is never
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -161,7 +162,8 @@ class Verdicts:
         for finding in findings:
             self.counts[finding.check] += 1
             if self.counts[finding.check] == 1 and not said:
-                warnings.warn(finding.sentence(), stacklevel=4)
+                with contextlib.suppress(Warning):  # of a user who turns warnings into errors
+                    warnings.warn(finding.sentence(), stacklevel=4)
             if self._sink is None:
                 self._kept.append(finding)
             else:
@@ -188,7 +190,8 @@ class Verdicts:
         try:
             sink(finding.step, "warning", EVENT, finding.sentence(), asdict(finding) | {"count": count})
         except MismatchError as error:
-            warnings.warn(f"mismatch.level='observe': a finding is not in the metrics file: {error}", stacklevel=2)
+            with contextlib.suppress(Warning):
+                warnings.warn(f"mismatch.level='observe': a finding is not in the metrics file: {error}", stacklevel=2)
         finally:
             self._sink = sink
 

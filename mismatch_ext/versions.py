@@ -41,6 +41,11 @@ class Peer:
         """Tell whether this release was run with a version."""
         return any(in_range(version, f"=={known}") for known in self.ran)
 
+    def nearest(self, version: str | None) -> str:
+        """Return the newest version that was run and is not above another, else the oldest: what to install in its place."""
+        below = [known for known in self.ran if version is not None and in_range(version, f">={known}")]
+        return below[-1] if below else self.ran[0]
+
     def accepts(self, version: str) -> bool:
         """Tell whether a version may be used; False also for what is no version."""
         try:

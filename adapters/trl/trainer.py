@@ -333,10 +333,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         training = self.model.training
         split, prefix = ("train", "") if training else (self._eval_split, "eval_")
         step = self.state.global_step
-        extra: dict[str, float] = {}
-        by_layer: dict[str, float] = {}
-        with self._verdicts.checking("metrics"):
-            extra, by_layer = self._extra_metrics(split, training and "loss" in logs)
+        extra, by_layer = self._extra_metrics(split, training and "loss" in logs)
         logs.update({prefix + name: value for name, value in extra.items()})
         super().log(logs, start_time)
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
@@ -355,17 +352,25 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             split: "train" or "eval/<name>".
             of_training: Whether it is the log of training steps.
         """
-        self._findings_of_ranks()
-        extra = self._recorder.flush(split, self.state.global_step)
-        agreement = self._routing_agreement(split)
-        by_layer = {}
+        extra: dict[str, float] = {}
+        by_layer: dict[str, float] = {}
+        agreement = None
+        # Each collective in a check of its own: a rank on which one fails still takes part in the others.
+        with self._verdicts.checking("findings"):
+            self._findings_of_ranks()
+        with self._verdicts.checking("metrics"):
+            extra = self._recorder.flush(split, self.state.global_step)
+        with self._verdicts.checking("metrics"):
+            agreement = self._routing_agreement(split)
         if agreement is not None:
             extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
             by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
         if extra or of_training:
-            extra |= {PREFIX + name: value for name, value in self._other_passes(split).items()}
+            with self._verdicts.checking("metrics"):
+                extra |= {PREFIX + name: value for name, value in self._other_passes(split).items()}
         if of_training:
-            extra |= self._training_metrics()
+            with self._verdicts.checking("metrics"):
+                extra |= self._training_metrics()
             extra |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
         return extra, by_layer
 
@@ -373,13 +378,16 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         metrics: dict[str, float] = {}
         if isinstance(self.accelerator.scaler, LossScaler):
             metrics |= {PREFIX + name: value for name, value in self.accelerator.scaler.metrics().items()}
-        if self._verdict is not None:
-            metrics[PREFIX + "weight_sync_gap"] = self._sync_gap_over_ranks(self._verdict.gap_mean)
+        # Where a failed check ends no run, a rank may have none.
+        lone = self._verdicts.observes and self.use_vllm and self._config.monitor.weight_sync != "off"
+        if self._verdict is not None or (lone and self.accelerator.num_processes > 1):
+            gap = self._sync_gap_over_ranks(None if self._verdict is None else self._verdict.gap_mean)
+            metrics |= {} if gap is None else {PREFIX + "weight_sync_gap": gap}
         if self._lr is not None:
             metrics |= {PREFIX + name: value for name, value in self._verdicts.named(self._lr.applied).items()}
         return metrics
 
-    def _sync_gap_over_ranks(self, gap: float) -> float:
+    def _sync_gap_over_ranks(self, gap: float | None) -> float | None:
         """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
         if self.accelerator.num_processes == 1:
             return gap
@@ -388,7 +396,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             for message in messages:
                 self._recorder.event(self.state.global_step, "error", "weight_sync", f"rank {rank}: {message}")
         self._unwritten = []
-        return max(float(value) for value, _ in found)
+        return max((float(value) for value, _ in found if value is not None), default=None)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

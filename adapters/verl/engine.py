@@ -123,7 +123,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             return
         with self.verdicts.checking("loss_scaler"):
             refuse_disabled(self.scaler, get_device_name())
-        if block.routing is not None:
+        # A rank that holds a part of each sequence would have to be told which; nothing is compared there.
+        if block.routing is not None and int(self.ulysses_sequence_parallel_size) == 1:
             with self.verdicts.checking("routing"):
                 self._watched_replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
 
@@ -245,11 +246,14 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             ConfigError: There is an adapter, and verl has found none of its weights to send.
         """
         weights, adapter = super().get_per_tensor_param(*args, **kwargs)
-        if self.block is not None and adapter is not None and isinstance(weights, ItemsView) and not len(weights):
-            raise ConfigError(
-                f"actor.strategy={self.engine_config.strategy!r} with an adapter: peft {installed('peft')} finds none of its "
-                "weights, and verl would send the rollout an empty one. Set actor_rollout_ref.actor.strategy=fsdp2."
-            )
+        if self.block is not None or self.watched is not None:
+            with self.verdicts.checking("adapter"):
+                if adapter is not None and isinstance(weights, ItemsView) and not len(weights):
+                    raise ConfigError(
+                        f"actor.strategy={self.engine_config.strategy!r} with an adapter: peft {installed('peft')} finds none "
+                        "of its weights, and verl would send the rollout an empty one. Set "
+                        "actor_rollout_ref.actor.strategy=fsdp2."
+                    )
         return weights, adapter
 
     # What the worker asks for

@@ -13,7 +13,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.dtypes import canonical
-from mismatch_ext.versions import require
+from mismatch_ext.versions import on_cpu_build, require
 
 
 class RolloutExtension(vLLMColocateWorkerExtension):
@@ -44,7 +44,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         )
         block = active_block()
         if block is not None and block.level == "enforce":
-            compat.check(("vllm",), block.features, {"verl", "vllm"})
+            compat.check(("vllm",), block.features, {"verl", "vllm", *(["cpu"] if on_cpu_build() else [])})
         return {
             "block": digest(block),
             "records_routing": records_routing(config),

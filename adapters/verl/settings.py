@@ -132,9 +132,7 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
         leave(config)
         return
     with open_dict(config):
-        if block.routing is not None and config.actor_rollout_ref.actor.strategy != "megatron":
-            # Recording copies the ids beside the computation, and changes no number of it.
-            _set_routing(config, block)
+        # The rollout records or not, as it was: some engines refuse to when they start, which no check of ours could take back.
         _set_trainer(config, block)
         _set_environment(config, block)
         variables = config.ray_kwargs.ray_init.runtime_env.env_vars

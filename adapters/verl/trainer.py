@@ -159,13 +159,21 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
         with self._verdicts.checking("rollouts"):
             self._raise_refused("rollouts")
-        if self._block.routing is not None and self._block.routing.mode == "R3":
+        if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
         return batch
+
+    def _has_routes(self) -> bool:
+        """Whether rollouts come with the routes they were sampled with: always under R3, unless it is observed alone."""
+        if self._block.routing is None or self._block.routing.mode != "R3":
+            return False
+        group = self.config.actor_rollout_ref
+        recorded = bool(group.rollout.enable_rollout_routing_replay) and group.actor.strategy != "megatron"
+        return recorded or not self._verdicts.observes
 
     def _measure_gap(self, batch: Any, metrics: dict[str, Any]) -> None:
         """Measure a batch that verl has scored."""
@@ -179,7 +187,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
                 self._recorder.observe("train", *part)
             if not self._verdicts.observes:
                 self._measure_native(batch, found[MASK])
-            elif (routing := self._block.routing) is not None and routing.mode == "R3":
+            elif (routing := self._block.routing) is not None and self._has_routes():
                 # The first step is compared in any case.
                 if self._updated_step == 0 or self._random.random() < routing.agreement_rate:
                     with self._verdicts.checking("routes"):

@@ -137,7 +137,7 @@ class MismatchWorker(ActorRolloutRefWorker):
     def _versions(self) -> dict[str, str | None]:
         peers = ("verl", "torch", "transformers")
         with self._verdicts.checking("versions"):
-            compat.check(peers, self._block().features, {"verl"})
+            compat.check(peers, self._block().features, {"verl", "megatron" if self._megatron else "fsdp"})
         return {peer: installed(peer) for peer in peers}
 
     def _reading(self) -> TrainerReading:

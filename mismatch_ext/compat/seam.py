@@ -103,7 +103,7 @@ def _sentence(finding: Finding) -> str:
 def _remedy(lost: Sequence[Finding]) -> str:
     features = [feature for finding in lost for feature in finding.features]
     peers = dict.fromkeys(finding.seam.peer for finding in lost)
-    install = " ".join(f"{peer}=={PEERS[peer].ran[-1]}" for peer in peers)
+    install = " ".join(f"{peer}=={PEERS[peer].nearest(installed(peer))}" for peer in peers)
     if ALL in features:
         return f"Install a version that was run (pip install {install}); no section can do without."
     sections = dict.fromkeys(feature.partition(".")[0] for feature in features)

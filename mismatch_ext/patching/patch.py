@@ -110,7 +110,11 @@ class Patch:
                 f"{self.supports}. Nothing was patched."
             )
         told = bool(self.source_digests) or self.probe is not None
-        open_ = told and self.peer in PEERS and PEERS[self.peer].open and PEERS[self.peer].accepts(version)
+        # Newer than the range alone: its floor, and what it leaves out, were found by running.
+        newer = in_range(
+            version, ",".join(f">{part.version}" for part in SpecifierSet(self.supports) if part.operator[0] == "<")
+        )
+        open_ = told and newer and self.peer in PEERS and PEERS[self.peer].open and PEERS[self.peer].accepts(version)
         if not in_range(version, self.supports) and not open_:
             raise PatchVersionError(
                 f"{self.name}: {self.peer} {version} is outside the supported range {self.supports}. Nothing "

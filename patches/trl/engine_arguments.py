@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from mismatch_ext.patching import Patch
 
@@ -27,7 +30,7 @@ def engine_arguments(arguments: Mapping[str, Any], *, optional: bool = False) ->
 
     Args:
         arguments: Keyword arguments of `vllm.LLM`, for example `{"dtype": "float16"}`.
-        optional: Whether an engine that refuses them while it reads its arguments is started without them.
+        optional: Whether an engine that does not start with them is started without them.
     """
     items = tuple(sorted(arguments.items()))  # plain values, so that the patch's digest tells one dtype from another
 
@@ -36,9 +39,12 @@ def engine_arguments(arguments: Mapping[str, Any], *, optional: bool = False) ->
         def start_engine(*args: Any, **kwargs: Any) -> Any:
             try:
                 return original(*args, **{**kwargs, **dict(items)})
-            except ValueError:
+            except Exception:
                 if not optional:
                     raise
+            gc.collect()  # what the first had begun to build
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             return original(*args, **kwargs)
 
         return start_engine

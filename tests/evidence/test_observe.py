@@ -31,8 +31,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, VerlRun, Pa
     work = tmp_path_factory.mktemp("observe")
     model = tiny_model("moe", work / "model")
     env = {FAULT: "nonfinite_logprob@3"}
-    stock = run_verl(work / "stock", dtypes("bfloat16"), model=model, plugin=False, env=env)
-    observed = run_verl(work / "observe", [*dtypes("bfloat16"), *SECTIONS], model=model, plugin=True, env=env)
+    given = [*dtypes("bfloat16"), "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
+    stock = run_verl(work / "stock", given, model=model, plugin=False, env=env)
+    observed = run_verl(work / "observe", [*given, *SECTIONS], model=model, plugin=True, env=env)
     return stock, observed, work / "observe"
 
 

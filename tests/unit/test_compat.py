@@ -285,13 +285,16 @@ def test_a_version_that_was_run_is_checked_without_a_word_and_refused_all_the_sa
             checked("1.4.0", kl={"preset": "trl"})
 
 
-def test_what_was_not_run_is_refused_where_weights_are_not_proven(checked: Callable[..., dict[str, str]]) -> None:
+def test_an_engine_that_was_not_run_is_refused_where_weights_are_not_proven(
+    checked: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     off = {"monitor": {"weight_sync": "off"}}
+    with pytest.warns(UntestedVersionWarning):
+        checked("1.5.0", **off)  # holds no weights of its own
+    monkeypatch.setattr(compat, "ENGINES", ("upst",))
     checked("1.4.0", **off)
     with pytest.raises(PeerVersionError, match=r"weight_sync='off' with upst 1.5.0, .*\(pip install upst==1.4.0\)"):
         checked("1.5.0", **off)
-    with pytest.warns(UntestedVersionWarning):
-        checked("1.5.0", using={"trl"}, **off)  # no engine, no weights to be proven
 
 
 def test_the_oldest_is_a_floor(checked: Callable[..., dict[str, str]]) -> None:

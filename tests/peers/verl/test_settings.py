@@ -461,7 +461,6 @@ EVERY_SECTION = (
 WATCHED = {
     "trainer.v1.trainer_mode",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay",
     "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
     "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_FINDINGS",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
