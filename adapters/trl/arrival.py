@@ -104,16 +104,26 @@ class ArrivalMixin(RoutingMixin):
         if not self._around_loss:
             stock: Tensor = super()._compute_loss(model, inputs)
             return stock
-        with own_loss_wrapped():
+        with own_loss_wrapped(self._check_own):
             loss: Tensor = super()._compute_loss(model, inputs)
         return loss
+
+    def _check_own(self, own_loss: OwnLoss) -> None:
+        """Refuse a function that somebody has put in the place of TRL's: what it adds would be taken for TRL's aggregation."""
+        home = getattr(own_loss, "__globals__", {}).get("__name__", type(own_loss).__name__)
+        if home.partition(".")[0] != "trl":
+            raise ConfigError(
+                f"{' and '.join(self._in_loss or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced by a function of "
+                f"{home}; the weight that TRL gives to each token cannot be read off it. Override the method in a subclass, or "
+                "remove these sections."
+            )
 
     @contextmanager
     def _collecting(self) -> Iterator[list[Tensor]]:
         outer, own_losses = self._own_losses, list[Tensor]()
         self._own_losses = own_losses
         try:
-            with own_loss_wrapped():
+            with own_loss_wrapped(self._check_own):
                 yield own_losses
         finally:
             self._own_losses = outer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,17 +46,21 @@ OWN_LOSS = Patch(
 
 
 @contextmanager
-def own_loss_wrapped() -> Iterator[None]:
+def own_loss_wrapped(check: Callable[[Any], None]) -> Iterator[None]:
     """Wrap TRL's own loss for the time of a block.
 
     The class is the whole process's, and blocks of several threads may end in any order: the function is replaced for the first
     and restored after the last.
+
+    Args:
+        check: Is given the function before it is wrapped, and raises where it must not be.
 
     Raises:
         PatchError: This version of TRL was not tested, or its function is not where it was.
     """
     with _LOCK:
         if not _INSIDE:
+            check(importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer._compute_loss)
             _UNDO.enter_context(swapped(OWN_LOSS))
         _INSIDE.append(None)
     try:

@@ -24,6 +24,7 @@ RUN_BY = {
     "make evidence": "peers/test_readme.py::test_make_evidence",
     "make evidence SLICE=3": "peers/test_readme.py::test_make_evidence",
     "make matrix": "peers/test_readme.py::test_make_stack_and_matrix",
+    "make stack STACK=verl-pins": "peers/test_readme.py::test_make_stack_and_matrix",
     "make stack STACK=trl-default": "peers/test_readme.py::test_make_stack_and_matrix",
     "make bench": "evidence/test_bench.py::test_costs_beside_what_others_have",
     'pip install "mismatch-ext[trl,report]"': "evidence/test_readme.py::test_pip_install",
@@ -34,6 +35,7 @@ RUN_BY = {
     "python -m examples.kl_placement --out runs/kl_placement.html": (
         "evidence/test_kl_placement.py::test_where_the_kl_term_goes_decides"
     ),
+    "mismatch-ext compat": "peers/test_readme.py::test_compat",
     'mismatch-ext readiness MODEL_DIR --prompt "386+47="': "peers/test_readme.py::test_readiness",
 }
 # Python blocks that run here: uniform FP16, and routing replay. The others run in tests/evidence/test_readme.py.
@@ -114,6 +116,11 @@ def test_script_then_report() -> None:
 def test_readiness(dense: Path) -> None:
     printed = shell(in_readme("mismatch-ext readiness").replace("MODEL_DIR", str(dense)))
     assert re.search(r"^float16: (ready|risky)", printed, flags=re.M), printed
+
+
+def test_compat() -> None:
+    printed = shell(in_readme("mismatch-ext compat"))
+    assert "TRL GRPO + vLLM" in printed and "verl + vLLM" in printed, printed
 
 
 def test_r3_loop_replays_on_the_same_tokens() -> None:

@@ -155,8 +155,8 @@ needs torch, numpy and packaging, and never replaces the torch or the engine tha
 feature by feature, and `mismatch-ext compat` prints it beforehand. A version that no stack below has run is one warning; what is
 known to be wrong with one is an error that says what to install.
 
-Below are the commands for stacks that people have. Each was resolved by pip as a user with a GPU types it, and run on two CPU
-cores with the builds that [compatibility.md](compatibility.md) names; none has been run on a GPU.
+Below are the commands for stacks that people have, resolved as a user with a GPU types them. The last column says which were run
+here, on two CPU cores with the builds that [compatibility.md](compatibility.md) names; none has been run on a GPU.
 
 | you have or want | command | installs | ran here |
 |---|---|---|---|
@@ -165,7 +165,7 @@ INSTALL_END = """
 ## verl with its own pins
 
 verl 0.9.1 names exact versions in its extras: `verl[vllm]` torch 2.11.0, vLLM 0.24.0 and transformers 5.9.0, `verl[sglang]` the
-same torch and transformers with SGLang 0.5.12. Both run as they are; nothing has to be upgraded.
+same torch and transformers with SGLang 0.5.12. Nothing of them has to be upgraded.
 
     pip install "mismatch-ext[verl,report]" "verl[vllm]==0.9.1"
 
