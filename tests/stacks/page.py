@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.stacks.cells import CELLS, FEATURES, ROOT, Cell
+from tests.stacks.pins import pinned
 
 RECORDS = ROOT / "evidence/stacks"
 INSTALLS = ROOT / "evidence/installs"
@@ -38,8 +39,9 @@ def read(folder: Path) -> dict[str, Record]:
 
 
 def holds(record: Record | None, cell: Cell) -> str:
-    """Return a stack's versions as they ran: `trl 1.16.0, vllm 0.31.0`."""
-    versions = record["holds"] if record else dict.fromkeys(cell.holds, "?")
+    """Return a stack's versions as they ran, or else as they are pinned: `trl 1.16.0, vllm 0.31.0`."""
+    pins = pinned(cell.pins().read_text(encoding="utf-8"))
+    versions = record["holds"] if record else {name: pins.get(name, pins.get(f"{name}-cpu")) for name in cell.holds}
     return ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items())
 
 
@@ -65,9 +67,11 @@ def summary(record: Record | None) -> str:
     return (f"**{failed} failed**, " if failed else "") + f"{passed} passed"
 
 
-def routes(cell: Cell) -> str:
+def routes(record: Record | None, cell: Cell) -> str:
     """Return whether the engine's routes are recorded on this CPU."""
-    return "no" if cell.no_routes else "yes" if "vllm" in cell.holds or "sglang" in cell.holds else "-"
+    if not {"vllm", "sglang"} & {*cell.holds}:
+        return "-"
+    return "no" if cell.no_routes else "yes" if record else "not run"
 
 
 def short_table(records: Mapping[str, Record]) -> str:
@@ -75,7 +79,9 @@ def short_table(records: Mapping[str, Record]) -> str:
     lines = ["| stack | holds | here, on a CPU | routes of the engine, here | on a GPU |", "|---" * 5 + "|"]
     for name, cell in CELLS.items():
         record = records.get(name)
-        lines.append(f"| {name}: {cell.title} | {holds(record, cell)} | {summary(record)} | {routes(cell)} | not run |")
+        lines.append(
+            f"| {name}: {cell.title} | {holds(record, cell)} | {summary(record)} | {routes(record, cell)} | not run |"
+        )
     return "\n".join(lines)
 
 
@@ -102,9 +108,11 @@ def section(cell: Cell, record: Record | None, install: Record | None) -> list[s
             f"(as {resolver} resolved it on {install['date']} for Python {install['python']})."
         )
     pins = cell.pins().relative_to(ROOT).as_posix()
-    lines.append(f"- **Ran here**: {holds(record, cell)}; everything else is in [{pins}](../{pins}).")
+    lines.append(
+        f"- **{'Ran here' if record else 'Pinned'}**: {holds(record, cell)}; everything else is in [{pins}](../{pins})."
+    )
     lines += [f"- **Other than there**: {sentence}" for sentence in cell.differs]
-    recorded = "no engine." if routes(cell) == "-" else cell.no_routes or "recorded."
+    recorded = cell.no_routes or {"-": "no engine.", "yes": "recorded.", "not run": "not run."}[routes(record, cell)]
     lines.append(f"- **Routes of the engine, on this CPU**: {recorded}")
     if record:
         machine = record["machine"]

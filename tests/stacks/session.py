@@ -28,18 +28,13 @@ from tests.evidence.machine import provenance
 from tests.stacks import page
 from tests.stacks.cells import CELLS, ROOT, Cell
 from tests.stacks.environment import built
+from tests.stacks.pins import pinned
 
 # Seconds for all tests of a stack: several times what they take on two idle cores.
 LIMITS = {"quick": 1500.0, "full": 3600.0}
 
 Outcome = dict[str, Any]
 """How the tests of a feature ended: `passed`, a number; `failed`, the names of all others, skipped ones too; `seconds`."""
-
-
-def pinned(text: str) -> dict[str, str]:
-    """Return the versions of a file of pins, by canonical name."""
-    found = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", text, re.MULTILINE))
-    return {canonicalize_name(name): version for name, version in found.items()}
 
 
 def apart(pins: Mapping[str, str], left_out: Sequence[str], overrides: Sequence[str] = ()) -> Iterator[str]:
