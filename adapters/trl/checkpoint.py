@@ -13,8 +13,8 @@ from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.whole import resumable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import step_of_checkpoint
 from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.utils import RepeatSampler

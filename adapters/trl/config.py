@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.transformers.lr import check_optimizer
-from mismatch_ext.adapters.trl.host import sampling_settings
 from mismatch_ext.adapters.trl.options import GrpoOptions
+from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import check_sharding
 from transformers import Trainer
 from trl import GRPOConfig, RLOOConfig

@@ -16,7 +16,7 @@ from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.header import FIXES, SEAMS, run_header
-from mismatch_ext.adapters.trl.host import plain_vocabulary, sampling_settings
+from mismatch_ext.adapters.trl.readings import plain_vocabulary, sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG

@@ -21,13 +21,13 @@ from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.host import ratio_bias
 from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.observing import ObservingMixin
 from mismatch_ext.adapters.trl.passes import watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
+from mismatch_ext.adapters.trl.readings import ratio_bias
 from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_peers, check_stitching
 from mismatch_ext.adapters.trl.routing import KEY
 from torch import Tensor

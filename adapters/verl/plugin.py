@@ -41,8 +41,8 @@ def unload() -> None:
         _loaded.pop().revert()
     PREPARE.clear()
     REFUSE.clear()
-    if "mismatch_ext.adapters.verl.replicas" in sys.modules:
-        sys.modules["mismatch_ext.adapters.verl.replicas"].restore_replica()
+    if "mismatch_ext.adapters.verl.rollout.replicas" in sys.modules:
+        sys.modules["mismatch_ext.adapters.verl.rollout.replicas"].restore_replica()
 
 
 def _load() -> None:
@@ -60,21 +60,21 @@ def _load() -> None:
         _loaded.append(PatchSet(VALIDATE_CONFIG, RUNTIME_ENV).apply())
     if active_block() is not None:
         # In the process of verl's TaskRunner the trainer is looked up by its name.
-        import mismatch_ext.adapters.verl.trainer  # noqa: F401
-        from mismatch_ext.adapters.verl.replicas import register_replica
+        import mismatch_ext.adapters.verl.driver.trainer  # noqa: F401
+        from mismatch_ext.adapters.verl.rollout.replicas import register_replica
 
         register_replica()
 
 
 def _prepare(config: Any) -> dict[str, Any]:
     # Late: it imports what of verl is not loaded yet while verl imports this package.
-    from mismatch_ext.adapters.verl.settings import prepare
+    from mismatch_ext.adapters.verl.settings.prepare import prepare
 
     return prepare(config)
 
 
 def _refuse_unprepared(config: Any) -> None:
-    from mismatch_ext.adapters.verl.settings import refuse_unprepared
+    from mismatch_ext.adapters.verl.settings.prepare import refuse_unprepared
 
     refuse_unprepared(config)
 

@@ -11,7 +11,7 @@ from mismatch_ext.patching import Patch
 
 
 class Guard(Protocol):
-    """What looks at replay, as `mismatch_ext.adapters.verl.megatron_replay.ReplayGuard` does."""
+    """What looks at replay, as `mismatch_ext.adapters.verl.megatron.replay.ReplayGuard` does."""
 
     def batch(self, engine: Any, /, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Return what a batch runs in; gets what `forward_backward_batch` gets."""

@@ -9,10 +9,10 @@ from mismatch_ext.adapters.sglang import ServerProblem, ServerVerdict
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, Router
 from mismatch_ext.adapters.trl import MismatchGRPOConfig
-from mismatch_ext.adapters.trl.host import step_of_checkpoint
+from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer
-from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine
-from mismatch_ext.adapters.verl.trainer import MismatchTrainer as MismatchVerlTrainer
+from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer as MismatchVerlTrainer
+from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
 from mismatch_ext.adapters.vllm.probes import score_tokens
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from torch import Tensor, nn

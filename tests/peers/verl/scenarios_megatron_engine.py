@@ -22,7 +22,7 @@ os.environ.setdefault("LOCAL_RANK", "0")
 
 import torch
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
-from mismatch_ext.adapters.verl.settings import prepare
+from mismatch_ext.adapters.verl.settings.prepare import prepare
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from torch import Tensor
@@ -78,7 +78,7 @@ def configured(model: str, block: dict[str, Any] | None, *overrides: str) -> Dic
 
 def worker(model: str, block: dict[str, Any] | None = None, *overrides: str) -> Any:
     """Return the worker of an actor: verl's own without a block, and ours with one, which Ray's environment brings."""
-    from mismatch_ext.adapters.verl.worker import MismatchWorker
+    from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     config = configured(model, block, *overrides)
@@ -280,7 +280,7 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
 
 def reference(model: str) -> dict[str, Any]:
     """Hold reference and actor in one worker, as in a run with a KL term, and replay the actor alone."""
-    from mismatch_ext.adapters.verl.worker import MismatchWorker
+    from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 
     native = worker(model, OFF)
     routes = other(as_rollout(scored(worker(model, R2), batch())["routed_experts"]))
@@ -362,7 +362,7 @@ def rates_of(built: Any, size: int = 4, *, first: int = 0, save: str | None = No
 
 def surge(model: str) -> dict[str, Any]:
     """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
-    from mismatch_ext.adapters.verl.lr import ChainedLr
+    from mismatch_ext.adapters.verl.worker.lr import ChainedLr
 
     section = {"rule": "reactive", "surge": {"baseline_window": 2, "smoothing": 1}}
     built = worker(model, {"lr": section, **OFF}, *CONSTANT)
@@ -382,7 +382,7 @@ def surge(model: str) -> dict[str, Any]:
 def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]:
     """Steer two of Megatron's optimizers in one, as dense and expert weights have under expert parallelism."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
-    from mismatch_ext.adapters.verl.megatron_engine import torch_optimizers
+    from mismatch_ext.adapters.verl.megatron.training_engine import torch_optimizers
 
     from mismatch_ext.config import MismatchConfig
 
@@ -406,7 +406,7 @@ def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]
 def unsteered(optimizer: Any) -> dict[str, str]:
     """Return what is said of optimizers whose rate cannot be led."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-    from mismatch_ext.adapters.verl.megatron_engine import torch_optimizers
+    from mismatch_ext.adapters.verl.megatron.training_engine import torch_optimizers
 
     [part] = optimizer.chained_optimizers
     inner, found = part.optimizer, {}

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import ray
-from mismatch_ext.adapters.verl import plugin, servers
+from mismatch_ext.adapters.verl import plugin
 from mismatch_ext.adapters.verl.block import digest
-from mismatch_ext.adapters.verl.reports import (
+from mismatch_ext.adapters.verl.driver import servers
+from mismatch_ext.adapters.verl.driver.reports import (
     LOSS,
     SURPLUS_MASS,
     Checked,

@@ -21,8 +21,10 @@ import ray
 import verl.trainer.constants_ppo
 import verl.utils.config
 from hydra import compose, initialize_config_module
-from mismatch_ext.adapters.verl import block, plugin, settings, steering
-from mismatch_ext.adapters.verl.watchdog import Watchdog
+from mismatch_ext.adapters.verl import block, plugin
+from mismatch_ext.adapters.verl.driver import steering
+from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
+from mismatch_ext.adapters.verl.settings import prepare as settings
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext import versions

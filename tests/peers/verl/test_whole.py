@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mismatch_ext.adapters.verl.whole import resumable
+from mismatch_ext.adapters.verl.driver.whole import resumable
 
 from mismatch_ext.errors import RecordError
 

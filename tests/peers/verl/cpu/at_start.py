@@ -43,7 +43,7 @@ def keep_reports(file: Path) -> None:
 
         module.check_reports = check_reports
 
-    AfterImport("mismatch_ext.adapters.verl.reports", change)
+    AfterImport("mismatch_ext.adapters.verl.driver.reports", change)
 
 
 def _without_paths(found: Any) -> Any:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.verl import correction as verl_correction
 from mismatch_ext.adapters.verl import kl as verl_kl
-from mismatch_ext.adapters.verl.ingest import check_logprobs
-from mismatch_ext.adapters.verl.loss import make_loss
+from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs
+from mismatch_ext.adapters.verl.worker.loss import make_loss
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -184,7 +184,7 @@ def driving(**sections: Any) -> Iterator[Any]:
     Imported here, in a fork: with its driver verl imports the trainers that a block is refused in, by their presence, in every
     fork to come.
     """
-    from mismatch_ext.adapters.verl.objective import ObjectiveMixin
+    from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
     from verl.trainer.ppo.v1 import trainer_base
 
     driver: Any = ObjectiveMixin()

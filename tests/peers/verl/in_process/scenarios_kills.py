@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.whole import resumable
+from mismatch_ext.adapters.verl.driver.whole import resumable
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename
 
 from tests.peers.death import Death, plain

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.verl import correction as verl_correction
 from mismatch_ext.adapters.verl import kl as verl_kl
-from mismatch_ext.adapters.verl.loss import make_loss
+from mismatch_ext.adapters.verl.worker.loss import make_loss
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM

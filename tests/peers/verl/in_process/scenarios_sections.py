@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.verl import correction as verl_correction
 from mismatch_ext.adapters.verl import kl as verl_kl
-from mismatch_ext.adapters.verl import settings, steering
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
-from mismatch_ext.adapters.verl.loss import make_loss
-from mismatch_ext.adapters.verl.objective import ObjectiveMixin
+from mismatch_ext.adapters.verl.driver import steering
+from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
+from mismatch_ext.adapters.verl.settings import prepare as settings
+from mismatch_ext.adapters.verl.worker.loss import make_loss
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from torch import Tensor

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
-from mismatch_ext.adapters.verl.ranks import agree, gathered
-from mismatch_ext.adapters.verl.ulysses import Share
+from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
+from mismatch_ext.adapters.verl.worker.ulysses import Share
 from torch import Tensor, nn
 
 from mismatch_ext.checkpoint import load_random_state, random_state

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 import torch
-from mismatch_ext.adapters.verl.reports import RolloutAnswer
+from mismatch_ext.adapters.verl.driver.reports import RolloutAnswer
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError

@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.verl.block import active_block
-from mismatch_ext.adapters.verl.checkpoint import read_state, write_state
-from mismatch_ext.adapters.verl.engine import VENDOR
-from mismatch_ext.adapters.verl.lr import ChainedLr
-from mismatch_ext.adapters.verl.megatron import replayed_others
-from mismatch_ext.adapters.verl.ranks import gathered
+from mismatch_ext.adapters.verl.megatron.settings import replayed_others
+from mismatch_ext.adapters.verl.worker.lr import ChainedLr
+from mismatch_ext.adapters.verl.worker.ranks import gathered
+from mismatch_ext.adapters.verl.worker.state import read_state, write_state
+from mismatch_ext.adapters.verl.worker.training_engine import VENDOR
 from torch.optim import Optimizer
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry

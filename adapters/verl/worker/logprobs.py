@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.fused import checked
+from mismatch_ext.adapters.verl.worker.fused import checked
 from verl.utils import torch_functional
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 

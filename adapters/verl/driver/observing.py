@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.correction import settings_of
+from mismatch_ext.adapters.verl.driver.steering import Gap, leading_statistics, merged
 from mismatch_ext.adapters.verl.kl import KlControl, coefficient
-from mismatch_ext.adapters.verl.lr import EngineLr
-from mismatch_ext.adapters.verl.routing import OBSERVED
-from mismatch_ext.adapters.verl.steering import Gap, leading_statistics, merged
+from mismatch_ext.adapters.verl.worker.lr import EngineLr
+from mismatch_ext.adapters.verl.worker.routing import OBSERVED
 from verl import DataProto
 
 from mismatch_ext.config import LrConfig, MismatchConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.verl.ranks import agree, gathered
+from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
 from verl.utils.fs import copy_to_local
 
 from mismatch_ext import checkpoint

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_ext.adapters.verl.reports import Checked
+from mismatch_ext.adapters.verl.driver.reports import Checked
 from omegaconf import DictConfig
 
 from mismatch_ext.banner import Seams

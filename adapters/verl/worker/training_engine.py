@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import active_block
-from mismatch_ext.adapters.verl.checkpoint import read_state, write_state
-from mismatch_ext.adapters.verl.logprobs import LogprobsMixin
-from mismatch_ext.adapters.verl.lr import EngineLr, warmup_steps
-from mismatch_ext.adapters.verl.replay import EngineReplay
-from mismatch_ext.adapters.verl.routing import RoutingMixin
-from mismatch_ext.adapters.verl.scaler import (
+from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
+from mismatch_ext.adapters.verl.worker.lr import EngineLr, warmup_steps
+from mismatch_ext.adapters.verl.worker.replay import EngineReplay
+from mismatch_ext.adapters.verl.worker.routing import RoutingMixin
+from mismatch_ext.adapters.verl.worker.scaler import (
     check_precision,
     loss_scaler,
     refuse_disabled,
     scaler_metrics,
     scaler_report,
 )
+from mismatch_ext.adapters.verl.worker.state import read_state, write_state
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead

@@ -11,9 +11,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from mismatch_ext.adapters.verl.megatron_passes import PassGuard
-from mismatch_ext.adapters.verl.ranks import agree, gathered
-from mismatch_ext.adapters.verl.samples import ALTERED, altered, lengths, names, routes
+from mismatch_ext.adapters.verl.megatron.passes import PassGuard
+from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
+from mismatch_ext.adapters.verl.worker.samples import ALTERED, altered, lengths, names, routes
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
 from verl.utils.megatron.router_replay_utils import (

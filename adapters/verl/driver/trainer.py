@@ -14,16 +14,16 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.block import active_block, early_findings
-from mismatch_ext.adapters.verl.ingest import check_logprobs, check_routes, sampled_rows
-from mismatch_ext.adapters.verl.objective import ObjectiveMixin
-from mismatch_ext.adapters.verl.observing import ObservingMixin
-from mismatch_ext.adapters.verl.preflight import PreflightMixin
-from mismatch_ext.adapters.verl.routing import NATIVE
-from mismatch_ext.adapters.verl.saving import SavingMixin
-from mismatch_ext.adapters.verl.settings import TRAINER
-from mismatch_ext.adapters.verl.steering import Gap, leading_statistics, merged
-from mismatch_ext.adapters.verl.watchdog import STARTING, Watchdog
-from mismatch_ext.adapters.verl.worker import MismatchWorker
+from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs, check_routes, sampled_rows
+from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
+from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
+from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
+from mismatch_ext.adapters.verl.driver.saving import SavingMixin
+from mismatch_ext.adapters.verl.driver.steering import Gap, leading_statistics, merged
+from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
+from mismatch_ext.adapters.verl.settings.prepare import TRAINER
+from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
+from mismatch_ext.adapters.verl.worker.routing import NATIVE
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 from verl.trainer.ppo.v1.trainer_base import register_trainer

@@ -1,7 +1,7 @@
 """The block with verl's Megatron engine: settings, and checks around its own replay, which does the work of `routing`.
 
 verl's replay looks at no expert id, and a router that it has no routes for chooses for itself. Here every sample's routes are
-ingested before a batch runs, and every router that does not replay is an error (`megatron_replay.py`).
+ingested before a batch runs, and every router that does not replay is an error (`replay.py` beside it).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
         return None
     if _PATCHES is None:
         # megatron-core is imported here, in a worker: the driver may have none.
-        from mismatch_ext.adapters.verl.megatron_replay import ReplayGuard
+        from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
         from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, GUARD, REPLAYED_BATCH
 
         GUARD[:] = [ReplayGuard()]

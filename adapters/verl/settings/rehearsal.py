@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mismatch_ext.adapters.verl.host import ELSEWHERE, REQUIRED
+from mismatch_ext.adapters.verl.settings.refusals import ELSEWHERE, REQUIRED
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.terminal import say

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.verl import samples
-from mismatch_ext.adapters.verl.ranks import agree, gathered
-from mismatch_ext.adapters.verl.replay import FIELD, TOKENS, EngineReplay, SampleRoutes
-from mismatch_ext.adapters.verl.ulysses import Share
+from mismatch_ext.adapters.verl.worker import samples
+from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
+from mismatch_ext.adapters.verl.worker.replay import FIELD, TOKENS, EngineReplay, SampleRoutes
+from mismatch_ext.adapters.verl.worker.ulysses import Share
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError

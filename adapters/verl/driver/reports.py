@@ -24,7 +24,7 @@ from mismatch_ext.versions import PEERS
 
 Report = Mapping[str, Any]
 
-LOSS = "mismatch_ext.adapters.verl.loss"
+LOSS = "mismatch_ext.adapters.verl.worker.loss"
 """Module of the loss that holds what verl's own has no words for."""
 
 SURPLUS_MASS = 1e-4

@@ -27,6 +27,6 @@ _originals: list[Any] = []
 
 def _load() -> type[Any]:
     _originals[0]()  # first: SGLang needs a variable while it is imported, which verl sets and removes
-    from mismatch_ext.adapters.verl.sglang_server import MismatchSGLangReplica
+    from mismatch_ext.adapters.verl.rollout.sglang_server import MismatchSGLangReplica
 
     return MismatchSGLangReplica

@@ -14,7 +14,7 @@ SGLANG = ("0.5.12", "0.5.18")
 """Versions of SGLang that verl was run with here; the first is the one that it asks for."""
 FSDP = {"fsdp", "fsdp2"}
 """Strategies of verl's FSDP engine, which are one class there."""
-EXTENSION = "mismatch_ext.adapters.verl.rollout.RolloutExtension"
+EXTENSION = "mismatch_ext.adapters.verl.rollout.vllm_extension.RolloutExtension"
 # Trainers of verl's that check their configuration as main_ppo does.
 ELSEWHERE = (
     "verl.experimental.one_step_off_policy",

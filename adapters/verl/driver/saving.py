@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
+from mismatch_ext.adapters.verl.driver.whole import resumable
 from mismatch_ext.adapters.verl.kl import KlControl
-from mismatch_ext.adapters.verl.watchdog import Watchdog
-from mismatch_ext.adapters.verl.whole import resumable
 from omegaconf import open_dict
 
 from mismatch_ext.banner import print_closing
@@ -37,7 +37,7 @@ else:
 
 
 class SavingMixin(_Host):
-    """Overrides the methods of verl's trainer that save and load; the workers' part is in `checkpoint.py`."""
+    """Overrides the methods of verl's trainer that save and load; the workers' part is in `worker/state.py`."""
 
     _block: MismatchConfig
     _verdicts: Verdicts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.replay import FIELD
+from mismatch_ext.adapters.verl.worker.replay import FIELD
 from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RoutingError

@@ -12,11 +12,11 @@ from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.scoring import Autocast
 from mismatch_ext.adapters.verl.block import active_block, digest
-from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, register_engine
-from mismatch_ext.adapters.verl.fused import WithLogits, score_fused
-from mismatch_ext.adapters.verl.loss import make_loss
-from mismatch_ext.adapters.verl.megatron import megatron_report, register_megatron_checks
-from mismatch_ext.adapters.verl.shards import named_shards, reshard
+from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
+from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
+from mismatch_ext.adapters.verl.worker.loss import make_loss
+from mismatch_ext.adapters.verl.worker.shards import named_shards, reshard
+from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
 from torch import nn
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
@@ -32,7 +32,7 @@ from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.verl.megatron_engine import MismatchMegatronEngine
+    from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine
 
 register_engine()
 
@@ -200,7 +200,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 def _megatron_engine(block: MismatchConfig) -> type[Any]:
     """Prepare this process for a Megatron actor, and return the class that its engine will have."""
     # megatron-core is imported here, where the actor needs it.
-    from mismatch_ext.adapters.verl.megatron_engine import MismatchMegatronEngine, register_megatron_engine
+    from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine, register_megatron_engine
 
     register_megatron_engine()
     register_megatron_checks(block)

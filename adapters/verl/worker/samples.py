@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.replay import FIELD, TOKENS, Rows
+from mismatch_ext.adapters.verl.worker.replay import FIELD, TOKENS, Rows
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 

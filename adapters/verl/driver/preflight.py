@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.verl.header import run_header, seams_of
-from mismatch_ext.adapters.verl.reports import Checked, check_reports, check_vocabulary, compute_dtype
-from mismatch_ext.adapters.verl.servers import answered, ask_probes, read_rollouts, refused_answers
-from mismatch_ext.adapters.verl.watchdog import Watchdog
+from mismatch_ext.adapters.verl.driver.header import run_header, seams_of
+from mismatch_ext.adapters.verl.driver.reports import Checked, check_reports, check_vocabulary, compute_dtype
+from mismatch_ext.adapters.verl.driver.servers import answered, ask_probes, read_rollouts, refused_answers
+from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig

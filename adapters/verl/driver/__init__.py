@@ -1,0 +1,1 @@
+"""The process that trains with verl's `PPOTrainer`: it asks every other process, and sees whole batches."""

@@ -1,0 +1,1 @@
+"""The processes of verl's rollout servers, vLLM's and SGLang's."""

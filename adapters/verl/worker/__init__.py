@@ -1,0 +1,1 @@
+"""The Ray workers that hold actor and reference, with verl's FSDP engine."""
