@@ -41,35 +41,3 @@ class RolloutSide(Protocol):
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare samples of the tensors just sent, and of those before, with what the engine holds; none out of reach."""
-
-
-@runtime_checkable
-class Ranks(Protocol):
-    """The processes that train together."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every process's value, in the order of their ranks; all of them must call it."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes; all of them must call it."""
-
-
-class OneProcess:
-    """`Ranks` of a trainer in one process."""
-
-    rank = 0
-    size = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value alone."""
-        return [value]
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the values as they are."""
-        return values
-
-
-ONE_PROCESS = OneProcess()
