@@ -5,7 +5,7 @@
 # test-isa: the tests whose result hangs on floating-point kernels, as two lesser CPUs would run them: AVX-512 without float16
 # and AMX, and AVX2. On a machine that has more; about ten minutes.   mutants: plants faults and runs the tests that must notice.
 # stack: builds the stack STACK=name (tests/stacks/cells.py) in .stacks/ and runs its tests; QUICK=1 runs a selection.
-# matrix: every stack, and docs/compatibility.md.
+# matrix: every stack, and docs/compatibility.md.   turn: the slice or the stack whose turn it is at this commit.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 PYTHON ?= python3
@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup setup-sglang test test-isa mutants check demo evidence bench stack matrix lock clean
+.PHONY: setup setup-sglang test test-isa mutants check demo evidence bench stack matrix turn lock clean
 
 setup: $(STAMP)
 
@@ -86,7 +86,7 @@ demo: setup
 	$(BIN)/python -m examples.demo --model $(MODEL) --run-dir $(RUN_DIR) $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(TRAIN),--train)
 
-# Slices of at most twelve minutes on two idle cores, and ended after 25; `make evidence SLICE=3` runs one, SLICE=commit the one that CI runs at this commit.
+# Slices of at most twelve minutes on two idle cores, and ended after 25; `make evidence SLICE=3` runs one, SLICE=commit the one that is due at this commit.
 evidence: setup
 	$(BIN)/python -m tests.evidence $(if $(SLICE),--slice $(SLICE))
 
@@ -99,6 +99,9 @@ stack:
 
 matrix:
 	$(PYTHON) -m tests.stacks all --jobs $(JOBS) $(if $(QUICK),--quick)
+
+turn:
+	$(PYTHON) -m tests.turns
 
 # Rewrites the constraints from the present .venv, for a maintainer who has changed requirements/cpu.txt.
 lock: setup

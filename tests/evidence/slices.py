@@ -47,15 +47,16 @@ SLICES = (
 def pick(dates: Sequence[str | None], commits: int) -> tuple[int, str]:
     """Return the number of the slice, from 1, that is due, and why.
 
-    On even numbers of commits all slices take turns. Commits that land together would skip some; so on odd numbers it is the one
-    whose evidence is oldest or missing, and of those as old as each other the commits pick again.
+    Pairs of commits count, since stacks have the odd commits (`tests/turns.py`). On even numbers of pairs all slices take turns.
+    Commits that land together would skip some; so on odd numbers it is the slice whose evidence is oldest or missing, and of
+    those as old as each other the pairs pick again.
 
     Args:
         dates: When the oldest evidence of each slice was measured; empty where some is missing, None where it writes none.
         commits: Commits up to this one; 0 where there is no checkout.
     """
-    turn = commits // 2
-    if commits % 2 == 0:
+    pairs, turn = commits // 2, commits // 4
+    if pairs % 2 == 0:
         return in_turn(len(dates), turn) + 1, f"the turn of commit number {commits}"
     oldest = min(date for date in dates if date is not None)
     due = [number for number, date in enumerate(dates, start=1) if date == oldest]

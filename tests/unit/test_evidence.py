@@ -103,10 +103,10 @@ def test_every_file_is_in_one_slice() -> None:
 
 def test_commits_in_a_row_run_every_slice_and_the_oldest_between() -> None:
     dates = ["2026-02", "2026-01", None, "2026-03"]
-    assert [pick(dates, count)[0] for count in range(0, 8, 2)] == [1, 2, 3, 4]
-    assert [pick(dates, count)[0] for count in range(1, 8, 2)] == [2] * 4
-    assert {pick(["", "", None, "2026-03"], count)[0] for count in range(1, 8, 2)} == {1, 2}
-    assert "not recorded" in pick(["", None], 1)[1] and pages.due()[0] in range(1, len(SLICES) + 1)
+    assert [pick(dates, count)[0] for count in range(0, 16, 4)] == [1, 2, 3, 4]
+    assert [pick(dates, count)[0] for count in range(2, 16, 4)] == [2] * 4
+    assert {pick(["", "", None, "2026-03"], count)[0] for count in range(2, 16, 4)} == {1, 2}
+    assert "not recorded" in pick(["", None], 2)[1] and pages.due()[0] in range(1, len(SLICES) + 1)
 
 
 def test_a_slice_that_takes_too_long_is_ended(

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.turns import due
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -85,16 +87,20 @@ def test_the_installed_environment_is_the_constrained_one() -> None:
         assert metadata.version(name).split("+")[0] == pins[name]
 
 
-def test_ci_runs_the_test_command_then_one_slice_of_the_evidence(tmp_path: Path) -> None:
+def test_ci_runs_the_test_command_then_what_is_due(tmp_path: Path) -> None:
     shim, log = tmp_path / "make", tmp_path / "log"
-    for failing in ("", "test", "evidence"):
+    for failing in ("", "test", "turn"):
         shim.write_text(f'#!/bin/sh\necho "$@" >> {log}\ntest "$1" != "{failing}"\n')
         shim.chmod(0o755)
         log.unlink(missing_ok=True)
         path = f"{tmp_path}:{os.environ['PATH']}"
         done = subprocess.run(["bash", ROOT / ".ci/run"], env={**os.environ, "PATH": path}, timeout=60)
-        assert log.read_text().splitlines() == ["test", "evidence SLICE=commit"]
+        assert log.read_text().splitlines() == ["test", "turn"]
         assert bool(done.returncode) == bool(failing)
+    assert [due(number) for number in (4, 5)] == [
+        ["make", "evidence", "SLICE=commit"],
+        ["make", "stack", "STACK=commit", "QUICK=1"],
+    ]
 
 
 def test_version_is_stated_once() -> None:
