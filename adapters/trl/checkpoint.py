@@ -13,7 +13,6 @@ from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.whole import resumable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from transformers.trainer import TRAINER_STATE_NAME
@@ -23,6 +22,7 @@ from mismatch_ext.banner import print_closing
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
+from mismatch_ext.kl import KlTerm
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.verdicts import Verdicts
 
@@ -182,7 +182,7 @@ class CheckpointMixin(_Host):
         if self.use_vllm and self._verified:
             state |= self.vllm_generation.state_dict()
         if self._kl is not None:
-            state["kl"] = self._kl.controller.state_dict()
+            state["kl"] = self._kl.state_dict()
         if self._lr is not None:
             state["lr"] = self._lr.saved_state()
         if self._routing is not None:
@@ -263,7 +263,7 @@ class CheckpointMixin(_Host):
         if self.use_vllm and self._verified and state.get("weight_version") is not None:
             self.vllm_generation.load_state_dict(state)
         if self._kl is not None and state.get("kl") is not None:
-            messages.append(self._kl.controller.load_state_dict(state["kl"]))
+            messages.append(self._kl.load_state_dict(state["kl"]))
         if self._lr is not None:
             self._lr.resume(state.get("lr"))
         if self._routing is not None and state.get("routing") is not None:

@@ -15,18 +15,24 @@ from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl.aggregation import OwnLoss, overridden, read_aggregation
 from mismatch_ext.adapters.trl.arrival import ArrivalMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.kl import KlReward, kl_loss
 from mismatch_ext.adapters.trl.passes import Passes, Scored, watched_loss
 from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.kl import KlTerm
+from mismatch_ext.ranks import Ranks
+from mismatch_ext.recorder import PREFIX
 
 
 class ObjectiveMixin(ArrivalMixin):
     """Adds the block's terms to TRL's own loss; `MismatchTrainerMixin` sets what is active."""
 
     _kl: KlTerm | None = None
+    # Among TRL's reward functions, where a part of the KL is in the rewards.
+    _kl_reward: KlReward | None = None
+    _ranks: Ranks
     _correction: CorrectionTerm | None = None
     # Passes of the batch that is being generated, where they are needed.
     _passes: Passes | None = None
@@ -41,7 +47,7 @@ class ObjectiveMixin(ArrivalMixin):
         Raises:
             ConfigError: The reference was not scored on the completions that get a reward.
         """
-        assert self._kl is not None and self._passes is not None
+        assert self._kl is not None and self._kl_reward is not None and self._passes is not None
         prompts = self._passes.prompts
 
         def is_of(scored: Scored) -> bool:
@@ -63,7 +69,7 @@ class ObjectiveMixin(ArrivalMixin):
             old = policy.scores[0]
         lengths = torch.tensor([len(ids) for ids in completion_ids], device=old.device)
         mask = torch.arange(old.size(1), device=old.device) < lengths[:, None]
-        self._kl.set_rewards(old, reference.scores[0], mask)
+        self._kl_reward.penalties = self._kl.penalty(old, reference.scores[0], mask).sum(-1).tolist()
 
     def _with_terms(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
         """Compute TRL's own loss, with the block's terms in the place of TRL's."""
@@ -84,8 +90,9 @@ class ObjectiveMixin(ArrivalMixin):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
         if self._kl is not None:
-            term = term + self._kl.loss(logps, inputs, mask, lambda: self._both_logits(model, inputs), self.temperature)
-            self._log_kl(logps.detach(), inputs["ref_per_token_logps"], mask)
+            both = lambda: self._both_logits(model, inputs)  # noqa: E731
+            term = term + kl_loss(self._kl, logps, inputs, mask, both, self.temperature)
+            self._log_kl(self._kl, logps.detach(), inputs["ref_per_token_logps"], mask)
         if self._correction is not None and self._reinforces:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - self._correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
@@ -124,10 +131,9 @@ class ObjectiveMixin(ArrivalMixin):
         with self._routed(model, attention_mask, length):
             return completion_logits(model, tokens, attention_mask, length)
 
-    def _log_kl(self, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
-        """Log `kl` under TRL's own name: the mean k3 per token over all ranks, without a ratio."""
-        assert self._kl is not None
-        mode = "train" if self.model.training else "eval"
-        found = self._kl.measure(logps, reference_logps, mask, self.accelerator.reduce)
-        for name in ("kl", "mismatch/kl_ref_k1", "mismatch/kl_coef"):
-            self._metrics[mode][name].append(found[name])
+    def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
+        """Log the KL of all ranks' tokens, without a ratio; its k3 also as `kl`, TRL's own name for it."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        found = term.measure(logps, reference_logps, mask, self._ranks)
+        for name, value in {"kl": found["kl_ref_k3"], **{PREFIX + n: v for n, v in found.items()}}.items():
+            metrics[name].append(value)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.replay import RoutingReplay, share
 from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct
+from mismatch_ext.kl import KlTerm
+from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX, RunRecorder
 from mismatch_ext.verdicts import ENFORCE, Finding, Verdicts
 
@@ -37,6 +38,7 @@ class ObservingMixin(_Host):
     _block: MismatchConfig | None
     _verdicts: Verdicts
     _recorder: RunRecorder
+    _ranks: Ranks
     _eval_split: str
     # What would correct, penalise and replay, and is asked for its measurements alone.
     _watched_correction: CorrectionTerm | None = None
@@ -149,11 +151,9 @@ class ObservingMixin(_Host):
             term.begin()
             old = self._old_logprobs(seen) if gap is None else gap[0]
             if term.adaptive and training:
-                term.adapt(old, reference, mask, self.accelerator.reduce)
-            found = term.measure(old, reference, mask, self.accelerator.reduce)
-            for name in ("mismatch/kl_ref_k1", "mismatch/kl_coef"):
-                entry = PREFIX + ENFORCE + name.removeprefix(PREFIX)
-                self._metrics["train" if training else "eval"][entry].append(found[name])
+                term.adapt(old, reference, mask, self._ranks)
+            for name, value in term.measure(old, reference, mask, self._ranks).items():
+                self._metrics["train" if training else "eval"][PREFIX + ENFORCE + name].append(value)
 
     def _findings_of_ranks(self) -> None:
         """Bring the findings of the other ranks to the main process, which writes; all ranks must call this."""

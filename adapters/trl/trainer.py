@@ -16,12 +16,13 @@ import torch
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr
+from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
 from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.kl import KlTerm
+from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.observing import ObservingMixin
@@ -36,6 +37,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
@@ -95,7 +97,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         self._saved_step = 0
         if self._acting.kl is not None and self._acting.kl.preset is None:
             self._kl = KlTerm(self._acting.kl, config.beta)
-            if self._acting.kl.baseline == "leave_one_out" and config.per_device_train_batch_size == 1:
+            if self._acting.kl.has_baseline and config.per_device_train_batch_size == 1:
                 warnings.warn(
                     "mismatch.kl.baseline='leave_one_out' with per_device_train_batch_size=1: the baseline is the mean "
                     "over other completions of a micro-batch, and there are none; the KL term is right but spreads more.",
@@ -104,9 +106,10 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
         with config.claimed(), building, patched as patches, EngineRefusals(self._acting):
-            with self._kl_reward(config, args, kwargs) as (args, kwargs):
+            with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
             self._patches, patch_digest = (patches.describe(), patches.digest) if patches is not None else ([], "none")
+        self._ranks = AcceleratorRanks(self.accelerator)
         if self._acting.lr is not None:
             self._lr = LrCallback(self._acting.lr)
             self.add_callback(self._lr)
@@ -145,9 +148,9 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             self._recorder.event(0, "info", "enforce_sets", f"enforce would have set {said}.", data)
 
     @contextlib.contextmanager
-    def _kl_reward(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def _rewarding(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """Yield the constructor's arguments, with the KL penalty among the reward functions when it is to be there."""
-        if self._kl is None or not self._kl.in_rewards:
+        if self._acting.kl is None or not self._acting.kl.in_rewards:
             yield args, kwargs
             return
         functions = kwargs["reward_funcs"] if "reward_funcs" in kwargs else args[0] if args else None
@@ -156,7 +159,8 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
                 "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the "
                 "policy's is not known when rewards are computed; use reward_path='surrogate'."
             )
-        with_kl = [*(functions if isinstance(functions, list) else [functions]), self._kl]
+        self._kl_reward = KlReward()
+        with_kl = [*(functions if isinstance(functions, list) else [functions]), self._kl_reward]
         args = args if "reward_funcs" in kwargs else (with_kl, *args[1:])
         kwargs = dict(kwargs)
         if "reward_funcs" in kwargs:
@@ -188,7 +192,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         self._own_scores, self._passes = None, None
         if self._kl is not None and self.model.training:
             self._kl.begin()
-        rewarded = self._kl is not None and self._kl.in_rewards
+        rewarded = self._kl_reward is not None
         # RLOO does not return its log-probabilities at sampling time.
         with watched_batch(self) if rewarded or isinstance(self, RLOOTrainer) else contextlib.nullcontext() as passes:
             self._passes = passes
@@ -224,18 +228,18 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             output["prompt_group"] = (first + torch.arange(rows, device=mask.device)) // per_prompt
         if self._kl is not None and self._kl.adaptive and training:
             old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
-            self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self.accelerator.reduce)
+            self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self._ranks)
         self._own_scores, self._passes = None, None
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Compute rewards as TRL does; a completion that nothing else scores is not scored by its KL alone."""
-        if self._kl is None or not self._kl.in_rewards:
+        if self._kl_reward is None:
             stock: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             return stock
         self._set_kl_rewards(completion_ids_list)
         rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        column = next(i for i, function in enumerate(self.reward_funcs) if function is self._kl)
+        column = next(i for i, function in enumerate(self.reward_funcs) if function is self._kl_reward)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards

@@ -11,7 +11,7 @@ class CorrectionConfig:
     """Importance weights and rejection for the gap between rollout and trainer policy."""
 
     preset: str | None = None
-    """A named preset of `mismatch_ext.correction.presets` (verl's and TRL's names); the other keys override it."""
+    """A named preset of `mismatch_ext.correction.PRESETS` (verl's and TRL's names); the other keys override it."""
     mode: Literal["decoupled", "bypass"] | None = None
     """`decoupled` weighs by pi_old/mu beside the host's own ratio; `bypass` takes mu as the old policy."""
     loss: Literal["ppo_clip", "reinforce"] | None = None

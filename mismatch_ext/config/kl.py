@@ -65,6 +65,21 @@ class KlConfig:
     controller: KlControllerConfig | None = None
     """Adaptive coefficient, starting at `coef`; absent keeps it constant."""
 
+    @property
+    def in_rewards(self) -> bool:
+        """Whether a part of the KL enters the host's rewards, before they become advantages."""
+        return self.preset is None and self.placement != "loss" and self.reward_path == "rewards"
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether a part of the KL is a term of this package in the host's loss."""
+        return self.preset is None and not (self.placement == "reward" and self.reward_path == "rewards")
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the term in the loss credits tokens with their KL less that of other samples of the prompt."""
+        return self.in_loss and self.baseline != "none" and self.placement != "loss" and self.reward_path == "surrogate"
+
     def __post_init__(self) -> None:
         if self.coef is not None:
             _require(

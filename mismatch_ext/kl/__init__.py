@@ -4,12 +4,15 @@ from mismatch_ext.kl.controller import KlController, KlControllerState
 from mismatch_ext.kl.estimators import kl_estimate
 from mismatch_ext.kl.full import kl_full, kl_full_surrogate
 from mismatch_ext.kl.penalty import KlPenalty, kl_metrics, kl_penalty
-from mismatch_ext.kl.surrogate import kl_surrogate
+from mismatch_ext.kl.surrogate import kl_baseline, kl_surrogate
+from mismatch_ext.kl.term import KlTerm
 
 __all__ = [
     "KlController",
     "KlControllerState",
     "KlPenalty",
+    "KlTerm",
+    "kl_baseline",
     "kl_estimate",
     "kl_full",
     "kl_full_surrogate",

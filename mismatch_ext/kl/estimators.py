@@ -18,7 +18,7 @@ from mismatch_ext.metrics.numerics import k3 as exact_k3
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 # Largest exponent that is exponentiated in a loss. e^30 = 1e13: its square, summed over a million tokens, still fits a
 # float32 gradient norm, and a token that the policy samples lies beyond it with a probability below 1e-13.
-SATURATION = 30.0
+LARGEST_EXPONENT = 30.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -119,6 +119,6 @@ def _value_and_derivative(d: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
         return 0.5 * d * d, d.clone()
     if estimator == "abs":
         return d.abs(), d.sign()
-    cut = (-d).clamp(max=SATURATION)
-    beyond = (-d - SATURATION).clamp(min=0)
-    return exact_k3(cut) + beyond * math.expm1(SATURATION), -torch.expm1(cut)
+    cut = (-d).clamp(max=LARGEST_EXPONENT)
+    beyond = (-d - LARGEST_EXPONENT).clamp(min=0)
+    return exact_k3(cut) + beyond * math.expm1(LARGEST_EXPONENT), -torch.expm1(cut)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.kl.estimators import SATURATION, output_dtype, require_estimator, require_float
+from mismatch_ext.kl.estimators import LARGEST_EXPONENT, output_dtype, require_estimator, require_float
 from mismatch_ext.metrics.numerics import as_bool
 
 
@@ -38,11 +38,11 @@ class Tokens:
     def ratio(self, level: str) -> Tensor:
         """Return the detached weight of each token: 1, pi/mu, or the product of pi/mu up to and with the token.
 
-        The exponent is cut at `SATURATION`, so that a product with a KL estimate stays finite in float32.
+        The exponent is cut at `LARGEST_EXPONENT`, so that a product with a KL estimate stays finite in float32.
         """
         if level == "none" or self.behavior_logprobs is None:
             return torch.ones_like(self.ref_logprobs)
-        return self.log_ratio(level).clamp(max=SATURATION).exp()
+        return self.log_ratio(level).clamp(max=LARGEST_EXPONENT).exp()
 
     def log_ratio(self, level: str) -> Tensor:
         """Return the logarithm of `ratio` before it is cut; `behavior_logprobs` must be there."""
@@ -69,7 +69,7 @@ def checked_tokens(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, behavio
         require_float(name, tensor)
     mask = as_bool("mask", mask)
     for name, tensor in named.items():
-        _require_finite(name, tensor.detach(), mask)
+        require_finite(name, tensor.detach(), mask)
     blank = {
         # Selecting before the first arithmetic keeps NaN * 0 out of values and gradients.
         name: torch.where(mask, tensor if name == "logprobs" else tensor.detach(), 0.0).double()
@@ -151,10 +151,10 @@ class Packing:
         """Return the tokens with one sequence a row `[S, L]`."""
         behavior = tokens.behavior_logprobs
         return Tokens(
-            mask=self._spread(tokens.mask),
-            logprobs=self._spread(tokens.logprobs),
-            ref_logprobs=self._spread(tokens.ref_logprobs),
-            behavior_logprobs=None if behavior is None else self._spread(behavior),
+            mask=self.spread(tokens.mask),
+            logprobs=self.spread(tokens.logprobs),
+            ref_logprobs=self.spread(tokens.ref_logprobs),
+            behavior_logprobs=None if behavior is None else self.spread(behavior),
             dtype=tokens.dtype,
         )
 
@@ -163,14 +163,16 @@ class Packing:
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.places,), values[self.sequences, self.positions]).view(self.shape)
 
-    def _spread(self, tensor: Tensor) -> Tensor:
+    def spread(self, tensor: Tensor) -> Tensor:
+        """Return per-token values of the packed rows `[B, T]` with one sequence a row `[S, L]`."""
         length = int(self.positions.max()) + 1 if len(self.positions) else 0
         return tensor.new_zeros(self.count, length).index_put(
             (self.sequences, self.positions), tensor.flatten()[self.places]
         )
 
 
-def _require_finite(name: str, values: Tensor, mask: Tensor) -> None:
+def require_finite(name: str, values: Tensor, mask: Tensor) -> None:
+    """Raise NonFiniteLogprobError, with the place and why it may be so, if an unmasked value is NaN or infinite."""
     broken = mask & ~torch.isfinite(values)
     if not broken.any():
         return
@@ -181,7 +183,8 @@ def _require_finite(name: str, values: Tensor, mask: Tensor) -> None:
         "logprobs": "A token that was sampled cannot have probability 0 under the policy.",
         "behavior_logprobs": "A token cannot have been sampled with probability 0.",
     }
-    reason = reasons[name] if value == -math.inf else "An overflow in half precision or broken weights cause this."
+    broken_model = "An overflow in half precision or broken weights cause this."
+    reason = reasons.get(name, broken_model) if value == -math.inf else broken_model
     raise NonFiniteLogprobError(
         f"{name}[{row}, {position}] (row, position) is {value}, and {int(broken.sum())} of {int(mask.sum())} unmasked "
         f"values are not finite. {reason} A position without a log-probability must be masked."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl.estimators import SATURATION, estimate_from_log_ratio
+from mismatch_ext.kl.estimators import LARGEST_EXPONENT, estimate_from_log_ratio
 from mismatch_ext.kl.inputs import Packing, Tokens, checked_coef, checked_tokens
 
 
@@ -160,7 +160,7 @@ def _metrics(tokens: Tokens, config: KlConfig, coef: float, sequence_ids: Tensor
         "kl/k3": mean(estimate_from_log_ratio(d, "k3")),
         "kl/sequence": d.sum() / max(sequences, 1),
         "kl/estimate": mean(estimate_from_log_ratio(d, config.estimator)),
-        "kl/saturated_frac": mean((d < -SATURATION).double()),
+        "kl/saturated_frac": mean((d < -LARGEST_EXPONENT).double()),
         "kl/log_ratio_max": d.abs().max() if d.numel() else d.sum(),
         "kl/coef": d.new_tensor(coef),
     }
@@ -169,7 +169,7 @@ def _metrics(tokens: Tokens, config: KlConfig, coef: float, sequence_ids: Tensor
         found["kl/ratio_mean"] = mean(ratio)
         found["kl/ratio_max"] = torch.where(tokens.mask, ratio, 0.0).max() if d.numel() else d.sum()
         # A ratio that was cut is exp(30), give or take the last bit.
-        found["kl/ratio_saturated_frac"] = mean((ratio > math.exp(SATURATION) * (1 - 1e-12)).double())
+        found["kl/ratio_saturated_frac"] = mean((ratio > math.exp(LARGEST_EXPONENT) * (1 - 1e-12)).double())
     return found
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.errors import RecordError
-from mismatch_ext.kl.estimators import estimate_from_log_ratio
-from mismatch_ext.kl.inputs import Packing, Tokens, checked_coef, checked_tokens
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.kl.estimators import estimate_from_log_ratio, require_float
+from mismatch_ext.kl.inputs import Packing, Tokens, checked_coef, checked_tokens, require_finite
 
 
 def kl_surrogate(
@@ -24,6 +24,7 @@ def kl_surrogate(
     coef: float | None = None,
     sequence_ids: Tensor | None = None,
     groups: Tensor | None = None,
+    baseline: Tensor | None = None,
 ) -> Tensor:
     """Return one differentiable term per token whose summed expected gradient is the configured one.
 
@@ -75,46 +76,102 @@ def kl_surrogate(
         sequence_ids: For rows that hold several sequences, an integer per token `[B, T]`, distinct within a row.
         groups: For the baseline, an integer per sequence `[S]`: only sequences of the same group (prompt) are averaged.
             Packed sequences are ordered by row, then id, without those that are all masked. None is one group.
+        baseline: What `kl_baseline` returned for these tokens `[B, T]`, nats, in place of the one that would be taken over the
+            sequences given here: for a host that spreads a prompt's over calls.
 
     Returns:
         Terms `[B, T]` to be added to a loss that is minimised, float32, or float64 if an input is. Ratios are cut at
         exp(30) and k3 continues along its tangent beyond, so that all is finite up to a log-ratio of 1e4.
 
     Raises:
-        ConfigError: No coefficient; a ratio without `behavior_logprobs`; estimator "full".
+        ConfigError: No coefficient; a ratio without `behavior_logprobs`; estimator "full"; a baseline where `config.baseline` is
+            "none".
         RecordError: Shapes or dtypes do not fit.
         NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position. A reference
             log-probability of -inf is an infinite KL and is refused as well.
     """
     coef = checked_coef(config, coef, behavior_logprobs)
     tokens = checked_tokens(logprobs, ref_logprobs, mask, behavior_logprobs)
+    given = None if baseline is None else _checked_baseline(baseline, tokens, config)
     if sequence_ids is None:
-        return (coef * _term(tokens, config, groups)).to(tokens.dtype)
+        return (coef * _term(tokens, config, groups, given)).to(tokens.dtype)
     packing = Packing.of(sequence_ids, tokens.mask)
-    return (coef * packing.pack(_term(packing.unpack(tokens), config, groups))).to(tokens.dtype)
+    given = None if given is None else packing.spread(given)
+    return (coef * packing.pack(_term(packing.unpack(tokens), config, groups, given))).to(tokens.dtype)
 
 
-def _term(tokens: Tokens, config: KlConfig, groups: Tensor | None) -> Tensor:
+def kl_baseline(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    config: KlConfig,
+    *,
+    behavior_logprobs: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """Return the leave-one-out baseline of `kl_surrogate` for each token, to be handed to it as `baseline`.
+
+    Args:
+        logprobs: log pi of the sampled tokens `[B, T]`, nats; of the policy that starts an update, where there are several.
+        ref_logprobs: log pi_ref of the same tokens `[B, T]`, nats.
+        mask: True, or 1, at tokens that the policy sampled `[B, T]`.
+        config: Estimator, target and ratio.
+        behavior_logprobs: log mu under the policy that sampled `[B, T]`; needed for a ratio.
+        groups: An integer per sequence `[B]`: only sequences of the same group (prompt) are averaged. None is one group.
+
+    Returns:
+        Nats `[B, T]`, detached, float32, or float64 if an input is; 0 under the mask and where no other sequence of the group is
+        as long.
+
+    Raises:
+        ConfigError, RecordError, NonFiniteLogprobError: As `kl_surrogate`.
+    """
+    checked_coef(config, 1.0, behavior_logprobs)
+    tokens = checked_tokens(logprobs.detach(), ref_logprobs, mask, behavior_logprobs)
+    estimate = estimate_from_log_ratio(tokens.logprobs - tokens.ref_logprobs, config.estimator)
+    later = _later_kl(config, estimate, tokens.ratio(config.ratio))
+    return mean_of_others(later, tokens.mask, groups).to(tokens.dtype)
+
+
+def _checked_baseline(baseline: Tensor, tokens: Tokens, config: KlConfig) -> Tensor:
+    if config.baseline == "none":
+        raise ConfigError("mismatch.kl.baseline='none', and a baseline is given; leave it out, or set 'leave_one_out'.")
+    if baseline.shape != tokens.mask.shape:
+        raise RecordError(
+            f"baseline {list(baseline.shape)} does not fit logprobs {list(tokens.mask.shape)}; it must be [B, T]."
+        )
+    require_float("baseline", baseline)
+    require_finite("baseline", baseline.detach(), tokens.mask)
+    return torch.where(tokens.mask, baseline.detach(), 0.0).double()
+
+
+def _term(tokens: Tokens, config: KlConfig, groups: Tensor | None, baseline: Tensor | None) -> Tensor:
     weight = tokens.ratio(config.ratio)
     estimate = estimate_from_log_ratio(tokens.logprobs - tokens.ref_logprobs, config.estimator)
     value = weight * estimate
     if config.placement == "loss":
         return value
-    credit = _credit(tokens, config, estimate.detach(), weight, groups)
+    credit = _credit(tokens, config, estimate.detach(), weight, groups, baseline)
     # The bracket is zero, with gradient one.
     score = credit * (tokens.logprobs - tokens.logprobs.detach())
     return score + (value if config.placement == "both" else value.detach())
 
 
-def _credit(tokens: Tokens, config: KlConfig, estimate: Tensor, weight: Tensor, groups: Tensor | None) -> Tensor:
+def _credit(
+    tokens: Tokens, config: KlConfig, estimate: Tensor, weight: Tensor, groups: Tensor | None, baseline: Tensor | None
+) -> Tensor:
     """Return A_t, the KL that the choice of token t is held responsible for."""
-    kl = weight * estimate if config.ratio == "sequence" else estimate
-    if config.target == "sequence":
-        kl = kl.flip(-1).cumsum(-1).flip(-1)
+    kl = _later_kl(config, estimate, weight)
     credit = weight * kl if config.ratio == "token" else kl
     if config.baseline == "leave_one_out":
-        credit = credit - weight * mean_of_others(kl, tokens.mask, groups)
+        credit = credit - weight * (mean_of_others(kl, tokens.mask, groups) if baseline is None else baseline)
     return credit
+
+
+def _later_kl(config: KlConfig, estimate: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum in A_t: the KL from token t on, or that of token t alone."""
+    kl = weight * estimate if config.ratio == "sequence" else estimate
+    return kl.flip(-1).cumsum(-1).flip(-1) if config.target == "sequence" else kl
 
 
 def mean_of_others(values: Tensor, mask: Tensor, groups: Tensor | None) -> Tensor:

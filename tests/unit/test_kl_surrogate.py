@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.kl import kl_metrics, kl_penalty, kl_surrogate
+from mismatch_ext.kl import kl_baseline, kl_metrics, kl_penalty, kl_surrogate
 from mismatch_ext.kl.inputs import Packing, Tokens
 
 pytestmark = pytest.mark.numeric
@@ -266,3 +266,49 @@ def test_a_batch_without_a_token_is_all_zero() -> None:
         assert not term.any() and not gradient.any()
         metrics = kl_metrics(logprobs, ref, torch.zeros_like(mask), config, behavior_logprobs=behavior)
         assert all(float(value) == 0 for name, value in metrics.items() if name != "kl/coef")
+
+
+@given(configs.filter(lambda config: config.baseline == "leave_one_out" and config.placement != "loss"), seeds)
+@settings(max_examples=40, deadline=None)
+def test_a_baseline_from_outside_is_that_of_the_whole_batch(config: KlConfig, seed: int) -> None:
+    logprobs, ref, behavior, mask = draw(seed)
+    groups = torch.arange(len(mask)) % 2
+    whole = term_and_gradient(logprobs, ref, behavior, mask, config, groups=groups)
+    given = kl_baseline(logprobs, ref, mask, config, behavior_logprobs=behavior, groups=groups)
+    # A row at a time, as a host does that spreads a prompt's responses over its micro-batches.
+    rows = [
+        term_and_gradient(*(x[i : i + 1] for x in (logprobs, ref, behavior, mask)), config, baseline=given[i : i + 1])
+        for i in range(len(mask))
+    ]
+    close(whole, tuple(torch.cat(parts) for parts in zip(*rows, strict=True)))
+
+
+def test_a_given_baseline_counts_in_packed_rows_and_not_under_the_mask() -> None:
+    logprobs, ref, behavior, mask = draw(1)
+    config = KlConfig(estimator="k1", coef=0.5)
+    given = torch.full(mask.shape, 0.3).masked_fill(~mask, math.nan)
+    plain = term_and_gradient(logprobs, ref, behavior, mask, config, baseline=given)
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    close(plain, term_and_gradient(logprobs, ref, behavior, mask, config, baseline=given, sequence_ids=ids))
+    none = term_and_gradient(logprobs, ref, behavior, mask, KlConfig(estimator="k1", coef=0.5, baseline="none"))
+    torch.testing.assert_close(
+        (none[1] - plain[1])[mask], torch.full_like(plain[1][mask], 0.5 * 0.3), rtol=1e-6, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("baseline", "config", "error", "words"),
+    [
+        (torch.zeros(4, 6), KlConfig(coef=1.0, baseline="none"), ConfigError, "baseline='none'"),
+        (torch.zeros(4, 5), KlConfig(coef=1.0), RecordError, r"baseline \[4, 5\]"),
+        (torch.zeros(4, 6).long(), KlConfig(coef=1.0), RecordError, "baseline has dtype"),
+        (torch.full((4, 6), math.nan), KlConfig(coef=1.0), NonFiniteLogprobError, r"baseline\["),
+        (torch.full((4, 6), -math.inf), KlConfig(coef=1.0), NonFiniteLogprobError, r"baseline\["),
+    ],
+)
+def test_a_baseline_that_does_not_fit_is_refused(
+    baseline: Tensor, config: KlConfig, error: type[Exception], words: str
+) -> None:
+    logprobs, ref, _, mask = draw(0)
+    with pytest.raises(error, match=words):
+        kl_surrogate(logprobs, ref, mask, config, baseline=baseline)

@@ -21,7 +21,6 @@ from mismatch_ext.adapters.trl import (
 )
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.kl import KlTerm
 from mismatch_ext.adapters.trl.passes import watched_batch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
@@ -29,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.kl import KlTerm
 from tests.peers.trl.scenarios_kl import moved, relative
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 from tests.peers.trl.user_losses import (

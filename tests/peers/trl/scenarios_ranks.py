@@ -124,7 +124,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
     if trainer._routing is not None:
         spy(trainer._routing, "agreements", agreement)
     if trainer._kl is not None:
-        spy(trainer._kl, "measure", kl)
+        spy(trainer._kl, "_measure", kl)
     return heard
 
 

@@ -1,0 +1,212 @@
+"""The KL term of a run: its coefficient from batch to batch, its part of the loss and of the rewards, its measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.config import KlConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.kl.controller import KlController
+from mismatch_ext.kl.estimators import kl_estimate
+from mismatch_ext.kl.full import kl_full_surrogate
+from mismatch_ext.kl.penalty import kl_penalty
+from mismatch_ext.kl.surrogate import kl_baseline, kl_surrogate
+from mismatch_ext.ranks import ONE_PROCESS, Ranks
+
+Logits = Callable[[], tuple[Tensor, Tensor]]
+
+
+class KlTerm:
+    """What the `kl` section adds to a trainer's loss and takes off its rewards.
+
+    A batch goes through it in this order: `begin`; `penalty`, where the KL is in the rewards; `adapt`, once the batch is scored;
+    `loss`, for each micro-batch. Policies: the current one pi, the old one (pi when the batch was sampled), the rollout mu, the
+    reference. Tensors are log-probabilities of the sampled tokens `[B, T]`, nats, and masks that are 1 where the policy sampled.
+
+    Args:
+        config: The `kl` section, without a preset.
+        coef: Coefficient to start with.
+
+    Raises:
+        ConfigError: The coefficient is not a positive number, or lies outside the controller's bounds.
+    """
+
+    def __init__(self, config: KlConfig, coef: float) -> None:
+        self.config = config
+        self.controller = KlController(coef, config.controller)
+        self._coef_of_batch: float | None = None
+
+    @property
+    def coef(self) -> float:
+        """Coefficient of the present batch, in its loss as in its rewards; the controller's answer counts from the next."""
+        return self.controller.coef if self._coef_of_batch is None else self._coef_of_batch
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the coefficient follows a target."""
+        return self.config.controller is not None
+
+    def reset(self) -> None:
+        """Go back to the coefficient to start with, for a training that begins anew."""
+        self.controller = KlController(self.controller.initial, self.config.controller)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a batch with the coefficient that the controller has arrived at."""
+        self._coef_of_batch = None
+
+    def adapt(
+        self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
+    ) -> dict[str, float]:
+        """Fix the coefficient of a fresh batch, measure its KL, and let the controller answer for the next batch.
+
+        Args:
+            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
+            ref_logprobs: Those of the reference `[B, T]`.
+            mask: 1 at the policy's tokens `[B, T]`.
+            ranks: The processes that each hold a part of the batch.
+
+        Returns:
+            As `measure`.
+        """
+        self._coef_of_batch = self.controller.coef
+        found, tokens = self._measure(old_logprobs, ref_logprobs, mask, ranks)
+        if tokens:
+            self.controller.update(found["kl_ref_k1"])
+        return found
+
+    def measure(
+        self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
+    ) -> dict[str, float]:
+        """Return what a log holds of the term, over the tokens of all ranks; it is 0 where there are none.
+
+        Args:
+            logprobs: Those of the policy that is measured `[B, T]`.
+            ref_logprobs: Those of the reference `[B, T]`.
+            mask: 1 at the policy's tokens `[B, T]`.
+            ranks: The processes that each hold a part of the tokens; all of them must call this.
+
+        Returns:
+            `kl_ref_k1` and `kl_ref_k3`, the mean k1 and k3 per token, nats, and `kl_coef`.
+        """
+        return self._measure(logprobs, ref_logprobs, mask, ranks)[0]
+
+    def _measure(
+        self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks
+    ) -> tuple[dict[str, float], float]:
+        chosen = mask.bool()
+        policy, reference = logprobs[chosen], ref_logprobs[chosen]
+        sums = [kl_estimate(policy, reference, name).double().sum() for name in ("k1", "k3")]
+        k1, k3, tokens = ranks.sum(torch.stack([*sums, chosen.sum().double()])).tolist()
+        count = max(tokens, 1.0)
+        return {"kl_ref_k1": k1 / count, "kl_ref_k3": k3 / count, "kl_coef": self.coef}, tokens
+
+    def loss(
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor | None,
+        mask: Tensor,
+        *,
+        rollout_logprobs: Tensor | None = None,
+        old_logprobs: Tensor | None = None,
+        groups: Tensor | None = None,
+        baseline: Tensor | None = None,
+        logits: Logits | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Return the term `[B, T]` to be added to a per-token loss that is minimised, coefficient included.
+
+        An importance ratio is that to the rollout policy, else to the old one, else 1: then the policy itself has sampled.
+
+        Args:
+            logprobs: Those of the current policy `[B, T]`, with their graph.
+            ref_logprobs: Those of the reference `[B, T]`; not needed for the estimator `full`.
+            mask: 1 at the policy's tokens `[B, T]`.
+            rollout_logprobs: Those of the engine that sampled `[B, T]`, where it reports them.
+            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
+            groups: The prompt of each row, an integer `[B]`, for a baseline over the rows given here.
+            baseline: What `baseline` returned for these tokens `[B, T]`, where rows of a prompt are spread over calls.
+            logits: Computes the policy's and the reference's logits `[B, T, V]`, for the estimator `full`.
+            temperature: Divides those logits.
+
+        Raises:
+            ConfigError: The estimator `full` without logits, or with a baseline that is given; any other without a reference.
+            RecordError: Shapes or dtypes do not fit.
+            NonFiniteLogprobError: NaN or infinity at one of the policy's tokens.
+        """
+        config, chosen = self.config, mask.bool()
+        given: dict[str, Any] = {"behavior_logprobs": self._behavior(logprobs, rollout_logprobs, old_logprobs)}
+        given["coef"] = self.coef
+        if config.estimator == "full":
+            if logits is None or baseline is not None:
+                raise ConfigError(
+                    "mismatch.kl.estimator='full' needs the logits of policy and reference in one process, and computes its "
+                    "baseline itself; use k1, k2, k3 or abs where a trainer has log-probabilities alone."
+                )
+            policy, reference = logits()
+            return kl_full_surrogate(
+                policy, reference, logprobs, chosen, config, groups=groups, temperature=temperature, **given
+            )
+        if ref_logprobs is None:
+            raise ConfigError(
+                f"mismatch.kl.estimator={config.estimator!r} needs log-probabilities under the reference; let the trainer "
+                "score one, or leave out mismatch.kl."
+            )
+        if config.in_rewards:
+            return kl_penalty(logprobs, ref_logprobs, chosen, config, **given).loss
+        return kl_surrogate(logprobs, ref_logprobs, chosen, config, groups=groups, baseline=baseline, **given)
+
+    def baseline(
+        self,
+        old_logprobs: Tensor,
+        ref_logprobs: Tensor,
+        mask: Tensor,
+        groups: Tensor,
+        rollout_logprobs: Tensor | None = None,
+    ) -> Tensor:
+        """Return the leave-one-out baseline of each token `[B, T]`, nats, from the policy that starts the update.
+
+        It does not depend on the response that it is taken from, so that the expectation stays what it is, also while the policy
+        moves; see `kl_baseline`.
+
+        Args:
+            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
+            ref_logprobs: Those of the reference `[B, T]`.
+            mask: 1 at the policy's tokens `[B, T]`.
+            groups: The prompt of each row, an integer `[B]`.
+            rollout_logprobs: Those of the engine that sampled `[B, T]`, where it reports them.
+        """
+        behavior = self._behavior(old_logprobs, rollout_logprobs, old_logprobs)
+        return kl_baseline(
+            old_logprobs, ref_logprobs, mask.bool(), self.config, behavior_logprobs=behavior, groups=groups
+        )
+
+    def penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Return what is taken off the reward of each token `[B, T]`, coefficient included, detached; see `kl_penalty`.
+
+        Args:
+            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
+            ref_logprobs: Those of the reference `[B, T]`.
+            mask: 1 at the policy's tokens `[B, T]`.
+        """
+        return kl_penalty(old_logprobs, ref_logprobs, mask.bool(), self.config, coef=self.coef).reward
+
+    def _behavior(self, logprobs: Tensor, rollout: Tensor | None, old: Tensor | None) -> Tensor | None:
+        """Return log-probabilities under the policy that has sampled, where a ratio asks for them."""
+        if self.config.ratio == "none":
+            return None
+        return next((given for given in (rollout, old) if given is not None), logprobs.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON-able data, between two batches."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Go on from a saved state, and return what is to be said of it; see `KlController.load_state_dict`."""
+        said = self.controller.load_state_dict(state)
+        self.begin()
+        return said
