@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction import Settings, correct
+from mismatch_ext.correction import Settings, correct, over_ranks
+from mismatch_ext.ranks import Ranks
 
 # TRL's own bound where the weights are ours: it binds nothing, so that TRL's metrics show the plain ratios.
 UNBOUNDED = 1.0e30
-# What is logged of a correction, beside the gap that is measured anyway: the same on every rank.
-METRICS = (
-    "rollout_is_mean", "rollout_is_max", "rollout_is_min", "rollout_is_std", "rollout_is_eff_sample_size",
-    "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low", "rollout_is_oob_ratio", "rollout_is_batch_norm_factor",
-    "rollout_is_veto_fraction", "rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction",
-)  # fmt: skip
-
-# Fractions of sequences; the others are of tokens. The second pair, where weights are of whole sequences.
-BY_SEQUENCE = ("rollout_is_veto_fraction", "rollout_rs_seq_masked_fraction")
-BY_LEVEL = ("rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low")
 
 
 def native_options(settings: Settings) -> dict[str, Any] | None:
@@ -61,12 +52,12 @@ class CorrectionTerm:
 
     Args:
         settings: The resolved `correction` section; its off-policy mask is TRL's own.
-        gather: Collects a tensor from all ranks.
+        ranks: The processes that each hold a part of the batch.
     """
 
-    def __init__(self, settings: Settings, gather: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
         self.settings = replace(settings, off_policy_threshold=None)
-        self._gather = gather
+        self._ranks = ranks
 
     @property
     def reinforces(self) -> bool:
@@ -84,7 +75,7 @@ class CorrectionTerm:
         rollout, chosen = output["sampling_per_token_logps"], mask.bool()
         if not bool(chosen.any()):
             # Other ranks may have tokens, and wait for this one's metrics.
-            return self.over_ranks({}, chosen)
+            return over_ranks({}, chosen, self.settings, self._ranks)
         found = correct(rollout, old_logprobs, chosen, self.settings)
         if self.settings.mode == "bypass":
             # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
@@ -93,7 +84,7 @@ class CorrectionTerm:
         else:
             multiplier = found.as_multiplier()
         output["importance_sampling_ratio"] = torch.where(chosen, multiplier, 1.0)
-        return self.over_ranks(found.metrics, chosen)
+        return over_ranks(found.metrics, chosen, self.settings, self._ranks)
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
         """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy.
@@ -107,33 +98,3 @@ class CorrectionTerm:
         if not bool(chosen.any()):
             return torch.zeros_like(logps)
         return correct(inputs["sampling_per_token_logps"], logps, chosen, self.settings).as_multiplier()
-
-    def over_ranks(self, metrics: Mapping[str, float], chosen: Tensor) -> dict[str, float]:
-        """Return the metrics over all ranks' tokens, in one collective call that every rank takes part in."""
-        nan = float("nan")
-        sizes = [float(chosen.sum()), float(chosen.any(-1).sum())]
-        mine = torch.tensor([*sizes, *(metrics.get(name, nan) for name in METRICS)], dtype=torch.float64)
-        ranks = self._gather(mine.to(chosen.device, torch.float32)[None]).double().cpu()
-        tokens, sequences = ranks[:, 0], ranks[:, 1]
-        columns = dict(zip(METRICS, ranks[:, 2:].T, strict=True))
-        merged = {}
-        for name, values in columns.items():
-            known = ~values.isnan()
-            if not bool(known.any()):
-                continue
-            if name.endswith("_max") or name.endswith("_min"):
-                merged[name] = float(values[known].max() if name.endswith("_max") else values[known].min())
-            else:
-                weight = (sequences if self._by_sequence(name) else tokens)[known]
-                merged[name] = float((values[known] * weight).sum() / weight.sum())
-        if "rollout_is_std" in merged:
-            # From the second moment over all tokens: spreads and sample sizes of ranks do not average.
-            known, mean = ~columns["rollout_is_std"].isnan(), merged["rollout_is_mean"]
-            moments = (columns["rollout_is_std"].square() + columns["rollout_is_mean"].square())[known]
-            squares = float((moments * tokens[known]).sum() / tokens[known].sum())
-            merged["rollout_is_std"] = max(squares - mean * mean, 0.0) ** 0.5
-            merged["rollout_is_eff_sample_size"] = mean * mean / squares if squares > 0 else 0.0
-        return merged
-
-    def _by_sequence(self, name: str) -> bool:
-        return name in BY_SEQUENCE or (name in BY_LEVEL and self.settings.level != "token")

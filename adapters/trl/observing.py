@@ -16,7 +16,7 @@ from mismatch_ext.adapters.trl.replay import RoutingReplay, share
 from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import correct
+from mismatch_ext.correction import correct, over_ranks
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX, RunRecorder
@@ -133,7 +133,7 @@ class ObservingMixin(_Host):
             if bool(mask.any()):
                 found = correct(rollout, old, mask, term.settings).metrics
         with self._verdicts.checking("correction"):
-            for name, value in term.over_ranks(found, mask).items():
+            for name, value in over_ranks(found, mask, term.settings, self._ranks).items():
                 self._metrics[mode][PREFIX + ENFORCE + name].append(value)
 
     def _would_penalise(

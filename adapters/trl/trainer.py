@@ -120,7 +120,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         if self._acting.correction is not None:
             settings = resolve(self._acting.correction)
             if native_options(settings) is None:
-                self._correction = CorrectionTerm(settings, self.accelerator.gather)
+                self._correction = CorrectionTerm(settings, self._ranks)
         if self._verdicts.observes:
             self._watch(config)
         self._begin(patch_digest)
@@ -135,7 +135,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             self.add_callback(self._lr)
         if block.correction is not None:
             with self._verdicts.checking("correction"):
-                self._watched_correction = CorrectionTerm(resolve(block.correction), self.accelerator.gather)
+                self._watched_correction = CorrectionTerm(resolve(block.correction), self._ranks)
         if block.kl is not None and block.kl.preset is None and (coef := block.kl.coef or config.beta):
             self._watched_kl = KlTerm(block.kl, coef)
 

@@ -1,11 +1,13 @@
 """Importance corrections: weights and rejection for the gap between rollout policy and trainer policy."""
 
 from mismatch_ext.correction.advice import Advice, advise
+from mismatch_ext.correction.logged import LOGGED, of_weights, over_ranks
 from mismatch_ext.correction.settings import COMPAT, PRESETS, RULES, Rule, Settings, parse_rules, resolve
 from mismatch_ext.correction.weights import Correction, correct
 
 __all__ = [
     "COMPAT",
+    "LOGGED",
     "PRESETS",
     "RULES",
     "Advice",
@@ -14,6 +16,8 @@ __all__ = [
     "Settings",
     "advise",
     "correct",
+    "of_weights",
+    "over_ranks",
     "parse_rules",
     "resolve",
 ]

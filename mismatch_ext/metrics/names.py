@@ -6,6 +6,7 @@ r = exp(d); S = sum of d over a sequence; means are over unmasked tokens, or ove
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mismatch_ext.host_names import roles_table
@@ -74,16 +75,43 @@ MITIGATION_MEASURES = {
     "lr_surge_threshold": "value of the trigger above which a surge is found",
     "lr_period": "steps between two reductions, once known",
     "kl_coef": "coefficient of the batch's KL term",
-    "kl_ref_k1": "k1 estimate of KL(pi||pi_ref) per token",
-    "kl_ref_k3": "verl: k3 estimate of KL(pi||pi_ref) per token; in TRL it is logged as `kl`, by `preset: trl` times TRL's ratio",
+    "kl_ref_k1": "k1 estimate of KL(pi||pi_ref) per token; TRL: in every update, of the policy that it starts from; verl: of the old policy",
+    "kl_ref_k3": "k3 estimate of it; TRL: logged as `kl` too, TRL's own name, which by `preset: trl` is times TRL's ratio",
     "routing/replayed_forwards": "verl: forward passes of the last step that were replayed",
 }
 """What the mitigations log beside the gap, by name without prefix."""
 
 
+_SAMPLING = "sampling/importance_sampling_ratio/"
+CORRECTION_MEASURES: dict[str, Measure] = {
+    "rollout_is_mean": Measure("mean w", "mean weight of tokens, before it is normalised", verl="rollout_corr/rollout_is_mean", trl=_SAMPLING + "mean"),
+    "rollout_is_max": Measure("max w", "largest weight: as bounded, of sequences before that", verl="rollout_corr/rollout_is_max", trl=_SAMPLING + "max"),
+    "rollout_is_min": Measure("min w", "smallest weight, likewise", verl="rollout_corr/rollout_is_min", trl=_SAMPLING + "min"),
+    "rollout_is_std": Measure("sqrt(mean w^2 - (mean w)^2)", "spread of the weights", verl="rollout_corr/rollout_is_std"),
+    "rollout_is_eff_sample_size": Measure("(mean w)^2 / mean w^2", "effective sample size of the bounded weights, in (0, 1]", verl="rollout_corr/rollout_is_eff_sample_size"),
+    "rollout_is_ratio_fraction_high": Measure("mean 1[rho > upper]", "share of ratios, of tokens or of sequences, above the upper bound", verl="rollout_corr/rollout_is_ratio_fraction_high"),
+    "rollout_is_ratio_fraction_low": Measure("mean 1[rho < lower]", "share of ratios below the lower bound, or the inverse of the upper", verl="rollout_corr/rollout_is_ratio_fraction_low"),
+    "rollout_is_oob_ratio": Measure("mean 1[w = 0]", "share of tokens whose ratio is outside both bounds of a mask", verl="rollout_corr/rollout_is_oob_ratio"),
+    "rollout_is_batch_norm_factor": Measure("mean w", "what `normalize` divides by: the mean over tokens, or over sequences", verl="rollout_corr/rollout_is_batch_norm_factor"),
+    "rollout_is_veto_fraction": Measure("mean_seq 1[min rho < veto]", "share of sequences that the veto drops"),
+    "rollout_rs_masked_fraction": Measure("mean 1[rejected]", "share of tokens that are rejected", verl="rollout_corr/rollout_rs_masked_fraction"),
+    "rollout_rs_seq_masked_fraction": Measure("mean_seq 1[rejected]", "share of sequences with a token that is rejected", verl="rollout_corr/rollout_rs_seq_masked_fraction"),
+}  # fmt: skip
+"""What every host logs of the weights of `correction`, by name without prefix, and what the hosts log of weights of their own."""
+
+
 def tail_name(threshold: float) -> str:
     """Return the name of F(tau) for a threshold."""
     return f"f_{threshold:g}"
+
+
+def _rows(measures: Mapping[str, Measure]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = []
+    for name, m in measures.items():
+        formula, meaning = (text.replace("|", "\\|") for text in (m.formula, m.meaning))
+        lines.append(f"| `{name}` | {formula} | {meaning} | {m.verl and f'`{m.verl}`'} | {m.trl and f'`{m.trl}`'} |")
+    return lines
 
 
 def table() -> str:
@@ -100,10 +128,7 @@ def table() -> str:
         "| name | formula | meaning | in verl | in TRL |",
         "|---|---|---|---|---|",
     ]
-    for name, m in MEASURES.items():
-        formula = m.formula.replace("|", "\\|")
-        meaning = m.meaning.replace("|", "\\|")
-        lines.append(f"| `{name}` | {formula} | {meaning} | {m.verl and f'`{m.verl}`'} | {m.trl and f'`{m.trl}`'} |")
+    lines += _rows(MEASURES)
     lines += [
         "",
         "## With routing replay",
@@ -127,6 +152,19 @@ def table() -> str:
     )
     lines += ["", "## Of the mitigations", "", "Logged where the section is on.", "", "| name | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in MITIGATION_MEASURES.items()]
+    lines += [
+        "",
+        "## Of the weights",
+        "",
+        "Logged where `correction` asks for what the host has no setting for: the weights w and the rejection are then this package's,",
+        "in both hosts under these names. Where the host has a setting, its own code weighs, and logs the names on the right alone.",
+        "rho is the ratio pi/mu before bounds. verl also logs `rollout_is_seq_<figure>` and `rollout_rs_<rule>_<figure>`, and with an",
+        "off-policy mask `off_policy_masked_fraction`; under `mode: bypass` all of them are means over micro-batches.",
+        "",
+        "| name | formula | meaning | verl's own | TRL's own |",
+        "|---|---|---|---|---|",
+        *_rows(CORRECTION_MEASURES),
+    ]
     lines += [
         "",
         "## Under `mismatch.level: observe`",

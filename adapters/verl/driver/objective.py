@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.correction import apply_correction, native_rollout_correction, settings_of
-from mismatch_ext.adapters.verl.kl import (
-    BASELINE,
-    COEF,
-    KlControl,
-    apply_kl_to_rewards,
-    baseline,
-    coefficient,
-    in_rewards,
-    wants_baseline,
-)
+from mismatch_ext.adapters.verl.driver.correction import apply_correction
+from mismatch_ext.adapters.verl.driver.kl import adapt, apply_kl_to_rewards, baseline
+from mismatch_ext.adapters.verl.settings.correction import native_rollout_correction, settings_of
+from mismatch_ext.adapters.verl.settings.kl import coefficient
+from mismatch_ext.adapters.verl.worker.kl import BASELINE, COEF
 from mismatch_ext.patches.verl.advantage import HANDLERS, KL_IN_REWARDS, ROLLOUT_CORRECTION
 from tensordict import TensorDict
 from verl import DataProto
@@ -23,6 +17,7 @@ from verl.workers.utils.padding import response_to_nested
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Settings
+from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import Patch, PatchSet
 
 if TYPE_CHECKING:
@@ -35,7 +30,7 @@ class ObjectiveMixin(_Host):
     """Overrides what verl's trainer computes between old log-probabilities and the update."""
 
     _block: MismatchConfig
-    _kl: KlControl | None = None
+    _kl: KlTerm | None = None
     _settings: Settings | None = None
 
     def _begin_objective(self) -> None:
@@ -43,8 +38,8 @@ class ObjectiveMixin(_Host):
         patches: list[Patch] = []
         acting = self._block.acting
         if acting.kl is not None:
-            self._kl = KlControl(acting.kl, coefficient(acting.kl, self.config))
-            if in_rewards(acting.kl):
+            self._kl = KlTerm(acting.kl, coefficient(acting.kl, self.config))
+            if acting.kl.in_rewards:
                 HANDLERS[KL_IN_REWARDS.name] = self._penalise
                 patches.append(KL_IN_REWARDS)
         if acting.correction is not None:
@@ -56,7 +51,7 @@ class ObjectiveMixin(_Host):
 
     def _penalise(self, data: Any) -> dict[str, float]:
         assert self._kl is not None
-        return apply_kl_to_rewards(data, self._kl.section, self._kl.coef)
+        return apply_kl_to_rewards(data, self._kl)
 
     def _correct(self, data: Any) -> dict[str, float]:
         assert self._settings is not None
@@ -70,10 +65,10 @@ class ObjectiveMixin(_Host):
             mask = found["response_mask"]
             data = DataProto(batch=found.to_padded_tensor())
             data.non_tensor_batch["uid"] = _texts(data.batch.pop("uid"))
-            metrics.update(self._kl.begin(data))
-            if wants_baseline(self._kl.section):
+            metrics.update(adapt(data, self._kl))
+            if self._kl.config.has_baseline:
                 field = TensorDict(
-                    {BASELINE: response_to_nested(baseline(data, self._kl.section, batch.keys), mask)},
+                    {BASELINE: response_to_nested(baseline(data, self._kl, batch.keys), mask)},
                     batch_size=len(batch),
                 )
                 tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=field)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.correction import settings_of
 from mismatch_ext.adapters.verl.driver.steering import Gap, leading_statistics, merged
-from mismatch_ext.adapters.verl.kl import KlControl, coefficient
+from mismatch_ext.adapters.verl.settings.correction import settings_of
+from mismatch_ext.adapters.verl.settings.kl import coefficient
 from mismatch_ext.adapters.verl.worker.lr import EngineLr
 from mismatch_ext.adapters.verl.worker.routing import OBSERVED
-from verl import DataProto
 
 from mismatch_ext.config import LrConfig, MismatchConfig
-from mismatch_ext.correction import correct
+from mismatch_ext.correction import correct, of_weights
+from mismatch_ext.kl import KlTerm
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.verdicts import ENFORCE, Finding, Verdicts
 
@@ -61,7 +62,7 @@ class ObservingMixin(_Host):
     _verdicts: Verdicts
     _gap: Gap | None
     _shadow_rate: ShadowRate | None = None
-    _shadow_kl: KlControl | None = None
+    _shadow_kl: KlTerm | None = None
 
     def _watch(self) -> None:
         """Build what computes beside the run what the sections would have done."""
@@ -75,7 +76,7 @@ class ObservingMixin(_Host):
                 self._shadow_rate = ShadowRate(self._block.lr, warmup, int(self.global_steps))
         if self._block.kl is not None:
             with self._verdicts.checking("kl"):
-                self._shadow_kl = KlControl(self._block.kl, coefficient(self._block.kl, self.config))
+                self._shadow_kl = KlTerm(self._block.kl, coefficient(self._block.kl, self.config))
 
     def _would_change_advantages(self, batch: Any) -> dict[str, float]:
         """Return metrics of the correction and of the KL that the block would have applied to a batch."""
@@ -83,14 +84,16 @@ class ObservingMixin(_Host):
         if self._block.correction is not None and self._gap is not None:
             with self._verdicts.checking("correction"):
                 old, rollout, mask = self._gap
-                metrics = correct(rollout, old, mask, settings_of(self._block.correction)).metrics
-                found |= {f"{PREFIX}{ENFORCE}{name}": value for name, value in metrics.items()}
+                # The off-policy mask is of the update, which stock verl makes without it.
+                settings = replace(settings_of(self._block.correction), off_policy_threshold=None)
+                metrics = correct(rollout, old, mask, settings).metrics
+                found |= {PREFIX + ENFORCE + name: value for name, value in of_weights(metrics).items()}
         if self._shadow_kl is not None and self.use_reference_policy:
             with self._verdicts.checking("kl"):
-                fields = ["response_mask", "old_log_probs", "ref_log_prob"]
+                fields = ["old_log_probs", "ref_log_prob", "response_mask"]
                 data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-                metrics = self._shadow_kl.begin(DataProto(batch=data.to_padded_tensor()))
-                found |= {PREFIX + ENFORCE + name.removeprefix(PREFIX): value for name, value in metrics.items()}
+                metrics = self._shadow_kl.adapt(*(data.to_padded_tensor()[name] for name in fields))
+                found |= {PREFIX + ENFORCE + name: value for name, value in metrics.items()}
         return found
 
     def _would_set_rate(self, lengths: torch.Tensor, limit: int) -> dict[str, float]:

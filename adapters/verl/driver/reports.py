@@ -13,7 +13,7 @@ from typing import Any
 from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.fixes import FIXES
-from mismatch_ext.adapters.verl.own_loss import needs_own_loss
+from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError

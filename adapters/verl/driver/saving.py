@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.driver.whole import resumable
-from mismatch_ext.adapters.verl.kl import KlControl
 from omegaconf import open_dict
 
 from mismatch_ext.banner import print_closing
@@ -25,6 +24,7 @@ from mismatch_ext.checkpoint import (
 )
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, StallError
+from mismatch_ext.kl import KlTerm
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.terminal import say
@@ -43,7 +43,7 @@ class SavingMixin(_Host):
     _verdicts: Verdicts
     _recorder: RunRecorder | None
     _monitor: Monitor
-    _kl: KlControl | None
+    _kl: KlTerm | None
     _random: random.Random
     _watchdog: Watchdog
     _run_dir: Path

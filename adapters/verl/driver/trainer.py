@@ -15,6 +15,7 @@ import ray
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.block import active_block, early_findings
 from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs, check_routes, sampled_rows
+from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
@@ -243,6 +244,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         self._carry_coefficient(batch)
         self._updating = True
         batch = super()._update_actor(batch, metrics)
+        under_our_names(metrics)
         self._finished_update()
         metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
         return batch

@@ -11,9 +11,9 @@ from typing import Any
 
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, FINDINGS_VARIABLE, encode
-from mismatch_ext.adapters.verl.correction import set_correction
-from mismatch_ext.adapters.verl.kl import set_kl
 from mismatch_ext.adapters.verl.megatron.settings import megatron_settings
+from mismatch_ext.adapters.verl.settings.correction import set_correction
+from mismatch_ext.adapters.verl.settings.kl import set_kl
 from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, check_bypass, check_host, refused
 from mismatch_ext.adapters.verl.settings.rehearsal import entered, leave, rehearse, say_changes
 from omegaconf import DictConfig, OmegaConf, open_dict

@@ -76,7 +76,7 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
         ("clip", {"mode": "bypass", "loss": "ppo_clip"}),
         ("reinforce", {"mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.002}),
     ):
-        trainer._correction = CorrectionTerm(resolve(CorrectionConfig(**keys)), trainer.accelerator.gather)
+        trainer._correction = CorrectionTerm(resolve(CorrectionConfig(**keys)), trainer._ranks)
         for _ in range(10):
             inputs = trainer._generate_and_score_completions(rows)
             if name not in ("geometric", "reject") or 0 < (mean_ratios(trainer, inputs).abs() < middle).sum() < len(

@@ -85,7 +85,7 @@ def asked_for(trainer: Any, asked: Asked) -> None:
         settings = resolve(block.correction)
         options = native_options(settings)
         if options is None:
-            trainer._correction = CorrectionTerm(settings, trainer.accelerator.gather)
+            trainer._correction = CorrectionTerm(settings, trainer._ranks)
             options = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate",
                        "vllm_importance_sampling_clip_max": 1e30, "vllm_importance_sampling_clip_min": None}  # fmt: skip
     for name, value in options.items():

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import correct, resolve
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -89,31 +86,3 @@ def test_contradictions_are_refused(
     with pytest.raises(ConfigError) as error:
         MismatchGRPOConfig(output_dir="x", use_cpu=True, bf16=False, mismatch={"correction": correction}, **given)
     assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize("preset", ["decoupled_geo_rs_token_tis", "decoupled_token_is", "decoupled_seq_is_rs"])
-def test_metrics_of_two_ranks_are_those_of_their_union(preset: str) -> None:
-    from mismatch_ext.adapters.trl.correction import METRICS, CorrectionTerm
-
-    settings = resolve(CorrectionConfig(preset=preset))
-    generator = torch.Generator().manual_seed(0)
-    rollout = -torch.rand(12, 20, generator=generator) * 3
-    old = rollout + 0.2 * torch.randn(12, 20, generator=generator)
-    # Ranks of unequal weight: 9 rows of up to 20 tokens, 3 of 2.
-    mask = torch.arange(20) < torch.tensor([20, 19, 18, 17, 16, 15, 14, 13, 12, 2, 2, 2])[:, None]
-    rows: list[torch.Tensor] = []
-
-    def gather(row: torch.Tensor) -> torch.Tensor:
-        """Collect what each rank sends; the last one has all."""
-        rows.append(row)
-        return torch.cat(rows)
-
-    term = CorrectionTerm(settings, gather)
-    for part in (slice(0, 9), slice(9, 12)):
-        output = {"sampling_per_token_logps": rollout[part]}
-        merged = term.apply(output, old[part], mask[part])
-    whole = correct(rollout, old, mask, settings).metrics
-    compared = [name for name in METRICS if name in merged]
-    assert len(compared) >= 7
-    for name in compared:
-        assert merged[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name

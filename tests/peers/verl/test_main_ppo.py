@@ -187,7 +187,7 @@ def test_every_section_of_a_dense_model_by_the_example(example: Example) -> None
     assert abs(penalties[0]) < 1e-4 < penalties[2], penalties
     assert all(step["actor/reward_kl_penalty_coeff"] == 0.05 for step in steps)
     # One weight a response, close to 1 in float16; verl itself has none of this kind.
-    assert all(abs(step["rollout_corr/rollout_is_mean"] - 1.0) < 0.01 for step in steps)
+    assert all(abs(step["mismatch/rollout_is_mean"] - 1.0) < 0.01 for step in steps)
     assert all(step["mismatch/lr_multiplier"] == 1.0 and step["mismatch/skipped_steps"] == 0.0 for step in steps)
     assert all(step["mismatch/loss_scale"] == 64.0 and step["actor/grad_norm"] > 0 for step in steps)
 

@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl import correction as verl_correction
-from mismatch_ext.adapters.verl import kl as verl_kl
+from mismatch_ext.adapters.verl.driver import kl as driver_kl
 from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs
+from mismatch_ext.adapters.verl.driver.correction import apply_correction
+from mismatch_ext.adapters.verl.settings.correction import VERL_PRESETS, set_correction, settings_of
+from mismatch_ext.adapters.verl.settings.kl import set_kl
+from mismatch_ext.adapters.verl.worker.kl import BASELINE, loss_term
 from mismatch_ext.adapters.verl.worker.loss import make_loss
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
@@ -26,7 +29,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.kl import kl_surrogate
+from mismatch_ext.kl import KlTerm, kl_surrogate
 from mismatch_ext.kl.enumeration import Problem
 from mismatch_ext.kl.facts import FACTS
 from tests.peers.verl.in_process.losses import (
@@ -91,11 +94,11 @@ def proto(rows: int = 12, length: int = 7, seed: int = 0) -> Any:
 def presets() -> dict[str, Any]:
     """Compare each preset by name with verl's own factory method, through verl's code and, in our words, through ours."""
     result = {}
-    for name in sorted(verl_correction.VERL_PRESETS):
+    for name in sorted(VERL_PRESETS):
         theirs = getattr(RolloutCorrectionConfig, name)()
         config, block = host_config(), block_of(correction={"preset": name})
-        verl_correction.set_correction(config, block.correction)
-        settings = verl_correction.settings_of(block.correction)  # type: ignore[arg-type]
+        set_correction(config, block.correction)
+        settings = settings_of(block.correction)  # type: ignore[arg-type]
         found = {"native": 0.0, "own": 0.0, "masks": True, "bypass": theirs.bypass_mode, "rejected": 0, "weighted": 0}
         if theirs.bypass_mode:
             found |= bypass_preset(theirs, config, block)
@@ -104,7 +107,7 @@ def presets() -> dict[str, Any]:
             plain = stock.batch["response_mask"]
             stock, _ = compute_rollout_correction_and_add_to_batch(stock, theirs)
             native, _ = compute_rollout_correction_and_add_to_batch(native, config.algorithm.rollout_correction)
-            verl_correction.apply_correction(own, settings)
+            apply_correction(own, settings)
             for kind, other in (("native", native), ("own", own)):
                 found["masks"] &= torch.equal(stock.batch["response_mask"].long(), other.batch["response_mask"].long())
                 pair = [b.batch.get("rollout_is_weights", None) for b in (stock, other)]
@@ -142,21 +145,21 @@ def baselines() -> dict[str, Any]:
         ("k1", "k3"), ("none", "token", "sequence"), ("token", "sequence")
     ):
         kl = KlConfig(estimator=estimator, placement="both", ratio=ratio, target=target, coef=1.0)  # type: ignore[arg-type]
-        data = proto()
+        term, data = KlTerm(kl, 1.0), proto()
         mask, logps = data.batch["response_mask"].bool(), data.batch["old_log_probs"].clone().requires_grad_()
         groups = torch.arange(len(mask)) % 3
         behavior = data.batch["rollout_log_probs"]
         whole = kl_surrogate(logps, data.batch["ref_log_prob"], mask, kl, behavior_logprobs=behavior, groups=groups)
         expected = torch.autograd.grad(whole.sum(), logps)[0]
-        fields = {**data.batch, "loss_mask": mask, verl_kl.BASELINE: verl_kl.baseline(data, kl)}
+        fields = {**data.batch, "loss_mask": mask, BASELINE: driver_kl.baseline(data, term)}
         # Row by row, as a micro-batch of one row is.
         terms = [
-            verl_kl.loss_term(logps[i : i + 1], {k: v[i : i + 1] for k, v in fields.items()}, kl).sum()
+            loss_term(logps[i : i + 1], {k: v[i : i + 1] for k, v in fields.items()}, term).sum()
             for i in range(len(mask))
         ]
         found = torch.autograd.grad(torch.stack(terms).sum(), logps)[0]
         plain = dataclasses.replace(kl, baseline="none")
-        without = torch.autograd.grad(verl_kl.loss_term(logps, fields, plain).sum(), logps)[0]
+        without = torch.autograd.grad(loss_term(logps, fields, KlTerm(plain, 1.0)).sum(), logps)[0]
         result[f"{estimator}/{ratio}/{target}"] = {
             "error": relative(found, expected),
             "share": relative(without, expected),
@@ -173,8 +176,10 @@ def sessions() -> Any:
         "response_mask": torch.ones(4, 2).long(),
     }
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a"] * 4, dtype=object)})
-    section = KlConfig(coef=1.0)
-    return [verl_kl.baseline(data, section, keys).tolist() for keys in (None, ["a_0_0", "a_1_0", "a_2_0", "a_2_1"])]
+    return [
+        driver_kl.baseline(data, KlTerm(KlConfig(coef=1.0), 1.0), keys).tolist()
+        for keys in (None, ["a_0_0", "a_1_0", "a_2_0", "a_2_1"])
+    ]
 
 
 @contextmanager
@@ -205,7 +210,7 @@ def weights() -> dict[str, Any]:
     stock, _ = compute_rollout_correction_and_add_to_batch(stock, config)
     with driving(correction=section) as verls:
         data, metrics = verls.compute_rollout_correction_and_add_to_batch(data, config)
-    verl_correction.apply_correction(expected, verl_correction.settings_of(section))
+    apply_correction(expected, settings_of(section))
     found, stated = (batch.batch["rollout_is_weights"] for batch in (data, expected))
     return {
         "stock": "rollout_is_weights" in stock.batch, "error": float((found - stated).abs().max()),
@@ -223,15 +228,15 @@ def rewards() -> dict[str, Any]:
     d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask
     expected = data.batch["token_level_scores"] - 0.5 * d
     section = block_of(kl={"coef": 0.1, "controller": {"target_kl": 1e-3, "proportional": 0.5, "integral": 0.1}}).kl  # type: ignore[assignment]
-    control = verl_kl.KlControl(section, 0.1)
-    coefs = [control.begin(data)["mismatch/kl_coef"] for _ in range(3)]
-    resumed = verl_kl.KlControl(section, 0.1)
+    control = KlTerm(section, 0.1)
+    coefs = [driver_kl.adapt(data, control)["mismatch/kl_coef"] for _ in range(3)]
+    resumed = KlTerm(section, 0.1)
     resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
     return {
         "error": float((data.batch["token_level_rewards"] - expected).abs().max()), "spread": float(d.sum(1).std()),
         "metrics": metrics, "mean": float((d.sum(1) / mask.sum(1)).mean()), "coefs": coefs,
-        "next": [control.begin(data)["mismatch/kl_coef"], resumed.begin(data)["mismatch/kl_coef"]],
-        "k1": [control.begin(data)["mismatch/kl_ref_k1"], float(d.sum() / mask.sum())],
+        "next": [driver_kl.adapt(data, control)["mismatch/kl_coef"], driver_kl.adapt(data, resumed)["mismatch/kl_coef"]],
+        "k1": [driver_kl.adapt(data, control)["mismatch/kl_ref_k1"], float(d.sum() / mask.sum())],
     }  # fmt: skip
 
 
@@ -280,7 +285,7 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any]) -> Any:
     before = OmegaConf.to_container(config, resolve=False)
     part = getattr(block_of(**{section: given}), section) if given else None
     try:
-        done = verl_correction.set_correction(config, part) if section == "correction" else verl_kl.set_kl(config, part)
+        done = set_correction(config, part) if section == "correction" else set_kl(config, part)
     except MismatchError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     driven(config)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl import correction as verl_correction
-from mismatch_ext.adapters.verl import kl as verl_kl
+from mismatch_ext.adapters.verl.settings.correction import set_correction
+from mismatch_ext.adapters.verl.worker.kl import BASELINE, COEF
 from mismatch_ext.adapters.verl.worker.loss import make_loss
 from tensordict import TensorDict
 from torch import Tensor
@@ -148,7 +148,7 @@ def exact_batch(policy: str, reference: str, **extra: Any) -> tuple[TensorDict, 
     fields = {
         "ref_log_prob": [r.float() for r in ref_logps], "rollout_log_probs": behavior, "old_log_probs": behavior,
         # A baseline that knows nothing of the response changes nothing.
-        verl_kl.BASELINE: [torch.tensor([0.7, -0.3, 1.1])[: len(r)] for r in responses],
+        BASELINE: [torch.tensor([0.7, -0.3, 1.1])[: len(r)] for r in responses],
     }  # fmt: skip
     return batch_of(responses, fields, **extra), truth
 
@@ -243,7 +243,7 @@ def engine_terms(out: str) -> dict[str, Any]:
     norms = [float(engine.gradient(stock, given)[0].norm()) for given in (rejected, only_kl)]
     result["rejected_keeps_verls_kl"] = norms[0] / norms[1]
     carried = only_kl.clone()
-    tu.assign_non_tensor(carried, **{verl_kl.COEF: 0.6})
+    tu.assign_non_tensor(carried, **{COEF: 0.6})
     twice, metrics = engine.gradient(loss, carried)
     result["carried"] = [relative(twice, 2 * engine.gradient(loss, only_kl)[0]), number(metrics["kl_coef"])]
     result |= {"bypass": bypass(engine, data), "off_policy": off_policy(engine, data)}
@@ -286,7 +286,7 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
     ]  # fmt: skip
     shape = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"]
     stock, repaired = host_config(*given, *shape), host_config(*given, *shape)
-    done = verl_correction.set_correction(repaired, None)
+    done = set_correction(repaired, None)
     truth = by_hand(engine, data, formulas["reinforce"])
     result: dict[str, Any] = {"done": done, "reinforce": {}}
     for name, config in {"stock": stock, "repaired": repaired}.items():
@@ -307,13 +307,14 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
     for name, section in sections.items():
         config = host_config(*shape)
         block = block_of(correction=section)
-        verl_correction.set_correction(config, block.correction)
+        set_correction(config, block.correction)
         found, metrics = engine.gradient(make_loss(driven(config), block), data)
         result["block"][name] = {
             "error": relative(found, by_hand(engine, data, formulas[name])),
             "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
             "bypass": config.algorithm.rollout_correction.bypass_mode,
-            "logs": "rollout_corr/kl" in metrics,
+            "logs": sorted({key.partition("rollout_is_")[0] for key in metrics if "rollout_is_mean" in key}),
+            "gap": "rollout_corr/kl" in metrics,
         }
     return result
 
@@ -328,7 +329,7 @@ def off_policy(engine: Engine, data: TensorDict) -> dict[str, Any]:
         "actor_rollout_ref.actor.clip_ratio_high=1e6", "actor_rollout_ref.actor.clip_ratio_low=1e6",
         "actor_rollout_ref.actor.clip_ratio_c=1e6",
     )  # fmt: skip
-    verl_correction.set_correction(config, block.correction)
+    set_correction(config, block.correction)
     loss = make_loss(driven(config), block)
     found, metrics = engine.gradient(loss, data)
     dropped: list[float] = []
@@ -341,7 +342,7 @@ def off_policy(engine: Engine, data: TensorDict) -> dict[str, Any]:
 
     truth = by_hand(engine, data, weigh)
     plain, _ = engine.gradient(partial(ppo_loss, config=driven(config)), data)
-    logged = number(metrics["rollout_corr/off_policy_masked_fraction"])
+    logged = number(metrics["mismatch/off_policy_masked_fraction"])
     return {
         "error": relative(found, truth),
         "plain": relative(plain, truth),

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl import correction as verl_correction
-from mismatch_ext.adapters.verl import kl as verl_kl
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
 from mismatch_ext.adapters.verl.driver import steering
+from mismatch_ext.adapters.verl.driver.kl import baseline
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.settings import prepare as settings
+from mismatch_ext.adapters.verl.settings.correction import settings_of
+from mismatch_ext.adapters.verl.worker.kl import BASELINE
 from mismatch_ext.adapters.verl.worker.loss import make_loss
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
@@ -25,7 +26,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.host_names import VERL
-from mismatch_ext.kl import kl_surrogate
+from mismatch_ext.kl import KlTerm, kl_surrogate
 from mismatch_ext.monitor import Monitor
 from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
@@ -124,7 +125,7 @@ def correction(host: Host, config: DictConfig, block: MismatchConfig) -> dict[st
     from verl.trainer.ppo.v1 import trainer_base
 
     driver = Driver(config, block)
-    chosen = verl_correction.settings_of(block.correction)  # type: ignore[arg-type]
+    chosen = settings_of(block.correction)  # type: ignore[arg-type]
     data = host.data.clone()
     try:
         if chosen.mode == "bypass":
@@ -164,14 +165,14 @@ def kl(host: Host, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
     fields = host.padded(data, "old_log_probs", "ref_log_prob", "advantages")
     old, reference, advantages = (fields[n] for n in ("old_log_probs", "ref_log_prob", "advantages"))
     try:
-        if verl_kl.in_rewards(block.kl):
+        if block.kl.in_rewards:
             proto, _ = trainer_base.apply_kl_penalty(host.proto(data), None)
             expected = torch.where(host.mask, -block.kl.coef * (old - reference), 0.0)
             found = proto.batch["token_level_rewards"]
             what = "the token-level rewards that advantages are computed from"
             return {"what": what, "error": float((found - expected).abs().max()), "effect": float(expected.abs().max())}
-        if verl_kl.wants_baseline(block.kl):
-            host.set(verl_kl.BASELINE, verl_kl.baseline(host.proto(data), block.kl), data)
+        if block.kl.has_baseline:
+            host.set(BASELINE, baseline(host.proto(data), KlTerm(block.kl, block.kl.coef)), data)
     finally:
         driver._patches.revert()
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)

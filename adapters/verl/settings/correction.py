@@ -1,4 +1,4 @@
-"""The `correction` section in verl: verl's own settings where they do what is asked, weights in their place where they do not.
+"""What the `correction` section sets in verl's configuration: verl's own settings, where they do what is asked.
 
 In verl 0.9.1 a policy loss reads `actor.policy_loss`, and `algorithm.rollout_correction.bypass_mode` reaches the driver alone: of
 its weights, rejection and `loss_type` nothing happens. `set_correction` sets both places.
@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, Rule, Settings, correct, resolve
-from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.correction import PRESETS, Rule, Settings, resolve
+from mismatch_ext.errors import ConfigError
 
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
@@ -205,34 +205,3 @@ def _set_policy_loss(config: DictConfig, mode: str, native: Any) -> list[str]:
 
 def _words(native: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in native.items())
-
-
-def apply_correction(data: Any, settings: Settings) -> dict[str, float]:
-    """Weigh and reject in the driver, in the place of verl's `compute_rollout_correction_and_add_to_batch`.
-
-    Args:
-        data: verl's DataProto with `old_log_probs`, `rollout_log_probs` and `response_mask`; `response_mask` is replaced, as verl
-            does, and `rollout_is_weights` set where there are weights.
-        settings: The resolved `correction` section, of mode `decoupled`.
-
-    Returns:
-        Metrics under verl's names.
-
-    Raises:
-        RecordError: The rollout's log-probabilities are missing, or nothing is unmasked.
-        NonFiniteLogprobError: One of an unmasked token is NaN or infinite; names row and position.
-    """
-    batch = data.batch
-    if "rollout_log_probs" not in batch:
-        raise RecordError(
-            "the batch has no rollout_log_probs, which mismatch.correction needs; set "
-            "actor_rollout_ref.rollout.calculate_log_probs=True."
-        )
-    mask = batch["response_mask"]
-    found = correct(
-        batch["rollout_log_probs"], batch["old_log_probs"], mask, replace(settings, off_policy_threshold=None)
-    )
-    batch["response_mask"] = found.mask.to(mask.dtype)
-    if settings.level != "none":
-        batch["rollout_is_weights"] = found.weights
-    return {f"rollout_corr/{name}": value for name, value in found.metrics.items()}

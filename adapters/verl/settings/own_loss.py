@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch_ext.adapters.verl.correction import settings_of
-from mismatch_ext.adapters.verl.kl import in_loss
+from mismatch_ext.adapters.verl.settings.correction import settings_of
 
 from mismatch_ext.config import MismatchConfig
 
@@ -17,7 +16,7 @@ def needs_own_loss(block: MismatchConfig) -> str | None:
     Returns:
         The key, without `mismatch.` before it.
     """
-    if block.kl is not None and block.kl.preset is None and in_loss(block.kl):
+    if block.kl is not None and block.kl.in_loss:
         return "kl"
     settings = None if block.correction is None else settings_of(block.correction)
     if settings is not None and settings.off_policy_threshold is not None:

@@ -1,0 +1,84 @@
+"""What is logged of a correction: the figures of several ranks are those of their union, and hosts agree on the names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext.config import CorrectionConfig
+from mismatch_ext.correction import LOGGED, correct, of_weights, over_ranks, resolve
+from mismatch_ext.metrics.names import CORRECTION_MEASURES, MEASURES, table
+from mismatch_ext.ranks import ONE_PROCESS
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "token": {"preset": "decoupled_geo_rs_token_tis"},
+    "plain": {"preset": "decoupled_token_is"},
+    "sequence": {"preset": "decoupled_seq_is_rs"},
+    "masked": {"preset": "icepop", "veto": 0.5},
+    "rejected": {"reject": "token_k1", "reject_threshold": "0.8_1.2"},
+}
+
+
+class Gathering:
+    """Ranks that speak one after the other; the last of them hears all."""
+
+    rank, size = 0, 3
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return list(self.said)
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Return rollout and old log-probabilities, and a mask, of ranks of unequal weight: 9 rows of up to 20 tokens, 3 of 2."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(12, 20, generator=generator) * 3
+    old = rollout + 0.2 * torch.randn(12, 20, generator=generator)
+    mask = torch.arange(20) < torch.tensor([20, 19, 18, 17, 16, 15, 14, 13, 12, 2, 2, 2])[:, None]
+    return rollout, old, mask
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_metrics_of_ranks_are_those_of_their_union(name: str) -> None:
+    settings = resolve(CorrectionConfig(**SETTINGS[name]))
+    rollout, old, mask = batch()
+    ranks, merged = Gathering(), {}
+    # The second of the three ranks has no token at all.
+    for part in (slice(0, 9), slice(0, 0), slice(9, 12)):
+        found = correct(rollout[part], old[part], mask[part], settings).metrics if part.stop else {}
+        merged = over_ranks(found, mask[part], settings, ranks)
+    whole = correct(rollout, old, mask, settings).metrics
+    expected = {key: whole[key] for key in LOGGED if key in whole}
+    assert len(expected) >= (2 if name == "rejected" else 7)
+    assert merged == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    # One process logs what the correction itself says.
+    assert over_ranks(whole, mask, settings, ONE_PROCESS) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_ranks_without_a_token_log_nothing() -> None:
+    assert over_ranks({}, torch.zeros(2, 3), resolve(CorrectionConfig(preset="tis")), ONE_PROCESS) == {}
+
+
+def test_the_gap_is_not_logged_a_second_time() -> None:
+    settings = resolve(CorrectionConfig(preset="icepop", veto=0.5, off_policy_threshold=0.0))
+    rollout, old, mask = batch()
+    metrics = correct(rollout, old, mask, settings, advantages=-torch.ones(12)).metrics
+    weights = of_weights(metrics)
+    # Otherwise the weights' names would take the place of the recorder's under the same prefix.
+    assert set(metrics) - set(weights) == set(metrics) & set(MEASURES) != set()
+    assert {"rollout_is_mean", "rollout_rs_masked_fraction", "off_policy_masked_fraction"} <= set(weights)
+
+
+def test_the_page_of_metrics_names_all_of_them() -> None:
+    assert list(CORRECTION_MEASURES) == list(LOGGED)
+    page = table()
+    assert all(f"| `{name}` | {m.formula}" in page for name, m in CORRECTION_MEASURES.items() if "|" not in m.formula)
