@@ -7,7 +7,7 @@ from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
-from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
+from mismatch_ext.patches.verl.validate_config import NOT_LOADED, RUNTIME_ENV, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
 
@@ -18,13 +18,13 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (engine_arguments({"dtype": "float16"}), "while TRL builds its trainer; only with a `mismatch` block"),
     (
         OWN_LOSS,
-        "while a TRL trainer with `kl` or `correction` computes its loss, and while TRL builds it, to be checked; for other "
-        "trainers it calls TRL's own",
+        "while a TRL trainer with `kl` or `correction` computes its loss; for other trainers it calls TRL's own",
     ),
-    (CPU_MOE_REPACK, "while TRL builds its trainer with a `mismatch` block, and during `update_weights`, on a CPU"),
+    (CPU_MOE_REPACK, "during `update_weights`, on a CPU"),
     (CPU_ROUTES, "while TRL builds its trainer with `routing.mode: R3`, on a CPU with vLLM 0.31 or later"),
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
+    (NOT_LOADED, "wherever verl could not load this package; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),
     (ROLLOUT_CORRECTION, "in verl's driver, with a `correction` that verl has no setting for"),
     (REPLAYED_BATCH, "in workers of a Megatron actor of verl, with `routing`"),

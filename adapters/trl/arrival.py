@@ -14,13 +14,15 @@ import torch
 from mismatch_ext.adapters.trl.aggregation import OwnLoss, shadowed
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.routing import RoutingMixin
-from mismatch_ext.patches.trl.own_loss import own_loss_wrapped
+from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.patching import MARKER, swapped
 
 LOSSES = ("training_step", "compute_loss", "_compute_loss", "compute_liger_loss")
 """Methods by which a subclass can make a loss of its own."""
@@ -104,9 +106,17 @@ class ArrivalMixin(RoutingMixin):
         if not self._around_loss:
             stock: Tensor = super()._compute_loss(model, inputs)
             return stock
-        with own_loss_wrapped(self._check_own):
+        with self._own_loss_wrapped():
             loss: Tensor = super()._compute_loss(model, inputs)
         return loss
+
+    @contextmanager
+    def _own_loss_wrapped(self) -> Iterator[None]:
+        own_loss = GRPOTrainer._compute_loss
+        if getattr(own_loss, MARKER, None) != OWN_LOSS.name:
+            self._check_own(own_loss)
+        with swapped(OWN_LOSS):
+            yield
 
     def _check_own(self, own_loss: OwnLoss) -> None:
         """Refuse a function that somebody has put in the place of TRL's: what it adds would be taken for TRL's aggregation."""
@@ -123,7 +133,7 @@ class ArrivalMixin(RoutingMixin):
         outer, own_losses = self._own_losses, list[Tensor]()
         self._own_losses = own_losses
         try:
-            with own_loss_wrapped(self._check_own):
+            with self._own_loss_wrapped():
                 yield own_losses
         finally:
             self._own_losses = outer

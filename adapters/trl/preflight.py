@@ -20,6 +20,7 @@ from mismatch_ext.adapters.trl.readings import plain_vocabulary, sampling_settin
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import RoutingReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
+from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ReadinessError
+from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
@@ -75,18 +77,17 @@ class PreflightMixin(_Host):
         assert self._block is not None
         return self._block
 
-    def _construction_patches(self, config: MismatchGRPOConfig) -> list[Any]:
-        """Return the patches that are active while TRL builds its engine, and those that are active later, to be checked."""
+    def _construction_patches(self, config: MismatchGRPOConfig) -> list[Patch]:
+        """Return the patches that are active while TRL builds its engine."""
         r3 = self._config.routing is not None and self._config.routing.mode == "R3"
         if self._verdicts.observes:
             # Recording copies the ids beside the computation, and changes no number of it.
             records = r3 and config.use_vllm and config.vllm_tensor_parallel_size == 1
             return [engine_arguments({FLAG: True}, optional=True)] if records else []
-        # Active in each loss.
-        patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
         if not config.use_vllm:
-            return patches
+            return []
         arguments: dict[str, Any] = {}
+        patches: list[Patch] = []
         if self._config.precision is not None:
             arguments["dtype"] = self._config.precision.dtype
         if r3:
@@ -94,10 +95,16 @@ class PreflightMixin(_Host):
         if config.device.type == "cpu":
             # Compiling costs a CPU engine far more at its start than it saves in a short run.
             arguments["enforce_eager"] = True
-            # Active at each weight update; applied here too, so that it is checked before the engine is built.
-            patches.extend(cpu_moe_repack())
-            patches += cpu_routes_patches() if FLAG in arguments else []
-        return [engine_arguments(arguments), *patches] if arguments else patches
+            patches = cpu_routes_patches() if FLAG in arguments else []
+        return [engine_arguments(arguments), *patches] if arguments else []
+
+    def _step_patches(self, config: MismatchGRPOConfig) -> list[Patch]:
+        """Return the patches that come and go in each step: around losses, replayed forward passes and weight updates."""
+        if self._verdicts.observes:
+            return []
+        patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
+        patches += CHECKPOINTS if self._config.routing is not None else ()
+        return [*patches, *(cpu_moe_repack() if config.use_vllm and config.device.type == "cpu" else ())]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, with a loss scaler that is on wherever float16 was asked for.

@@ -38,7 +38,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.patching import applied
+from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
 from mismatch_ext.records import RolloutBatch, collate
@@ -106,9 +106,10 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
         with config.claimed(), building, patched as patches, EngineRefusals(self._acting):
+            # Those of each step are checked here, before a model or an engine is built.
+            self._patches = [] if patches is None else patches.describe() + described(*self._step_patches(config))
             with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
-            self._patches, patch_digest = (patches.describe(), patches.digest) if patches is not None else ([], "none")
         self._ranks = AcceleratorRanks(self.accelerator)
         if self._acting.lr is not None:
             self._lr = LrCallback(self._acting.lr)
@@ -123,7 +124,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
                 self._correction = CorrectionTerm(settings, self._ranks)
         if self._verdicts.observes:
             self._watch(config)
-        self._begin(patch_digest)
+        self._begin("none" if patches is None else digest_of(self._patches))
         if self._verdicts.observes:
             self._tell_what_enforce_sets(config)
 

@@ -7,11 +7,31 @@ the class that Ray starts there is ours, and cannot be loaded either.
 
 from __future__ import annotations
 
-import functools
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-_loaded: list[Any] = []
+if TYPE_CHECKING:
+    from mismatch_ext.patching import Patch, PatchSet
+
+
+class _Seam:
+    """What of this package is in place in verl's own functions, in this process."""
+
+    _patches: PatchSet | None = None
+
+    def put(self, *patches: Patch) -> None:
+        """Put patches in place instead of those that were."""
+        from mismatch_ext.patching import PatchSet
+
+        if self._patches is not None:
+            if self._patches.active and self._patches.patches == patches:
+                return
+            self._patches.revert()
+        self._patches = PatchSet(*patches).apply()
+
+
+_SEAM = _Seam()
 
 
 def load() -> None:
@@ -29,18 +49,16 @@ def load() -> None:
         message += "\nThis run asks for a mismatch block; nothing was started."
         if asked_for(sys.argv[1:]):
             raise SystemExit(message) from error
-        _refuse_blocks(message)
+        from mismatch_ext.patches.verl.validate_config import NOT_LOADED
+
+        # The block may be in a file that no argument names: verl's check of its configuration is the next place that sees it.
+        _SEAM.put(NOT_LOADED.calling(NotLoaded(message)))
         raise
 
 
 def unload() -> None:
     """Take the seam out of this process again; what verl has built with it stays as it is."""
-    from mismatch_ext.patches.verl.validate_config import PREPARE, REFUSE
-
-    while _loaded:
-        _loaded.pop().revert()
-    PREPARE.clear()
-    REFUSE.clear()
+    _SEAM.put()
     if "mismatch_ext.adapters.verl.rollout.replicas" in sys.modules:
         sys.modules["mismatch_ext.adapters.verl.rollout.replicas"].restore_replica()
 
@@ -48,16 +66,12 @@ def unload() -> None:
 def _load() -> None:
     # All imports here: one that fails is a failure to load like any other.
     from mismatch_ext.adapters.verl.block import active_block
-    from mismatch_ext.patches.verl.validate_config import PREPARE, REFUSE, RUNTIME_ENV, VALIDATE_CONFIG
+    from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
 
-    from mismatch_ext.patching import PatchSet
     from mismatch_ext.versions import require
 
     require("verl")
-    if not _loaded:
-        PREPARE.append(_prepare)
-        REFUSE.append(_refuse_unprepared)
-        _loaded.append(PatchSet(VALIDATE_CONFIG, RUNTIME_ENV).apply())
+    _SEAM.put(VALIDATE_CONFIG.calling(_prepare), RUNTIME_ENV.calling(_refuse_unprepared))
     if active_block() is not None:
         # In the process of verl's TaskRunner the trainer is looked up by its name.
         import mismatch_ext.adapters.verl.driver.trainer  # noqa: F401
@@ -79,19 +93,19 @@ def _refuse_unprepared(config: Any) -> None:
     refuse_unprepared(config)
 
 
-def _refuse_blocks(message: str) -> None:
-    """Let verl's check of its configuration end a driver that has a block, which may be in a file that no argument names."""
-    import verl.utils.config as host
+@dataclass(frozen=True)
+class NotLoaded:
+    """Ends a driver that has a block.
 
-    original = host.validate_config
+    Args:
+        message: What it says, and why this package is not loaded.
+    """
 
-    @functools.wraps(original)
-    def refuse(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config.get("mismatch") is not None:
-            raise SystemExit(message)
-        return original(config, *args, **kwargs)
+    message: str
 
-    host.validate_config = refuse
+    def __call__(self, config: Any) -> None:
+        """Raise SystemExit."""
+        raise SystemExit(self.message)
 
 
 def asked_for(arguments: list[str]) -> bool:

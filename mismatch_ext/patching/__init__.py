@@ -8,19 +8,22 @@ every symbol. This package knows no trainer and no engine; the patches are decla
 
 from __future__ import annotations
 
-from mismatch_ext.patching.engine import PatchSet, active_digest, active_patches, applied
-from mismatch_ext.patching.patch import MARKER, Patch
+from mismatch_ext.patching.engine import PatchSet, active_patches, applied
+from mismatch_ext.patching.patch import ANY_VERSION, MARKER, Patch
+from mismatch_ext.patching.provenance import digest_of
 from mismatch_ext.patching.sources import current_digest, source_digest
-from mismatch_ext.patching.swap import swapped
+from mismatch_ext.patching.swap import described, swapped
 
 __all__ = [
+    "ANY_VERSION",
     "MARKER",
     "Patch",
     "PatchSet",
-    "active_digest",
     "active_patches",
     "applied",
     "current_digest",
+    "described",
+    "digest_of",
     "source_digest",
     "swapped",
 ]

@@ -187,7 +187,9 @@ def _make(entry: Entry) -> Any:
     original = entry.slot.original
     target = entry.patch.target
     try:
-        replacement = entry.patch.make(original)
+        replacement = entry.patch.build(original)
+    except PatchError:
+        raise
     except Exception as error:
         raise PatchError(f"{entry.context}: make raised {error!r} for {target}.") from error
     if replacement is original:

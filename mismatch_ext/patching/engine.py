@@ -24,7 +24,8 @@ from mismatch_ext.patching.checks import LIVE, Entry, build, plan, prepare
 from mismatch_ext.patching.patch import MARKER, Patch
 from mismatch_ext.patching.symbols import MISSING, is_mutable_class, locate
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
+"""Held while symbols are looked up, written and restored; never while modules are imported, which takes locks of its own."""
 
 
 class PatchSet:
@@ -49,7 +50,7 @@ class PatchSet:
     def check(self) -> None:
         """Run the checks that `apply` runs before it calls a `make`; imports the targets, writes nothing."""
         versions = prepare(self.patches)
-        with _LOCK:
+        with LOCK:
             plan(self.patches, versions)
 
     def apply(self) -> PatchSet:
@@ -63,7 +64,7 @@ class PatchSet:
             PatchError: A `make` failed, or a symbol cannot be written.
         """
         versions = prepare(self.patches)
-        with _LOCK:
+        with LOCK:
             if self._applied:
                 raise PatchConflictError(f"This set is applied already: {self._names}.")
             entries = plan(self.patches, versions)
@@ -72,13 +73,13 @@ class PatchSet:
             try:
                 for entry in entries:
                     started.append(entry)
-                    _write(entry)
-                _verify(entries)
+                    write(entry)
+                verify(entries)
             except BaseException as error:
-                self._entries = _undo(started)
+                self._entries = undo(started)
                 self._applied = bool(self._entries)
                 for lost in self._entries:
-                    error.add_note(_describe_lost(lost))
+                    error.add_note(describe_lost(lost))
                 raise
             self._entries, self._applied = entries, True
         return self
@@ -92,11 +93,11 @@ class PatchSet:
                 that was left alone counts as patched until a later `revert` finds our replacement there
                 again.
         """
-        with _LOCK:
+        with LOCK:
             entries = self._entries
-            lost = _undo(entries)
+            lost = undo(entries)
             self._entries, self._applied = lost, bool(lost)
-            problems = [_describe_lost(entry) for entry in lost]
+            problems = [describe_lost(entry) for entry in lost]
             problems += _left_behind([entry for entry in entries if entry not in lost])
         if problems:
             raise PatchConflictError(" ".join(problems))
@@ -108,15 +109,15 @@ class PatchSet:
             PatchError: The set is not applied, or was reverted in part.
             PatchVerificationError: A patch is not in place any more, or its own check fails.
         """
-        with _LOCK:
+        with LOCK:
             if not self._applied or len(self._entries) != len(self.patches):
                 raise PatchError(f"These patches are not all applied: {self._names}.")
-            _verify(self._entries)
+            verify(self._entries)
 
     @property
     def active(self) -> bool:
         """True while every patch is applied and every replacement is still where it was put."""
-        with _LOCK:
+        with LOCK:
             complete = self._applied and len(self._entries) == len(self.patches)
             return complete and all(entry.in_place for entry in self._entries)
 
@@ -127,7 +128,7 @@ class PatchSet:
         Raises:
             PatchError: As `describe`.
         """
-        return provenance.combine(self.describe())
+        return provenance.digest_of(self.describe())
 
     def describe(self) -> list[dict[str, str]]:
         """Return {"name", "target", "peer", "version", "digest"} of each patch, sorted by name.
@@ -138,7 +139,7 @@ class PatchSet:
         Raises:
             PatchError: The set is not active, or the source of a `make` cannot be read.
         """
-        with _LOCK:
+        with LOCK:
             if not self.active:
                 raise PatchError(f"These patches are not active, so they have no digest: {self._names}.")
             return provenance.describe(self._entries)
@@ -173,19 +174,15 @@ def active_patches() -> list[dict[str, str]]:
     Raises:
         PatchConflictError: Somebody replaced a patched symbol.
     """
-    with _LOCK:
-        lost = [_describe_lost(entry) for entry in LIVE.values() if not entry.in_place]
+    with LOCK:
+        lost = [describe_lost(entry) for entry in LIVE.values() if not entry.in_place]
         if lost:
             raise PatchConflictError(" ".join(lost))
         return provenance.describe(list(LIVE.values()))
 
 
-def active_digest() -> str:
-    """SHA-256 over every patch that is applied in this process, for the provenance of what it produces."""
-    return provenance.combine(active_patches())
-
-
-def _write(entry: Entry) -> None:
+def write(entry: Entry) -> None:
+    """Put a replacement into its slot, and into `LIVE`."""
     slot = entry.slot
     if slot.current_entry() is not slot.entry:
         raise PatchConflictError(f"{entry.context}: {slot.target} was changed while it was being patched.")
@@ -207,7 +204,7 @@ def _carries_marker(value: Any) -> bool:
     return isinstance(value, FunctionType) or is_mutable_class(value)
 
 
-def _verify(entries: list[Entry]) -> None:
+def verify(entries: list[Entry]) -> None:
     """Look every target up afresh, then run the patches' own checks."""
     for entry in entries:
         slot = entry.slot
@@ -229,7 +226,7 @@ def _verify(entries: list[Entry]) -> None:
             raise PatchVerificationError(f"{entry.context}: verify returned {result!r}: it has no effect.")
 
 
-def _undo(entries: list[Entry]) -> list[Entry]:
+def undo(entries: list[Entry]) -> list[Entry]:
     """Restore raw entries in reverse order; return, in order, those that somebody else changed."""
     lost = []
     for entry in reversed(entries):
@@ -257,7 +254,7 @@ def _remove_marker(entry: Entry) -> None:
         setattr(entry.replacement, MARKER, entry.previous_marker)
 
 
-def _describe_lost(entry: Entry) -> str:
+def describe_lost(entry: Entry) -> str:
     return (
         f"{entry.context}: {entry.slot.target} was changed by somebody else after it was patched; it was "
         "left as it is and may still call the replacement."

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from mismatch_ext.errors import PatchDriftError, PatchError, PatchVersionError
-from mismatch_ext.patching.sources import DIGEST_LENGTH, source_digest
+from mismatch_ext.patching.sources import DIGEST_LENGTH, qualified_name, source_digest
 from mismatch_ext.patching.symbols import Slot
 from mismatch_ext.versions import PEERS, in_range, installed
 
 MARKER = "__mismatch_patch__"
 """Attribute that every replacement carries while it is applied; its value is the name of the patch."""
+
+ANY_VERSION = "any"
+"""What `supports` says of a patch that can only refuse."""
 
 _NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -32,13 +36,14 @@ class Patch:
         name: "peer/what_it_does", unique in the process, for example "trl/colocate_engine_dtype".
         peer: Key of `versions.PEERS`, or a distribution name, whose version is checked.
         supports: PEP 440 range that includes both ends: ">=1.16.0,<=1.16.2" or "==1.16.0"; "!=" may cut out
-            versions. Other versions that the peer accepts (`versions.Peer`) are patched only where digests or a probe tell
-            that the symbol is as it was.
+            versions; `ANY_VERSION` goes with `refuses`. Other versions that the peer accepts (`versions.Peer`) are patched only
+            where digests or a probe tell that the symbol is as it was.
         target: "package.module:Attribute.path" of the symbol. For an object that a module imported by value,
             name the importing module and set `binding_only`.
         make: Called with the original while everything is still stock; returns a new object that wraps it.
             For a staticmethod, classmethod, property (its getter) or cached_property it gets the function
-            inside, and the descriptor is rebuilt around its result. For a class it should return a subclass.
+            inside, and the descriptor is rebuilt around its result. For a class it should return a subclass. A `make` with a
+            second parameter gets the handler there.
         upstream: URL of the upstream issue, pull request or source line.
         reason: What breaks without the patch.
         not_covered: What the patch does not reach.
@@ -52,6 +57,9 @@ class Patch:
         allow_aliases: "module" or "module:attribute" names that may keep the stock object.
         binding_only: The target is one module's by-value import, and only that module's use of it changes.
             The module that defines the object and its other importers stay stock on purpose.
+        refuses: The replacement raises or calls the original, and does nothing else: it may be put on any version.
+        handler: What the replacement calls, given with `calling`; a `make` must not close over it. The digest has its qualified
+            name.
 
     Raises:
         PatchError: A field is malformed, or the range is open.
@@ -61,7 +69,7 @@ class Patch:
     peer: str
     supports: str
     target: str
-    make: Callable[[Any], Any]
+    make: Callable[..., Any]
     upstream: str
     reason: str
     not_covered: str
@@ -71,6 +79,8 @@ class Patch:
     verify: Callable[[], bool | None] | None = None
     allow_aliases: tuple[str, ...] = ()
     binding_only: bool = False
+    refuses: bool = False
+    handler: Any = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -95,7 +105,56 @@ class Patch:
             raise PatchError(
                 f"{self.name}: binding_only is for a module's by-value import; {self.target} is a class attribute."
             )
-        _require_closed(self.name, self.supports)
+        if self.refuses != (self.supports == ANY_VERSION):
+            raise PatchError(
+                f"{self.name}: supports={ANY_VERSION!r} and refuses=True go together: only a patch that refuses and does nothing "
+                "else may be put on versions that nobody ran."
+            )
+        if not self.refuses:
+            _require_closed(self.name, self.supports)
+        if self.handler is not None:
+            qualified_name(self.handler)
+            if not self.takes_handler:
+                raise PatchError(
+                    f"{self.name}: make takes no handler, so that {self.handler!r} would never be called. Give make a second "
+                    "parameter."
+                )
+
+    @property
+    def takes_handler(self) -> bool:
+        """Whether `make` asks for a handler beside the original."""
+        try:
+            parameters = inspect.signature(self.make).parameters.values()
+        except ValueError:  # a built-in that says nothing of itself
+            return False
+        return (
+            sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1
+        )
+
+    def calling(self, handler: Any) -> Patch:
+        """Return the same patch with what its replacement calls.
+
+        Args:
+            handler: A function or class at the top of a module, a method, or an object of such a class.
+
+        Raises:
+            PatchError: The handler's name does not tell what it does, or `make` takes none.
+        """
+        return replace(self, handler=handler)
+
+    def build(self, original: Any) -> Any:
+        """Return the replacement of an original.
+
+        Raises:
+            PatchError: The handler is missing.
+        """
+        if self.handler is not None:
+            return self.make(original, self.handler)
+        if self.takes_handler:
+            raise PatchError(
+                f"{self.name}: its replacement calls a handler, and has none; apply `calling(handler)` of it."
+            )
+        return self.make(original)
 
     def check_version(self) -> str:
         """Return the installed version of the peer.
@@ -109,6 +168,8 @@ class Patch:
                 f"{self.name}: {self.peer} is not installed; this patch supports {self.peer} "
                 f"{self.supports}. Nothing was patched."
             )
+        if self.refuses:
+            return version
         told = bool(self.source_digests) or self.probe is not None
         # Newer than the range alone: its floor, and what it leaves out, were found by running.
         newer = in_range(

@@ -10,7 +10,7 @@ from types import FunctionType
 from mismatch_ext.errors import PatchDriftError, PatchError
 from mismatch_ext.patching.checks import Entry
 from mismatch_ext.patching.patch import Patch
-from mismatch_ext.patching.sources import source_digest
+from mismatch_ext.patching.sources import qualified_name, source_digest
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -30,9 +30,9 @@ def describe(entries: list[Entry]) -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: row["name"])
 
 
-def combine(rows: list[dict[str, str]]) -> str:
-    """SHA-256 over the digests of sorted rows."""
-    return _sha256([row["digest"] for row in rows])
+def digest_of(rows: list[dict[str, str]]) -> str:
+    """SHA-256 over the digests of described patches, in order of their names; equal in every equally patched process."""
+    return _sha256([row["digest"] for row in sorted(rows, key=lambda row: row["name"])])
 
 
 def _sha256(parts: list[str]) -> str:
@@ -56,7 +56,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _make_parts(patch: Patch) -> list[str]:
-    """Source of `make`, and the plain values that it closes over."""
+    """Source of `make`, the plain values that it closes over, and the name of its handler."""
     try:
         parts = [source_digest(patch.make)]
     except PatchDriftError as error:
@@ -68,7 +68,7 @@ def _make_parts(patch: Patch) -> list[str]:
         if not _is_plain(value):
             raise PatchError(
                 f"{patch.name}: make closes over {name!r}, a {type(value).__name__}, which the digest cannot "
-                "describe. Close over plain values, or use module-level names."
+                "describe. Close over plain values, use module-level names, or take it as the handler."
             )
         parts.append(f"{name}={value!r}")
-    return parts
+    return parts if patch.handler is None else [*parts, f"handler {qualified_name(patch.handler)}"]

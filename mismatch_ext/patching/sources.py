@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from typing import Any
 
-from mismatch_ext.errors import PatchDriftError
+from mismatch_ext.errors import PatchDriftError, PatchError
 from mismatch_ext.patching.symbols import import_target_module, locate, unwrap_descriptor
 
 DIGEST_LENGTH = 16
@@ -38,6 +38,22 @@ def source_digest(obj: object) -> str:
         raise PatchDriftError(f"{obj!r} has no source that can be read ({error}).") from error
     lines = textwrap.dedent(source).splitlines()
     return hashlib.sha256("\n".join(wrappers + lines).encode()).hexdigest()[:DIGEST_LENGTH]
+
+
+def qualified_name(value: object) -> str:
+    """Return "package.module.Qualified.name" of a function, method or class; of any other object, that of its class.
+
+    Raises:
+        PatchError: The name does not tell which function it is: a lambda, a nested function, a partial or a built-in.
+    """
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{named.__module__}.{named.__qualname__}"
+    if "<" in name or named.__module__ in ("builtins", "functools"):
+        raise PatchError(
+            f"{value!r} is no handler of a patch: its name, {name}, goes into the patch's digest and does not tell what it "
+            "does. Take a function or class at the top of a module, a method, or an object of such a class."
+        )
+    return name
 
 
 def _layer_name(wrapper: Any) -> str:

@@ -1,38 +1,112 @@
-"""Patches that come and go within a training step, where the full checks of `applied` would cost a tenth of a second each."""
+"""Patches that come and go within a training step.
+
+All checks of `applied` take a tenth of a second. Here they are made when a patch is first put in place, and made again when its
+symbol is another object than it was then; in between a replacement is written and taken away as it was built.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache, reduce
+from contextlib import contextmanager
 from importlib import import_module
 
-from mismatch_ext.patching.engine import PatchSet
+from mismatch_ext.errors import PatchConflictError
+from mismatch_ext.patching import provenance
+from mismatch_ext.patching.checks import LIVE, Entry, build, plan, prepare
+from mismatch_ext.patching.engine import LOCK, describe_lost, undo, verify, write
 from mismatch_ext.patching.patch import Patch
+
+_ORDER = threading.RLock()  # of blocks that begin and end in several threads
+_KEPT: dict[str, Entry] = {}
+_USERS: Counter[str] = Counter()
 
 
 @contextmanager
 def swapped(*patches: Patch) -> Iterator[None]:
-    """Replace symbols for the time of a block; they are checked as `applied` checks them the first time only.
+    """Put patches in place for the time of a block, as part of a training step.
+
+    The symbols are the whole process's, and blocks of several threads may end in any order: a patch is put in place for the first
+    and taken away after the last. One that is applied already stays so.
 
     Args:
-        patches: Their targets are replaced where they are defined.
+        patches: Patches with different names.
 
     Raises:
-        PatchError: A version was not tested, or a symbol is not as it was when the patch was written.
+        PatchError: As `applied`, before the block; after it, when somebody else replaced a symbol meanwhile.
     """
-    _check(*patches)
-    with ExitStack() as stack:
-        for patch in patches:
-            module, _, path = patch.target.partition(":")
-            *outer, name = path.split(".")
-            owner = reduce(getattr, outer, import_module(module))
-            original = vars(owner)[name]
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, patch.make(original))
+    entries = _enter(patches)
+    try:
         yield
+    finally:
+        _leave(entries)
 
 
-@cache
-def _check(*patches: Patch) -> None:
-    PatchSet(*patches).check()
+def described(*patches: Patch) -> list[dict[str, str]]:
+    """Check patches that will be swapped, and describe them as `PatchSet.describe` does.
+
+    Raises:
+        PatchError: As `applied`.
+    """
+    with _ORDER:
+        return provenance.describe(_ready(patches))
+
+
+def _ready(patches: tuple[Patch, ...]) -> list[Entry]:
+    """Return the entries of patches, checked and built: those in place, those kept, and new ones for the rest."""
+    entries = {patch.name: entry for patch in patches if (entry := _in_place(patch) or _kept(patch)) is not None}
+    rest = tuple(patch for patch in patches if patch.name not in entries)
+    if rest:
+        versions = prepare(rest)
+        with LOCK:
+            new = plan(rest, versions)
+            build(new)
+        _KEPT.update({entry.patch.name: entry for entry in new})
+    return [entries.get(patch.name) or _KEPT[patch.name] for patch in patches]
+
+
+def _in_place(patch: Patch) -> Entry | None:
+    live = LIVE.get(patch.name)
+    return live if live is not None and live.patch == patch and live.in_place else None
+
+
+def _kept(patch: Patch) -> Entry | None:
+    """Return the entry of an earlier block, if the symbol is what it was when that was checked."""
+    entry = _KEPT.get(patch.name)
+    if entry is None or entry.patch != patch or patch.name in LIVE:
+        return None
+    module, _, path = patch.target.partition(":")
+    owner: object = import_module(module)
+    for name in path.split(".")[:-1]:
+        owner = getattr(owner, name, None)
+    return entry if owner is entry.slot.owner and entry.slot.current_entry() is entry.slot.entry else None
+
+
+def _enter(patches: tuple[Patch, ...]) -> list[Entry]:
+    with _ORDER:
+        before = list(_KEPT.values())
+        entries = _ready(patches)
+        with LOCK:
+            started: list[Entry] = []
+            try:
+                for entry in entries:
+                    if LIVE.get(entry.patch.name) is not entry:
+                        started.append(entry)
+                        write(entry)
+                verify([entry for entry in started if entry not in before])
+            except BaseException:
+                undo(started)
+                raise
+        # Not counted: what somebody else has applied for longer than this block.
+        mine = [entry for entry in entries if _KEPT.get(entry.patch.name) is entry]
+        _USERS.update(entry.patch.name for entry in mine)
+        return mine
+
+
+def _leave(entries: list[Entry]) -> None:
+    with _ORDER, LOCK:
+        _USERS.subtract(entry.patch.name for entry in entries)
+        lost = undo([entry for entry in entries if not _USERS[entry.patch.name]])
+    if lost:
+        raise PatchConflictError(" ".join(map(describe_lost, lost)))

@@ -1,17 +1,15 @@
 """Tell torch's activation checkpoints, in both modes, whose function they will run again in the backward pass.
 
-The replacements are made for the time of a context, around single forward passes, so they are swapped: checked in full once. The
-two symbols' only use is inside their own module.
+They are in place for the time of a context, around single forward passes. The two symbols' only use is inside their own module.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, Protocol
 
 from torch.autograd import Function
@@ -36,9 +34,7 @@ class Binder(Protocol):
         """Return the context in which such a function first runs."""
 
 
-_LOCK = threading.Lock()
-_BINDERS: list[Binder] = []
-_UNDO = ExitStack()
+_BINDERS: list[Binder] = []  # of the contexts that are open, in any thread
 
 
 def _bound(function: Call) -> Call:
@@ -47,7 +43,6 @@ def _bound(function: Call) -> Call:
     return function
 
 
-@cache
 def _reentrant(original: Any) -> Any:
     class CheckpointFunction(original):  # type: ignore[misc]
         @classmethod
@@ -57,7 +52,6 @@ def _reentrant(original: Any) -> Any:
     return CheckpointFunction
 
 
-@cache
 def _non_reentrant(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     @wraps(original)
     def generator(function: Call, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -127,13 +121,12 @@ NON_REENTRANT = Patch(
     allow_aliases=("torch.distributed._composable.checkpoint_activation",),
 )
 
+CHECKPOINTS = (REENTRANT, NON_REENTRANT)
+
 
 @contextmanager
 def checkpoints_bound(binder: Binder) -> Iterator[None]:
     """Wrap what torch.utils.checkpoint will run again, however `checkpoint` was imported.
-
-    torch's functions are the whole process's, and contexts of several threads may end in any order: they are replaced for the
-    first and restored after the last.
 
     Args:
         binder: Wraps the functions that are checkpointed in the meantime.
@@ -141,14 +134,9 @@ def checkpoints_bound(binder: Binder) -> Iterator[None]:
     Raises:
         PatchError: This version of torch was not tested, or its functions are not as they were.
     """
-    with _LOCK:
-        if not _BINDERS:
-            _UNDO.enter_context(swapped(REENTRANT, NON_REENTRANT))
-        _BINDERS.append(binder)
+    _BINDERS.append(binder)
     try:
-        yield
+        with swapped(*CHECKPOINTS):
+            yield
     finally:
-        with _LOCK:
-            _BINDERS.remove(binder)
-            if not _BINDERS:
-                _UNDO.close()
+        _BINDERS.remove(binder)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from mismatch_ext.patching import Patch, swapped
+from mismatch_ext.patching import Patch
 
 SEAM = "_around_own_loss"
-"""Method of a trainer that is called in the place of TRL's function, with that function as its first argument."""
-
-_LOCK = threading.Lock()
-_INSIDE: list[None] = []
-_UNDO = ExitStack()
+"""Method of a trainer that is called instead of TRL's function, with that function as its first argument."""
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,30 +36,3 @@ OWN_LOSS = Patch(
     not_covered="A reference to the function that was taken before, and losses that do not call it: a run with those is refused.",
     remove_when="GRPOTrainer has a method of its own for the KL term and the weights of the per-token loss.",
 )
-
-
-@contextmanager
-def own_loss_wrapped(check: Callable[[Any], None]) -> Iterator[None]:
-    """Wrap TRL's own loss for the time of a block.
-
-    The class is the whole process's, and blocks of several threads may end in any order: the function is replaced for the first
-    and restored after the last.
-
-    Args:
-        check: Is given the function before it is wrapped, and raises where it must not be.
-
-    Raises:
-        PatchError: This version of TRL was not tested, or its function is not where it was.
-    """
-    with _LOCK:
-        if not _INSIDE:
-            check(importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer._compute_loss)
-            _UNDO.enter_context(swapped(OWN_LOSS))
-        _INSIDE.append(None)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _INSIDE.pop()
-            if not _INSIDE:
-                _UNDO.close()

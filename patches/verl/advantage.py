@@ -1,4 +1,7 @@
-"""The two functions that verl's V1 trainer calls, by name, between rewards and advantages."""
+"""The two functions that verl's V1 trainer calls, by name, between rewards and advantages.
+
+Both patches call a handler instead, which the driver gives them: `KL_IN_REWARDS.calling(handler)`.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,26 @@ from typing import Any
 from mismatch_ext.patching import Patch
 
 Handler = Callable[[Any], dict[str, float]]
-
-HANDLERS: dict[str, Handler] = {}
-"""What takes a function's place, by the patch's name. Each gets verl's DataProto, changes it as the function does, and returns
-metrics. Not closed over, which a patch's digest cannot tell."""
+"""Gets verl's DataProto, changes it as verl's function does, and returns metrics."""
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/ppo/v1/trainer_base.py"
 _NOT_COVERED = "verl's deprecated trainer and its asynchronous ones, which import the function for themselves."
 
 
-def _penalise(original: Callable[..., Any]) -> Callable[..., Any]:
+def _penalise(original: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def apply_kl_penalty(data: Any, *args: Any, **kwargs: Any) -> Any:
-        return data, HANDLERS["verl/kl_in_rewards"](data)
+        return data, handler(data)
 
     return apply_kl_penalty
 
 
-def _correct(original: Callable[..., Any]) -> Callable[..., Any]:
+def _correct(original: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def compute(data: Any, *args: Any, **kwargs: Any) -> Any:
         # First verl's own, which measures the batch and, as it is set here, weighs nothing.
         data, metrics = original(data, *args, **kwargs)
-        return data, {**metrics, **HANDLERS["verl/rollout_correction"](data)}
+        return data, {**metrics, **handler(data)}
 
     return compute
 

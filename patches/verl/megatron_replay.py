@@ -26,26 +26,21 @@ class Guard(Protocol):
         """Look at the expert ids `[T, K]` that it selected for scores `[T, E]`."""
 
 
-GUARD: list[Guard] = []
-"""The one that both patches ask; not closed over, which a patch's digest cannot tell."""
-
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"
 
 
-def _guarded_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_batch(original: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        (guard,) = GUARD
         with guard.batch(self, *args, **kwargs):
             return original(self, *args, **kwargs)
 
     return forward_backward_batch
 
 
-def _guarded_topk(original: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_topk(original: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def get_replay_topk(self: Any, scores: Any, topk: int, *args: Any, **kwargs: Any) -> Any:
-        (guard,) = GUARD
         guard.before(self)
         values, indices = original(self, scores, topk, *args, **kwargs)
         guard.after(self, scores, topk, indices)

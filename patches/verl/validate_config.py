@@ -6,24 +6,26 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mismatch_ext.patching import Patch
+from mismatch_ext.patching import ANY_VERSION, Patch
 
-PREPARE: list[Callable[[Any], dict[str, Any]]] = []
-"""What gets a configuration with a `mismatch` block, may change or refuse it, and returns arguments that are then stale. Not
-closed over, which a digest cannot tell."""
+Prepare = Callable[[Any], dict[str, Any]]
+"""Gets a configuration with a `mismatch` block, may change or refuse it, and returns arguments that are then stale."""
 
-REFUSE: list[Callable[[Any], None]] = []
-"""What gets a configuration with a `mismatch` block when Ray is about to start, and refuses one that was not prepared."""
+Refuse = Callable[[Any], None]
+"""Gets a configuration with a `mismatch` block when Ray is about to start, and refuses one that was not prepared."""
+
+_UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py"
+# verl imported the function there while verl itself was imported; nothing calls it by that name.
+_COPIES = ("verl.utils:validate_config",)
 
 
-def _make(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make(original: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def checked(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.get("mismatch") is not None:
-            for prepare in PREPARE:
-                # Before verl's own checks, which then see the settings that the block stands for.
-                fresh = prepare(config)
-                kwargs |= {name: value for name, value in fresh.items() if name in kwargs}
+            # Before verl's own checks, which then see the settings that the block stands for.
+            fresh = prepare(config)
+            kwargs |= {name: value for name, value in fresh.items() if name in kwargs}
         return original(config, *args, **kwargs)
 
     return checked
@@ -35,21 +37,19 @@ VALIDATE_CONFIG = Patch(
     supports=">=0.9.1,<=0.9.1",
     target="verl.utils.config:validate_config",
     make=_make,
-    # Imported there while verl itself was; nothing calls it by that name.
-    allow_aliases=("verl.utils:validate_config",),
-    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py",
+    allow_aliases=_COPIES,
+    upstream=_UPSTREAM,
     reason="verl has no hook that sees the configuration before Ray starts, and ignores a root block that it does not know.",
     not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",
     remove_when="verl calls its plugins with the configuration before it starts Ray.",
 )
 
 
-def _make_guard(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_guard(original: Callable[..., Any], refuse: Refuse) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def guarded(config: Any = None, *args: Any, **kwargs: Any) -> Any:
         if config is not None and config.get("mismatch") is not None:
-            for refuse in REFUSE:
-                refuse(config)
+            refuse(config)
         return original(config, *args, **kwargs)
 
     return guarded
@@ -61,8 +61,33 @@ RUNTIME_ENV = Patch(
     supports=">=0.9.1,<=0.9.1",
     target="verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
     make=_make_guard,
-    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py",
+    upstream=_UPSTREAM,
     reason="Programs beside main_ppo call run_ppo without verl's check, and would train without the block.",
     not_covered="Programs that start Ray themselves, or imported the function before this package.",
     remove_when="verl calls its plugins with the configuration before it starts Ray.",
+)
+
+
+def _make_stop(original: Callable[..., Any], refuse: Refuse) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def stopped(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.get("mismatch") is not None:
+            refuse(config)
+        return original(config, *args, **kwargs)
+
+    return stopped
+
+
+NOT_LOADED = Patch(
+    name="verl/not_loaded",
+    peer="verl",
+    supports=ANY_VERSION,
+    refuses=True,
+    target="verl.utils.config:validate_config",
+    make=_make_stop,
+    allow_aliases=_COPIES,
+    upstream=_UPSTREAM,
+    reason="verl swallows a plugin that fails to load, and would train without the block of a configuration file.",
+    not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",
+    remove_when="verl ends when a plugin fails to load.",
 )

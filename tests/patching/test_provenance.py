@@ -16,10 +16,10 @@ from mismatch_ext.errors import (
 from mismatch_ext.patching import (
     Patch,
     PatchSet,
-    active_digest,
     active_patches,
     applied,
     current_digest,
+    digest_of,
     source_digest,
 )
 
@@ -87,7 +87,7 @@ def test_describe_and_digest(upstream: Any) -> None:
     with applied(*patches) as forward:
         rows, digest = forward.describe(), forward.digest
         assert active_patches() == rows
-        assert active_digest() == digest
+        assert digest_of(rows[::-1]) == digest
     assert [sorted(row) for row in rows] == [["digest", "name", "peer", "target", "version"]] * 2
     assert [row["name"] for row in rows] == ["upst/base_method", "upst/greet"]
     assert [(row["target"], row["peer"], row["version"]) for row in rows] == [

@@ -10,7 +10,7 @@ from mismatch_ext.adapters.verl.driver.kl import adapt, apply_kl_to_rewards, bas
 from mismatch_ext.adapters.verl.settings.correction import native_rollout_correction, settings_of
 from mismatch_ext.adapters.verl.settings.kl import coefficient
 from mismatch_ext.adapters.verl.worker.kl import BASELINE, COEF
-from mismatch_ext.patches.verl.advantage import HANDLERS, KL_IN_REWARDS, ROLLOUT_CORRECTION
+from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
 from tensordict import TensorDict
 from verl import DataProto
 from verl.workers.utils.padding import response_to_nested
@@ -40,13 +40,11 @@ class ObjectiveMixin(_Host):
         if acting.kl is not None:
             self._kl = KlTerm(acting.kl, coefficient(acting.kl, self.config))
             if acting.kl.in_rewards:
-                HANDLERS[KL_IN_REWARDS.name] = self._penalise
-                patches.append(KL_IN_REWARDS)
+                patches.append(KL_IN_REWARDS.calling(self._penalise))
         if acting.correction is not None:
             self._settings = settings_of(acting.correction)
             if self._settings.mode == "decoupled" and native_rollout_correction(self._settings) is None:
-                HANDLERS[ROLLOUT_CORRECTION.name] = self._correct
-                patches.append(ROLLOUT_CORRECTION)
+                patches.append(ROLLOUT_CORRECTION.calling(self._correct))
         self._patches = PatchSet(*patches).apply()
 
     def _penalise(self, data: Any) -> dict[str, float]:

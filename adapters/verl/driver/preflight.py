@@ -17,7 +17,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
-from mismatch_ext.patching import PatchSet
+from mismatch_ext.patching import PatchSet, active_patches
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.terminal import say
@@ -187,8 +187,8 @@ class PreflightMixin(_Host):
     def _header(self) -> dict[str, Any]:
         if self._verdicts.observes and not hasattr(self, "_checked"):
             # Nothing is known of the processes, which is a finding; what else is measured is written all the same.
-            return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": self._patches.describe()}
-        return run_header(self.config, self._block, self._checked, self._patches.describe(), self._sampling())
+            return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
+        return run_header(self.config, self._block, self._checked, active_patches(), self._sampling())
 
     def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Say it, and keep it in the run's metrics file."""

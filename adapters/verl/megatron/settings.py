@@ -7,11 +7,13 @@ ingested before a batch runs, and every router that does not replay is an error 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers import read_trainer
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH, Guard
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 from verl.utils.device import get_device_name
@@ -21,7 +23,6 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import PatchSet
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
-_PATCHES: PatchSet | None = None
 
 
 def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
@@ -118,6 +119,28 @@ def _refused(setting: str, value: object, allowed: str, why: str) -> ConfigError
     )
 
 
+@dataclass(frozen=True)
+class ReplayChecks:
+    """The checks of verl's Megatron replay in this process.
+
+    Args:
+        guard: Looks at routes and routers.
+        patches: Where verl asks it.
+    """
+
+    guard: Guard
+    patches: PatchSet
+
+
+@cache
+def _replay_checks() -> ReplayChecks:
+    # megatron-core is imported here, in a worker: the driver may have none.
+    from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
+
+    guard = ReplayGuard()
+    return ReplayChecks(guard, PatchSet(*(patch.calling(guard) for patch in (REPLAYED_BATCH, CLOSED_TOPK))).apply())
+
+
 def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
     """Apply the checks of verl's Megatron replay for the life of this process; once is enough.
 
@@ -130,25 +153,22 @@ def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
     Raises:
         PatchError: verl is another than the patches were written for.
     """
-    global _PATCHES
     if block.routing is None:
         return None
-    if _PATCHES is None:
-        # megatron-core is imported here, in a worker: the driver may have none.
-        from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
-        from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, GUARD, REPLAYED_BATCH
+    patches = _replay_checks().patches
+    patches.verify()
+    return patches
 
-        GUARD[:] = [ReplayGuard()]
-        _PATCHES = PatchSet(REPLAYED_BATCH, CLOSED_TOPK).apply()
-    _PATCHES.verify()
-    return _PATCHES
+
+def registered() -> ReplayChecks | None:
+    """Return the checks of this process, or None where nothing registered them."""
+    return _replay_checks() if _replay_checks.cache_info().currsize else None
 
 
 def replayed_others() -> int:
     """Return how many passes were over other tokens than their routes since the last call, by the checks of this process."""
-    from mismatch_ext.patches.verl.megatron_replay import GUARD
-
-    return sum(guard.take_others() for guard in GUARD)
+    checks = registered()
+    return 0 if checks is None else checks.guard.take_others()
 
 
 def megatron_report(engine: Any) -> dict[str, Any]:
@@ -163,12 +183,12 @@ def megatron_report(engine: Any) -> dict[str, Any]:
         scale = {"class": type(optimizer).__name__, "enabled": True, "scale": float(optimizer.get_loss_scale())}
         reading = replace(reading, scaler=scale)
     mode = engine.engine_config.router_replay.mode
-    rate = getattr(engine, "mismatch_lr", None)
+    rate, checks = getattr(engine, "mismatch_lr", None), registered()
     return {
         "engine": type(engine).__name__,
         "strategy": engine.engine_config.strategy,
         "trainer": asdict(reading),
         "routing": None if mode == "disabled" else mode,
         "lr": None if rate is None else rate.multiplier,
-        "patches": [] if _PATCHES is None else _PATCHES.describe(),
+        "patches": [] if checks is None else checks.patches.describe(),
     }

@@ -25,12 +25,14 @@ from mismatch_ext.adapters.verl.worker.scaler import (
     scaler_report,
 )
 from mismatch_ext.adapters.verl.worker.state import read_state, write_state
+from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.patching import described
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
@@ -281,6 +283,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             },
             "lr": None if self._rate is None else self._rate.control.multiplier,
             "remove_padding": bool(self.use_remove_padding),
+            "patches": described(*CHECKPOINTS) if self._replay is not None else [],
             "versions": {name: installed(name) for name in ("torch", "transformers", "verl")},
         }
 

@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from mismatch_ext import versions
 from mismatch_ext.config import KlConfig, LrConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, SeamError, UntestedVersionWarning
+from mismatch_ext.patching import active_patches
 from tests.planted import planted
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -386,15 +387,16 @@ def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: 
     def fail() -> None:
         raise ImportError("no such thing")
 
-    stock = verl.utils.config.validate_config
     monkeypatch.setattr(plugin, "_load", fail)
-    monkeypatch.setattr(verl.utils.config, "validate_config", stock)  # restored afterwards
     monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
     with pytest.raises(ImportError):
         plugin.load()
     # The block may be in a file that no argument names: the configuration itself is refused.
     with pytest.raises(SystemExit, match="no such thing"):
         verl.utils.config.validate_config(configured("+mismatch={}"), use_reference_policy=False, use_critic=False)
+    assert [patch["name"] for patch in active_patches()] == ["verl/not_loaded"]
+    plugin.unload()
+    assert active_patches() == []
     monkeypatch.setattr(sys, "argv", ["main_ppo", "+mismatch.routing.mode=R3"])
     with pytest.raises(SystemExit, match="nothing was started"):
         plugin.load()
