@@ -2,7 +2,7 @@
 
 TRL is measured in every version that was run, and in the two around the change of its default; a version that `.venv` does not
 hold is installed under `.cache/`, without its dependencies, and put in front on the path. What came out is written to
-mismatch_ext/kl/hosts.json, from which docs/kl.md is printed. Tests measure again, and compare.
+tests/oracles/kl/hosts.json, from which docs/kl.md is printed. Tests measure again, and compare.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mismatch_ext.kl.hosts import FILE
 from mismatch_ext.versions import installed
 from tests.models import tiny_model
+from tests.oracles.kl.hosts import FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache/trl"

@@ -36,7 +36,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     The gradient is that of the value alone. The mean of the value has another gradient, because the sampled tokens
     depend on the policy: see `kl_surrogate`. What each estimator's own gradient is on average is printed, with its
-    bias, by `python -m mismatch_ext.kl`.
+    bias, in docs/kl.md.
 
     Numerics: the difference and everything after it is float64. k3 is `expm1(-d) + d`, by its series where that cancels:
     relative error below 1e-6 down to abs(d) = 1e-6 and less, where `exp(-d) - 1 + d` in float32 is 100 % wrong. For

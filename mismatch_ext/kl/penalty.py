@@ -62,7 +62,7 @@ def kl_penalty(
     the token or the prefix alone, KL of later tokens stays weighted as the rollout policy samples it. The loss carries
     its own ratio, since hosts add it unweighted.
 
-    On average over samples of pi, in gradients (exactly; sizes are printed by `python -m mismatch_ext.kl`): k1 in the
+    On average over samples of pi, in gradients (exactly; sizes are in docs/kl.md): k1 in the
     reward, k1 in both and k3 in both are unbiased for KL(pi||ref) of sequences. k1 in the loss is zero-mean noise; k2
     in the loss regularises tokens but credits nothing to earlier ones; k3 in the loss is the gradient of KL(ref||pi) of
     tokens; k3 in the reward lacks just that from KL(pi||ref); k2 and abs in both regularise E[K], which is not the KL.

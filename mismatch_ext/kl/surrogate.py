@@ -54,7 +54,7 @@ def kl_surrogate(
     not, and the configuration is biased anyway.
 
     Unbiased estimators: k1 in the reward, k1 or k3 in both, and for target "token" k2 in the loss. Every configuration's
-    bias and spread, by exact enumeration, is printed by `python -m mismatch_ext.kl`.
+    bias and spread, by exact enumeration, is in docs/kl.md.
 
     The value of the term is coef w_t K_t for every placement, so its mean is a fair log of the weighted estimate; it is
     not the function whose gradient this is. Log `kl_metrics`. Only first derivatives mean anything.

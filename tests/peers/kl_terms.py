@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mismatch_ext.kl.hosts import HostTerm, read_terms
+from tests.oracles.kl.hosts import HostTerm, read_terms
 
 FIGURES = ("value", "responses", "cos", "tokens", "std")
 

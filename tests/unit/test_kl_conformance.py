@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_surrogate
-from mismatch_ext.kl.conformance import conformance_page, full_moments, surrogate_term
-from mismatch_ext.kl.enumeration import PREFIX_DIVERGENCES, Problem, Tree, exact, moments, pair_moments
-from mismatch_ext.kl.evidence import (
+from tests.oracles.kl.conformance import conformance_page, full_moments, surrogate_term
+from tests.oracles.kl.enumeration import PREFIX_DIVERGENCES, Problem, Tree, exact, moments, pair_moments
+from tests.oracles.kl.evidence import (
     CANDIDATES,
     paired_term,
     reward_term,
@@ -25,7 +25,7 @@ from mismatch_ext.kl.evidence import (
     sum_term,
     tilted,
 )
-from mismatch_ext.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, UNBIASED, Fact
+from tests.oracles.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, UNBIASED, Fact
 
 pytestmark = pytest.mark.numeric
 
@@ -286,7 +286,7 @@ def test_the_page_is_deterministic_and_complete() -> None:
     assert "nan" not in page and "inf" not in page.replace("information", "")
     spreads_alone.cache_clear()
     spreads_beside.cache_clear()
-    printed = subprocess.run([sys.executable, "-m", "mismatch_ext.kl"], capture_output=True, text=True, check=True)
+    printed = subprocess.run([sys.executable, "-m", "tests.oracles.kl"], capture_output=True, text=True, check=True)
     assert printed.stdout == page + "\n"
     assert all(
         len(re.findall(r"(?<!\\)\|", line)) in (7, 8, 10, 12) for line in page.splitlines() if line.startswith("|")
@@ -312,6 +312,6 @@ def test_public_docstrings_state_formula_shapes_units_errors() -> None:
 
     for function in ("kl_estimate", "kl_penalty", "kl_surrogate"):
         text = str(getattr(package, function).__doc__)
-        for part in ("Args:", "Returns:", "Raises:", "nats", "2512.21852", "biased", "python -m mismatch_ext.kl"):
+        for part in ("Args:", "Returns:", "Raises:", "nats", "2512.21852", "biased", "python -m tests.oracles.kl"):
             assert part in text, (function, part)
     assert ast.get_docstring(ast.parse(open(package.__file__, encoding="utf-8").read()))

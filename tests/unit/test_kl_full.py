@@ -13,7 +13,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.kl import kl_full, kl_full_surrogate, kl_surrogate
-from mismatch_ext.kl.enumeration import Tree
+from tests.oracles.kl.enumeration import Tree
 
 pytestmark = pytest.mark.numeric
 

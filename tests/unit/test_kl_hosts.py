@@ -9,8 +9,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from mismatch_ext.kl.enumeration import moments
-from mismatch_ext.kl.hosts import HostTerm, hosts_section, judge, problem_of, read_terms, row_term
+from tests.oracles.kl.enumeration import moments
+from tests.oracles.kl.hosts import HostTerm, hosts_section, judge, problem_of, read_terms, row_term
 
 ROOT = Path(__file__).parents[2]
 

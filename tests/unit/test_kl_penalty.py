@@ -11,7 +11,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import kl_estimate, kl_metrics, kl_penalty
-from mismatch_ext.kl.enumeration import Problem, Term, exact, moments
+from tests.oracles.kl.enumeration import Problem, Term, exact, moments
 
 pytestmark = pytest.mark.numeric
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mismatch_ext.adapters.megatron import moe_layout, record_routing
 from torch import Tensor
 
 from mismatch_ext.routing import RoutingTrace, load_traces
@@ -27,6 +26,7 @@ from tests.peers.megatron.cpu import (
     start,
     tokens,
 )
+from tests.peers.megatron.parked import moe_layout, record_routing
 from tests.peers.megatron.scenarios_routing import ROWS, expected_maps, random_trace, refused, replay_routing, replayed
 
 WORLD = 2

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from mismatch_ext.adapters.megatron import moe_layout, record_routing
-from mismatch_ext.adapters.megatron import replay_routing as proving_replay
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
@@ -34,6 +32,8 @@ from tests.peers.megatron.cpu import (
     same,
     tokens,
 )
+from tests.peers.megatron.parked import moe_layout, record_routing
+from tests.peers.megatron.parked import replay_routing as proving_replay
 
 ROWS = BATCH * SEQUENCE
 

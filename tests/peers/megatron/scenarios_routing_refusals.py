@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.megatron import moe_layout, record_routing
 from torch import Tensor
 
 from mismatch_ext.routing import RoutingTrace
@@ -21,6 +20,7 @@ from tests.peers.megatron.cpu import (
     run,
     tokens,
 )
+from tests.peers.megatron.parked import moe_layout, record_routing
 from tests.peers.megatron.scenarios_routing import ROWS, expected_maps, random_trace, refused, replay_routing
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import (
+from torch import Tensor, nn
+
+from mismatch_ext.routing import RoutingTrace
+from tests.oracles.routing.passes import (
     Pass,
     forward,
     run,
     vouched,
 )
-from mismatch_ext.adapters.transformers.routing.tiny import families
-from torch import Tensor, nn
-
-from mismatch_ext.routing import RoutingTrace
+from tests.oracles.routing.tiny import families
 
 FAMILIES = {family.name: family for family in families()}
 # All others must be replayable: a family that a new transformers brings is looked at when it is not.

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import another
-from mismatch_ext.adapters.transformers.routing.tiny import Family, families
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mismatch_ext.routing import RoutingTrace
+from tests.oracles.routing.passes import another
+from tests.oracles.routing.tiny import Family, families
 from tests.peers.forks import on_ranks
 
 MODES = (None, True, False)

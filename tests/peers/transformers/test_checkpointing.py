@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import (
+from torch import Tensor
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from mismatch_ext.errors import ReplayError
+from tests.oracles.routing.passes import (
     another,
     backward,
     equal,
@@ -18,11 +23,6 @@ from mismatch_ext.adapters.transformers.routing.passes import (
     tokens,
     watched,
 )
-from torch import Tensor
-from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-from mismatch_ext.errors import ReplayError
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, replayed
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import (
+
+from tests.oracles.routing.passes import (
     Pass,
     another,
     backward,
     forward,
     run,
 )
-
 from tests.peers.transformers.cases import FAMILIES, QWEN, case, replayed
 
 

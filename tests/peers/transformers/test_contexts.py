@@ -14,7 +14,12 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_generation, record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import (
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.routing import RoutingTrace
+from tests.oracles.routing.passes import (
     another,
     backward,
     equal,
@@ -23,11 +28,6 @@ from mismatch_ext.adapters.transformers.routing.passes import (
     tokens,
     watched,
 )
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-
-from mismatch_ext.errors import ReplayError, RoutingError
-from mismatch_ext.routing import RoutingTrace
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, of, replayed
 
 # What must not pass unnoticed.

@@ -13,17 +13,17 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.families import families_page
-from mismatch_ext.adapters.transformers.routing.passes import (
-    another,
-    forward,
-)
-from mismatch_ext.adapters.transformers.routing.proof import CHECKPOINTING, Result, prove
 from mismatch_ext.adapters.transformers.routing.replay import Replay
-from mismatch_ext.adapters.transformers.routing.tiny import Family, families
 from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError
+from tests.oracles.routing.families import families_page
+from tests.oracles.routing.passes import (
+    another,
+    forward,
+)
+from tests.oracles.routing.proof import CHECKPOINTING, Result, prove
+from tests.oracles.routing.tiny import Family, families
 from tests.peers.scenarios import ROOT
 from tests.peers.transformers.cases import FAMILIES, QWEN, REFUSED, case, of
 

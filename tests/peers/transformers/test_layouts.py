@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import (
-    another,
-)
 from torch import Tensor
 
 from mismatch_ext.routing import RoutingTrace, align, align_packed
+from tests.oracles.routing.passes import (
+    another,
+)
 from tests.peers.transformers.cases import QWEN, case
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from mismatch_ext.adapters.transformers.routing import record_generation, record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import another, backward, equal, forward, run
 from torch import Tensor
 
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace, align, align_packed, load_traces, save_traces
+from tests.oracles.routing.passes import another, backward, equal, forward, run
 from tests.peers.transformers.cases import FAMILIES, QWEN, case
 
 CASES = 240

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
-from mismatch_ext.adapters.transformers.routing.passes import (
+from peft import LoraConfig, get_peft_model
+
+from tests.oracles.routing.passes import (
     another,
     forward,
     run,
 )
-from peft import LoraConfig, get_peft_model
-
 from tests.peers.scenarios import Run, named
 from tests.peers.transformers.cases import FAMILIES, QWEN, REENTRANT, case, replayed
 

@@ -16,8 +16,8 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from mismatch_ext.kl.enumeration import moments
-from mismatch_ext.kl.hosts import SAMPLINGS, Sampling, judge, problem_of, row_term
+from tests.oracles.kl.enumeration import moments
+from tests.oracles.kl.hosts import SAMPLINGS, Sampling, judge, problem_of, row_term
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"use_bias_correction_kl": True},

@@ -30,8 +30,8 @@ from verl.workers.utils.losses import ppo_loss
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import KlTerm, kl_surrogate
-from mismatch_ext.kl.enumeration import Problem
-from mismatch_ext.kl.facts import FACTS
+from tests.oracles.kl.enumeration import Problem
+from tests.oracles.kl.facts import FACTS
 from tests.peers.verl.in_process.losses import (
     END,
     actor_config,

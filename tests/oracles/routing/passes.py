@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout
-from mismatch_ext.adapters.transformers.routing.tiny import VOCABULARY
 from torch import Tensor, nn
 
 from mismatch_ext.routing import RoutingTrace
+from tests.oracles.routing.tiny import VOCABULARY
 
 
 @dataclass(frozen=True)

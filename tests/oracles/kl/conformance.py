@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.enumeration import Moments, Problem, Term, exact, logits_moments, moments
-from mismatch_ext.kl.evidence import evidence
-from mismatch_ext.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
 from mismatch_ext.kl.full import kl_full_surrogate
-from mismatch_ext.kl.hosts import hosts_section
 from mismatch_ext.kl.surrogate import kl_surrogate
-from mismatch_ext.kl.text import number, table
+from tests.oracles.kl.enumeration import Moments, Problem, Term, exact, logits_moments, moments
+from tests.oracles.kl.evidence import evidence
+from tests.oracles.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
+from tests.oracles.kl.hosts import hosts_section
+from tests.oracles.kl.text import number, table
 
 INTRODUCTION = """\
 # What every KL configuration does
 
-Printed by `python -m mismatch_ext.kl`: every response of a small autoregressive policy is passed through
+Printed by `python -m tests.oracles.kl`: every response of a small autoregressive policy is passed through
 `mismatch_ext.kl.kl_surrogate` and weighted by its exact probability, in float64. Nothing is sampled. Figures have three
 digits; 0 is below 1e-9. TRL's and verl's own terms have [their table](#trls-and-verls-own-kl-terms) too.
 

@@ -1,6 +1,6 @@
 """Which families can be replayed: measured on a tiny random model of each, in the installed transformers.
 
-python -m mismatch_ext.adapters.transformers.routing        prints the table of docs/routing.md
+python -m tests.oracles.routing        prints the table of docs/routing.md
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from mismatch_ext.adapters.transformers.routing.proof import CHECKPOINTING, TOLERANCE, Result, prove
-from mismatch_ext.adapters.transformers.routing.tiny import families
 
 from mismatch_ext.versions import installed
+from tests.oracles.routing.proof import CHECKPOINTING, TOLERANCE, Result, prove
+from tests.oracles.routing.tiny import families
 
 
 def family_results() -> list[Result]:

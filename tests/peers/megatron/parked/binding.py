@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from megatron.core.tensor_parallel.random import CheckpointFunction
-from mismatch_ext.adapters.megatron.layout import Chunk
-from mismatch_ext.adapters.megatron.tokens import pass_tokens
+from mismatch_ext.patches.torch.checkpoint import checkpoints_bound
 from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing.tokens import TokenRows
+from tests.peers.megatron.parked.layout import Chunk
+from tests.peers.megatron.parked.tokens import pass_tokens
 
 Call = Callable[..., Any]
 
@@ -126,7 +125,7 @@ class Binding:
                 stack.callback(_restore, attributes, name, attributes.get(name, _ABSENT))
                 attributes[name] = shadow
             if self._session.replays:
-                stack.enter_context(_torch_checkpoint_bound(self.bound))
+                stack.enter_context(checkpoints_bound(_Binder(self)))
             yield
 
     def bound(self, function: Call) -> Call:
@@ -291,19 +290,14 @@ def _inside(function: Call) -> bool:
     return False
 
 
-@contextmanager
-def _torch_checkpoint_bound(bound: Callable[[Call], Call]) -> Iterator[None]:
-    """Bind what torch.utils.checkpoint runs again, in both modes, however `checkpoint` was imported.
+@dataclass(frozen=True)
+class _Binder:
+    """Binds what torch's checkpoints run again; a function that has nothing to do with the model is bound without effect."""
 
-    A function that has nothing to do with the model is bound without effect.
-    """
-    module: Any = torch_checkpoint
-    reentrant, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction = SimpleNamespace(apply=lambda function, *args: reentrant.apply(bound(function), *args))
-    module._checkpoint_without_reentrant_generator = lambda function, *args, **kwargs: generator(
-        bound(function), *args, **kwargs
-    )
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, generator
+    binding: Binding
+
+    def bound(self, function: Call) -> Call:
+        return self.binding.bound(function)
+
+    def checkpointing(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, moe_layout
-from mismatch_ext.adapters.transformers.routing.passes import (
+from mismatch_ext.adapters.transformers.routing.record import record_routing
+from mismatch_ext.adapters.transformers.routing.replay import replay_routing
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ReplayError
+from mismatch_ext.routing import RoutingTrace
+from tests.oracles.routing.passes import (
     Pass,
     another,
     backward,
@@ -24,13 +30,7 @@ from mismatch_ext.adapters.transformers.routing.passes import (
     vouched,
     watched,
 )
-from mismatch_ext.adapters.transformers.routing.record import record_routing
-from mismatch_ext.adapters.transformers.routing.replay import replay_routing
-from mismatch_ext.adapters.transformers.routing.tiny import Family
-from torch import Tensor, nn
-
-from mismatch_ext.errors import ReplayError
-from mismatch_ext.routing import RoutingTrace
+from tests.oracles.routing.tiny import Family
 
 # Gradient checkpointing off, and `use_reentrant` where it is on.
 CHECKPOINTING = {None: "no checkpoints", True: "reentrant", False: "non-reentrant"}

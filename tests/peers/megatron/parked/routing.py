@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from mismatch_ext.adapters.megatron.binding import Binding, Forward
-from mismatch_ext.adapters.megatron.layout import Chunk, MoeLayout, moe_layout
-from mismatch_ext.adapters.megatron.order import to_batch_first, to_local
 from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace, storage_dtype
 from mismatch_ext.routing.tokens import Others, Proof, TokenRows
+from tests.peers.megatron.parked.binding import Binding, Forward
+from tests.peers.megatron.parked.layout import Chunk, MoeLayout, moe_layout
+from tests.peers.megatron.parked.order import to_batch_first, to_local
 
 TopK = tuple[Tensor, Tensor]
 

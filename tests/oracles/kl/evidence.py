@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.enumeration import Problem, Term, Tree, exact, moments, pair_moments
 from mismatch_ext.kl.surrogate import kl_surrogate
-from mismatch_ext.kl.text import bold_least, number, table
+from tests.oracles.kl.enumeration import Problem, Term, Tree, exact, moments, pair_moments
+from tests.oracles.kl.text import bold_least, number, table
 
 Target = Literal["token", "sequence"]
 SEEDS = range(4)

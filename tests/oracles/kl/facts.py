@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.enumeration import Problem, exact, stale_gradient
 from mismatch_ext.kl.estimators import ESTIMATORS
+from tests.oracles.kl.enumeration import Problem, exact, stale_gradient
 
 PLACEMENTS = ("loss", "reward", "both")
 TARGETS = ("token", "sequence")

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mismatch_ext.kl.enumeration import PREFIX_DIVERGENCES, Moments, Problem, Term, exact
-from mismatch_ext.kl.text import number, table
+from tests.oracles.kl.enumeration import PREFIX_DIVERGENCES, Moments, Problem, Term, exact
+from tests.oracles.kl.text import number, table
 
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, behavior_logprobs) of one response, each [1, T] -> its KL term at coefficient 1, summed, 0-d."""
