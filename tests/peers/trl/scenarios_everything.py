@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mismatch_ext.adapters.trl import MismatchCallback
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.patching import engine, swap
 from mismatch_ext.rundata import read_run
 from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, rows
 
@@ -42,9 +46,25 @@ def everything(
     """Train with a block, dying after a step or resuming, with vLLM unless told otherwise."""
     callbacks = [AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL))] if kill_after else []
     rest = {"model_init_kwargs": {"experts_implementation": "eager"}, **rest}
-    trainer = build(model, out, block, callbacks, **rest)
-    trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer)
+    with put_in_place() as names:
+        trainer = build(model, out, block, callbacks, **rest)
+        trainer.train(resume_from_checkpoint=resume)
+    rollouts = vars(trainer.vllm_generation) if trainer.use_vllm else {}
+    return {**outcome(trainer), "patched": sorted(names), "patch_digest": rollouts.get("patch_digest")}
+
+
+@contextmanager
+def put_in_place() -> Iterator[set[str]]:
+    """Collect the names of all patches that are put in place meanwhile, for however short a time."""
+    names: set[str] = set()
+
+    def write(entry: Any) -> None:
+        names.add(entry.patch.name)
+        plain(entry)
+
+    plain = engine.write
+    with mock.patch.object(engine, "write", write), mock.patch.object(swap, "write", write):
+        yield names
 
 
 class Lengthen(TrainerCallback):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.patching import digest_of
 from mismatch_ext.rundata import read_run
 from tests.peers.scenarios import Ran, Run, named
 
@@ -70,6 +71,12 @@ def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
     assert ran.expect()["called"] == [alarm.data]
     block = MismatchConfig.parse(EVERYTHING)
     assert block is not None and data.header["config"] == block.to_dict()
+    # Those of single moments too: named in the header and the banner, and in the provenance of the rollouts.
+    patches = data.header["patches"]
+    assert sorted(patch["name"] for patch in patches) == ran.expect()["patched"]
+    assert {"torch/reentrant_checkpoint", "trl/own_loss", "vllm/cpu_moe_repack"} <= set(ran.expect()["patched"])
+    assert all(f"\n  patch      {patch['name']} on {patch['target']}" in ran.stdout for patch in patches)
+    assert ran.expect()["patch_digest"] == digest_of(patches)
     closing = ran.stdout[ran.stdout.rindex("mismatch-ext: training completed after 4 steps") :]
     for line in ("gap ", "alarms ", "lr ", "loss scale ", "sync ", "routing ", "report "):
         assert f"\n  {line}" in closing, closing

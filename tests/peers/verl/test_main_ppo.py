@@ -137,6 +137,10 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     data = read_run(work / "checkpoints/mismatch")
     assert [step.step for step in data.steps] == [1, 2, 3]
     assert {"precision", "routing", "correction", "kl", "lr", "monitor"} == set(data.header["config"])
+    # Driver and workers, for the life of a process and for single forward passes.
+    patched = {patch["name"] for patch in data.header["patches"]}
+    assert {"verl/validate_config", "verl/runtime_env", "torch/reentrant_checkpoint"} <= patched
+    assert all(f"\n  patch      {name} on " in run.log for name in patched)
     (alarm,) = [event for event in data.events if event.name == "alarm"]
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")
 
