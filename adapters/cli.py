@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
-from mismatch_ext.cli import command, folder, main
+from mismatch_ext.cli import REPORT, Command, folder, run_command
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.strict import suggestion
 from mismatch_ext.terminal import say
-
-__all__ = ["main"]
 
 
 def _configure_readiness(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +22,7 @@ def _configure_readiness(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command(
-    "readiness",
-    help="Scan a checkpoint's weights and activations for what does not fit a dtype.",
-    configure=_configure_readiness,
-)
-def readiness(arguments: argparse.Namespace) -> int:
+def _readiness(arguments: argparse.Namespace) -> int:
     """Print the scan and its verdict; the exit status is 1 when the checkpoint is not ready."""
     from mismatch_ext.adapters.transformers import scan_checkpoint
 
@@ -47,15 +41,32 @@ def _configure_compat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
-@command(
-    "compat",
-    help="Say which installed trainers and engines this release was run with, and which features work with them.",
-    configure=_configure_compat,
-)
-def compat(arguments: argparse.Namespace) -> int:
+def _compat(arguments: argparse.Namespace) -> int:
     """Print what is held on to in each installed peer, and what works; the exit status is 0 whatever that is."""
     from mismatch_ext.adapters.compat import installed_environment
 
     found = installed_environment()
     say(json.dumps(found.data(), indent=2) if arguments.json else str(found))
     return 0
+
+
+COMMANDS = (
+    REPORT,
+    Command(
+        name="readiness",
+        help="Scan a checkpoint's weights and activations for what does not fit a dtype.",
+        configure=_configure_readiness,
+        run=_readiness,
+    ),
+    Command(
+        name="compat",
+        help="Say which installed trainers and engines this release was run with, and which features work with them.",
+        configure=_configure_compat,
+        run=_compat,
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    return run_command(COMMANDS, argv)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks._timing import paired
-from mismatch_ext.routing import align, align_packed, ingest_batch, traces_nbytes
+from mismatch_ext.routing import RoutingTrace, align, align_packed, traces_nbytes
 
 SEQUENCES, PROMPT, LAYERS, EXPERTS, TOP_K = 512, 64, 48, 128, 8
 """Qwen3-30B-A3B's routers; responses are short so that both sides' copies fit a small machine."""
@@ -69,18 +69,23 @@ class Verl:
         return self.align(nested, inputs).values(), self.mask(inputs, mask).values()
 
 
-def ours(ids: list[Ids], tokens: list[int], attention: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the same from checked traces, packed, or padded where there is an attention mask."""
-    traces = ingest_batch(
-        ids,
+def ingested(row: int, array: Ids, tokens: int) -> RoutingTrace:
+    """Return the checked trace of one sequence."""
+    return RoutingTrace.ingest(
+        array,
         num_experts=EXPERTS,
         layers=range(LAYERS),
         tokens=tokens,
         version=0,
-        requests=[str(row) for row in range(len(ids))],
+        request=str(row),
         top_k=TOP_K,
         last_row=False,
     )
+
+
+def ours(ids: list[Ids], tokens: list[int], attention: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the same from checked traces, packed, or padded where there is an attention mask."""
+    traces = [ingested(row, array, count) for row, (array, count) in enumerate(zip(ids, tokens, strict=True))]
     trace, mask = align_packed(traces, tokens) if attention is None else align(traces, attention)
     return trace.parts[0], mask
 
@@ -100,9 +105,7 @@ def padded_as_verl(ids: list[Ids], attention: Tensor) -> Tensor:
 def sizes() -> list[dict[str, Any]]:
     """Return bytes per token of a trace against the same ids in the forms that others keep and send."""
     ids, tokens = recordings()
-    one = ingest_batch(
-        ids[:1], num_experts=EXPERTS, layers=range(LAYERS), tokens=tokens[:1], version=0, requests=["0"], last_row=False
-    )
+    one = [ingested(0, ids[0], tokens[0])]
     rows = len(ids[0])
     ours = traces_nbytes(one) / rows
     forms = {

@@ -1,8 +1,4 @@
-"""The `mismatch-ext` command: a small registry of subcommands.
-
-A subcommand takes the parsed arguments and returns the exit status, and is registered by `@command`. What
-it needs beyond the standard library it imports itself, so that the others stay quick to start.
-"""
+"""The `mismatch-ext` command, with the subcommand that needs no peer; `adapters/cli.py` adds the others."""
 
 from __future__ import annotations
 
@@ -16,56 +12,48 @@ from mismatch_ext.errors import MismatchError
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
 
-Run = Callable[[argparse.Namespace], int]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One subcommand: what it adds to its parser, and what it does."""
+    """One subcommand.
 
+    Args:
+        name: What it is called by.
+        help: One line for the help text.
+        configure: Adds its arguments to its parser.
+        run: Gets the parsed arguments and returns the exit status. What it needs beyond the standard library it imports itself,
+            so that the others stay quick to start.
+    """
+
+    name: str
     help: str
     configure: Callable[[argparse.ArgumentParser], None]
-    run: Run
+    run: Callable[[argparse.Namespace], int]
 
 
-COMMANDS: dict[str, Command] = {}
-
-
-def command(name: str, *, help: str, configure: Callable[[argparse.ArgumentParser], None]) -> Callable[[Run], Run]:
-    """Register the decorated function as subcommand `name`."""
-
-    def register(run: Run) -> Run:
-        if name in COMMANDS:
-            raise ValueError(f"subcommand {name!r} is registered twice.")
-        COMMANDS[name] = Command(help=help, configure=configure, run=run)
-        return run
-
-    return register
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, or 2 for an error told in one line on stderr."""
-    parser = _parser()
+def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: the subcommand's, or 2 for an error told in one line on stderr."""
+    parser = _parser(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        return next(command.run(arguments) for command in commands if command.name == arguments.command)
     except MismatchError as error:
         say(f"error: {' '.join(str(error).split())}", error=True)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mismatch-ext",
         description="Tell how far rollout engine and trainer are apart.",
     )
     parser.add_argument("--version", action="version", version=f"mismatch-ext {installed('mismatch-ext')}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, entry in COMMANDS.items():
-        entry.configure(subparsers.add_parser(name, help=entry.help, description=entry.help))
+    for command in commands:
+        command.configure(subparsers.add_parser(command.name, help=command.help, description=command.help))
     return parser
 
 
@@ -87,8 +75,7 @@ def _configure_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", type=folder, help="file to write (default: RUN_DIR/report.html)")
 
 
-@command("report", help="Render a run directory as one self-contained HTML file.", configure=_configure_report)
-def report(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     """Render the report and print its path and its verdict."""
     from mismatch_ext.report import build
 
@@ -96,6 +83,19 @@ def report(arguments: argparse.Namespace) -> int:
     say(str(built.path), keep="")
     say(built.verdict, keep="")
     return 0
+
+
+REPORT = Command(
+    name="report",
+    help="Render a run directory as one self-contained HTML file.",
+    configure=_configure_report,
+    run=_report,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommands that need no peer."""
+    return run_command([REPORT], argv)
 
 
 if __name__ == "__main__":

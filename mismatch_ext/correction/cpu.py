@@ -1,4 +1,4 @@
-"""The same pass as `rows.scan` on a CPU: row by row in numpy, so that each row is read into the first-level cache once.
+"""The same pass as `rows.scan_blocks` on a CPU: row by row in numpy, so that each row is read into the first-level cache once.
 
 Rows whose tokens are contiguous need no masked operation at all; a row with holes is compacted first. One thread: rows of a few
 thousand tokens are too short for two threads to gain what passing the interpreter lock costs (measured).
@@ -28,7 +28,7 @@ DOMINANT = 1e3
 def scan_cpu(
     rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor
 ) -> Rows:
-    """As `rows.scan`, for tensors on the CPU; non-finite values are left for the caller to find in the sums."""
+    """As `scan.scan`, for tensors on the CPU; non-finite values are left for the caller to find in the sums."""
     rows = Rows.zeros(len(mask), settings.rules, mask.device)
     flags: Array = mask.numpy()
     counts = [int(np.count_nonzero(row)) for row in flags]  # along an axis numpy would sum integers

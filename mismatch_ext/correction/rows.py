@@ -115,35 +115,10 @@ def zeros(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
 
-def scan(rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor) -> Rows:
-    """Sum over rows, and write token-level weights and decisions.
-
-    Args:
-        rollout: log mu `[B, T]`.
-        old: log pi_old `[B, T]`.
-        mask: True for tokens `[B, T]`.
-        settings: The correction.
-        weights: Receives token-level weights `[B, T]`, float32, or None when the level is not `token`.
-        kept: Receives the tokens that the token-level rules keep `[B, T]`.
-
-    Raises:
-        NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position.
-    """
-    if mask.device.type == "cpu":
-        from mismatch_ext.correction.cpu import scan_cpu
-
-        rows = scan_cpu(rollout, old, mask, settings, weights, kept)
-    else:
-        rows = scan_blocks(rollout, old, mask, settings, weights, kept)
-    if not bool(torch.isfinite(rows.d).all() & torch.isfinite(rows.old).all()):
-        raise _offender(rollout, old, mask, "unscored_is_one" in settings.compat)
-    return rows
-
-
 def scan_blocks(
     rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor
 ) -> Rows:
-    """As `scan`, in torch on any device; non-finite values are left for the caller to find in the sums."""
+    """As `scan.scan`, in torch on any device; non-finite values are left for the caller to find in the sums."""
     rows = Rows.zeros(len(mask), settings.rules, mask.device)
     rows.count = mask.sum(1).double()
     rows.left = rows.count.clone()
@@ -151,8 +126,6 @@ def scan_blocks(
         _scan_block(
             rollout[index, :width], old[index, :width], mask[index, :width], index, settings, rows, weights, kept
         )
-    if not bool(torch.isfinite(rows.d).all() & torch.isfinite(rows.old).all()):
-        raise _offender(rollout, old, mask, "unscored_is_one" in settings.compat)
     return rows
 
 
@@ -269,7 +242,8 @@ def _scan_rule(stat: Tensor, mask: Tensor, sums: RuleSums, index: Tensor, bounds
     return ~(above | below)
 
 
-def _offender(rollout: Tensor, old: Tensor, mask: Tensor, forgiving: bool) -> Exception:
+def offender(rollout: Tensor, old: Tensor, mask: Tensor, forgiving: bool) -> Exception:
+    """Return the error that names the first value that is not finite, for sums that are not."""
     scored = mask & ~rollout.isnan() if forgiving else mask
     return (
         not_finite("rollout_logprobs", rollout, scored)

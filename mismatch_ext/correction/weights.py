@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_of, not_finite, scan, zeros
+from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_of, not_finite, zeros
+from mismatch_ext.correction.scan import scan
 from mismatch_ext.correction.settings import Rule, Settings, resolve
 from mismatch_ext.correction.summary import rule_metrics, summarise, weight_metrics
 from mismatch_ext.errors import RecordError

@@ -2,11 +2,10 @@
 
 from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES, Agreement, agreement
 from mismatch_ext.routing.align import align, align_packed
-from mismatch_ext.routing.ingest import ingest_batch
+from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.plausibility import check_plausible, expert_overlap
 from mismatch_ext.routing.sharing import Shared, share_prompts
-from mismatch_ext.routing.storage import load_traces, save_traces
-from mismatch_ext.routing.trace import RoutingTrace, storage_dtype, traces_nbytes
+from mismatch_ext.routing.trace import RoutingTrace, traces_nbytes
 
 __all__ = [
     "OTHER_PASSES",
@@ -19,9 +18,6 @@ __all__ = [
     "align_packed",
     "check_plausible",
     "expert_overlap",
-    "ingest_batch",
-    "load_traces",
-    "save_traces",
     "share_prompts",
     "storage_dtype",
     "traces_nbytes",

@@ -5,7 +5,6 @@ Shapes: R rows, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing.trace import RoutingTrace, storage_dtype
 
 Ids = NDArray[np.integer[Any]]
 Flags = NDArray[np.bool_]
@@ -29,43 +27,9 @@ even share of two experts. Shorter sequences may well be all expert 0, and say n
 """
 
 
-def ingest_batch(
-    arrays: Sequence[Any],
-    *,
-    num_experts: int,
-    layers: Sequence[int],
-    tokens: Sequence[int | Sequence[int] | Tensor],
-    version: int | Sequence[int],
-    requests: Sequence[str],
-    top_k: int | None = None,
-    start: int | Sequence[int] = 0,
-    last_row: bool | None = None,
-) -> list[RoutingTrace]:
-    """Check and keep what an engine recorded for many sequences; arguments as in `RoutingTrace.ingest`, one per sequence.
-
-    Raises:
-        RoutingError: The lists differ in length, or a sequence is refused; names request, row and layer.
-    """
-    versions = [version] * len(arrays) if isinstance(version, int) else version
-    starts = [start] * len(arrays) if isinstance(start, int) else start
-    lengths = {"routings": arrays, "tokens": tokens, "versions": versions, "requests": requests, "starts": starts}
-    if len({len(values) for values in lengths.values()}) > 1:
-        counts = ", ".join(f"{len(values)} {name}" for name, values in lengths.items())
-        raise RoutingError(f"{counts} in one batch; allowed: one of each per sequence.")
-    return [
-        RoutingTrace.ingest(
-            array,
-            num_experts=num_experts,
-            layers=layers,
-            tokens=count,
-            version=stamp,
-            request=request,
-            top_k=top_k,
-            start=first,
-            last_row=last_row,
-        )
-        for array, count, stamp, request, first in zip(arrays, tokens, versions, requests, starts, strict=True)
-    ]
+def storage_dtype(num_experts: int) -> torch.dtype:
+    """Return the narrowest dtype that holds the expert ids: uint8 up to 256 experts, uint16 beyond."""
+    return torch.uint8 if num_experts <= 256 else torch.uint16
 
 
 def checked(

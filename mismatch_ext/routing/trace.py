@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.ingest import checked, storage_dtype
 from mismatch_ext.routing.tokens import TokenRows
-
-
-def storage_dtype(num_experts: int) -> torch.dtype:
-    """Return the narrowest dtype that holds the expert ids: uint8 up to 256 experts, uint16 beyond."""
-    return torch.uint8 if num_experts <= 256 else torch.uint16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -314,8 +310,6 @@ class RoutingTrace:
             RoutingError: Wrong shape, missing or surplus rows, ids out of range, an all-zero layer or duplicate ids (both for
                 K > 1), or routes in a dense layer; names request, row and layer.
         """
-        from mismatch_ext.routing.ingest import checked
-
         experts = checked(
             array,
             num_experts=num_experts,

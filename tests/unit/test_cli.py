@@ -97,22 +97,16 @@ def test_a_home_folder_that_the_shell_left_alone(
     assert "nobody-of-that-name" in capsys.readouterr().err
 
 
-def test_another_module_can_register_a_subcommand(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "COMMANDS", dict(cli.COMMANDS))
-
+def test_an_error_of_a_further_subcommand_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("model")
 
-    @cli.command("probe", help="Probe a model.", configure=configure)
     def probe(arguments: argparse.Namespace) -> int:
         raise RunDirectoryError(f"{arguments.model} is odd")
 
-    assert cli.main(["probe", "tiny"]) == 2
+    commands = [cli.REPORT, cli.Command(name="probe", help="Probe a model.", configure=configure, run=probe)]
+    assert cli.run_command(commands, ["probe", "tiny"]) == 2
     assert capsys.readouterr().err == "error: tiny is odd\n"
-    with pytest.raises(ValueError, match="'probe' is registered twice"):
-        cli.command("probe", help="", configure=configure)(probe)
 
 
 def test_the_module_runs_as_a_program_and_loads_no_renderer_to_start(tmp_path: Path) -> None:

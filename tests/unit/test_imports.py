@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,70 @@ def imported(source: str) -> list[str]:
 def upward(source: str, layer: int) -> list[str]:
     """Return the imports of a source text that point to a higher layer."""
     return [name for name in imported(source) if (layer_of(name) or 0) > layer]
+
+
+def product_modules() -> dict[str, Path]:
+    """Return the files of the product by the names that they are imported under."""
+    found = {}
+    for folder, package in (("mismatch_ext", ""), ("adapters", ".adapters"), ("patches", ".patches")):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            if folder != "mismatch_ext" or parts[0] not in ("adapters", "patches"):  # links to the other two
+                found[".".join([f"mismatch_ext{package}", *parts]).removesuffix(".__init__")] = file
+    return found
+
+
+def edges(name: str, source: str, modules: Collection[str]) -> set[str]:
+    """Return what a module runs by importing, in functions too: other modules, and the packages on the way to them.
+
+    What is imported for type checkers alone is never run.
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for imported_name in imported(ast.unparse(tree)):
+        parts = imported_name.split(".")
+        found |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+    # A module's own packages run before it.
+    return {other for other in found if other in modules and not f"{name}.".startswith(f"{other}.")}
+
+
+def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Return modules that import one another, in order, or nothing."""
+    sorter = TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    modules = product_modules()
+    graph = {name: edges(name, file.read_text(encoding="utf-8"), modules) for name, file in modules.items()}
+    assert len(graph) > 150 and sum(map(len, graph.values())) > 500
+    assert "mismatch_ext.monitor.rules" in graph["mismatch_ext.config.monitor"]
+    assert circle(graph) == []
+
+
+def test_the_search_for_circles_sees_imports_in_functions_and_packages() -> None:
+    sources = {
+        "one": "from two.inner import f",
+        "two": "",
+        "two.inner": "def g():\n    import three",
+        "three": "if TYPE_CHECKING:\n    import one",
+    }
+    assert circle({name: edges(name, text, sources) for name, text in sources.items()}) == []
+    sources["three"] = "def h():\n    from one import x"
+    assert set(circle({name: edges(name, text, sources) for name, text in sources.items()})) == {
+        "one",
+        "two.inner",
+        "three",
+    }
+    sources |= {"three": "", "two": "from two.inner import g\nimport one"}
+    assert set(circle({name: edges(name, text, sources) for name, text in sources.items()})) == {"one", "two"}
 
 
 # Run where a peer cannot be imported: what is said, and by which exception.

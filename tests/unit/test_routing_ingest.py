@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RoutingTrace, ingest_batch
+from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing import ingest as module
 from tests.unit.test_routing_trace import routes
 
@@ -172,25 +172,3 @@ def test_duplicates_are_found_wherever_they_are(
         assert module.first_duplicate(ids) == expected
     module._inside.cache_clear()
     assert module.first_duplicate(ids) == expected
-
-
-def test_a_batch_is_ingested_like_its_sequences() -> None:
-    arrays = [routes(n, seed=n).numpy() for n in (5, 3, 0)]
-    found = ingest_batch(
-        arrays, **MODEL, tokens=[6, 6, 1], version=[4, 5, 6], requests=["a", "b", "c"], start=[0, 2, 0], last_row=False
-    )
-    for trace, array, start, version in zip(found, arrays, (0, 2, 0), (4, 5, 6), strict=True):
-        assert np.array_equal(trace.experts.numpy(), array)
-        assert (trace.start, trace.versions) == (start, ((0, version),))
-    one = ingest_batch(arrays[:1], **MODEL, tokens=[6], version=9, requests=["a"])
-    assert one[0].versions == ((0, 9),)
-
-
-def test_a_batch_names_the_request_and_counts_its_lists() -> None:
-    arrays = [routes(5), routes(4)]
-    with pytest.raises(RoutingError, match="request b: routing has 4 rows for 6 tokens, 1 missing"):
-        ingest_batch(arrays, **MODEL, tokens=[6, 6], version=0, requests=["a", "b"])
-    with pytest.raises(RoutingError, match="request a: .*1 surplus"):
-        ingest_batch([routes(6)], **MODEL, tokens=[6], version=0, requests=["a"], last_row=False)
-    with pytest.raises(RoutingError, match="2 routings, 1 tokens, 2 versions, 2 requests, 2 starts"):
-        ingest_batch(arrays, **MODEL, tokens=[6], version=0, requests=["a", "b"])

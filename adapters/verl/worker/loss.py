@@ -31,13 +31,12 @@ from mismatch_ext.kl import KlTerm
 BYPASS = ("bypass_mode", OWN_LOSS)
 
 
-def make_loss(actor_config: Any, block: MismatchConfig, distillation: Any = None) -> Callable[..., Any]:
+def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
     """Return the function for `TrainingWorker.set_loss_fn`, picklable.
 
     Args:
         actor_config: verl's ActorConfig of this worker; its own is left alone, the loss gets a copy.
         block: The block of this run.
-        distillation: verl's DistillationConfig where distillation is on.
     """
     kl = block.kl if block.kl is not None and block.kl.preset is None else None
     settings = None if block.correction is None else settings_of(block.correction)
@@ -48,10 +47,6 @@ def make_loss(actor_config: Any, block: MismatchConfig, distillation: Any = None
     if settings is not None and settings.mode == "bypass" and native_rollout_correction(settings) is None:
         config = replace(config, policy_loss=OwnPolicyLoss.of(config.policy_loss, settings), global_batch_info={})
     base: Callable[..., Any] = partial(ppo_loss, config=config)
-    if distillation is not None:
-        from verl.trainer.distillation.losses import distillation_ppo_loss
-
-        base = partial(distillation_ppo_loss, config=config, distillation_config=distillation)
     masked = settings if settings is not None and settings.off_policy_threshold is not None else None
     # Bypass may be the user's own setting of verl's, which no block has.
     if needs_own_loss(block) is None and config.policy_loss.loss_mode not in BYPASS:

@@ -36,11 +36,10 @@ from mismatch_ext.patching import applied
 from mismatch_ext.routing import (
     RoutingTrace,
     agreement,
-    load_traces,
-    save_traces,
     share_prompts,
     traces_nbytes,
 )
+from tests.trace_files import load_traces, save_traces
 
 COMMON: dict[str, Any] = {
     "vocab_size": len(VOCABULARY), "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,

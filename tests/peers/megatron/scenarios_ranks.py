@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mismatch_ext.routing import RoutingTrace, load_traces
+from mismatch_ext.routing import RoutingTrace
 from tests.peers.forks import on_ranks
 from tests.peers.megatron.cpu import (
     BATCH,
@@ -28,6 +28,7 @@ from tests.peers.megatron.cpu import (
 )
 from tests.peers.megatron.parked import moe_layout, record_routing
 from tests.peers.megatron.scenarios_routing import ROWS, expected_maps, random_trace, refused, replay_routing, replayed
+from tests.trace_files import load_traces
 
 WORLD = 2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.routing import RoutingTrace, align, save_traces
+from mismatch_ext.routing import RoutingTrace, align
 from tests.peers.megatron.cpu import (
     BATCH,
     EXPERTS,
@@ -34,6 +34,7 @@ from tests.peers.megatron.cpu import (
 )
 from tests.peers.megatron.parked import moe_layout, record_routing
 from tests.peers.megatron.parked import replay_routing as proving_replay
+from tests.trace_files import save_traces
 
 ROWS = BATCH * SEQUENCE
 

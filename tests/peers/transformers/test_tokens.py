@@ -13,9 +13,10 @@ from mismatch_ext.adapters.transformers.routing import record_generation, record
 from torch import Tensor
 
 from mismatch_ext.errors import ReplayError, RoutingError
-from mismatch_ext.routing import RoutingTrace, align, align_packed, load_traces, save_traces
+from mismatch_ext.routing import RoutingTrace, align, align_packed
 from tests.oracles.routing.passes import another, backward, equal, forward, run
 from tests.peers.transformers.cases import FAMILIES, QWEN, case
+from tests.trace_files import load_traces, save_traces
 
 CASES = 240
 LAYOUTS = ("left", "right", "right without mask", "packed")

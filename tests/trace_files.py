@@ -1,4 +1,7 @@
-"""Routing traces on disk: one uncompressed `.npz`, a versioned header in JSON, shared parts stored once."""
+"""Routing traces on disk, for tests that hand them to other processes: one uncompressed `.npz`.
+
+Its header is JSON and has a version; shared parts are stored once.
+"""
 
 from __future__ import annotations
 

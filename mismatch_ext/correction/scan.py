@@ -1,0 +1,31 @@
+"""The one pass over a batch that every correction needs, by the way that suits the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.correction.cpu import scan_cpu
+from mismatch_ext.correction.rows import Rows, offender, scan_blocks
+from mismatch_ext.correction.settings import Settings
+
+
+def scan(rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor) -> Rows:
+    """Sum over rows, and write token-level weights and decisions.
+
+    Args:
+        rollout: log mu `[B, T]`.
+        old: log pi_old `[B, T]`.
+        mask: True for tokens `[B, T]`.
+        settings: The correction.
+        weights: Receives token-level weights `[B, T]`, float32, or None when the level is not `token`.
+        kept: Receives the tokens that the token-level rules keep `[B, T]`.
+
+    Raises:
+        NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position.
+    """
+    passed = scan_cpu if mask.device.type == "cpu" else scan_blocks
+    rows = passed(rollout, old, mask, settings, weights, kept)
+    if not bool(torch.isfinite(rows.d).all() & torch.isfinite(rows.old).all()):
+        raise offender(rollout, old, mask, "unscored_is_one" in settings.compat)
+    return rows
