@@ -1,1 +1,1 @@
-"""Declared monkey-patches, one file per upstream symbol; nothing happens at import. See README.md here."""
+"""Declared monkey-patches, one file per upstream symbol. Importing them changes nothing. See README.md here."""

@@ -1,4 +1,4 @@
-"""Alarms in any transformers Trainer: a callback that holds each training log against the monitor's rules."""
+"""Alarms in any transformers Trainer: a callback that checks each training log by the monitor's rules."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Loading a checkpoint whose tensors have other names than the model's, which transformers' Trainer does not do.
+"""Load a checkpoint whose tensors have other names than the model's; transformers' Trainer does not.
 
 `save_pretrained` writes experts one by one, as model hubs have them, and the model holds them fused. `from_pretrained` converts
-the names, while `Trainer` resumes by `load_state_dict(..., strict=False)`: the experts then keep the weights that training
-began with, under a warning about missing keys (https://github.com/huggingface/transformers/issues/48805). To be removed when
-Trainer converts (https://github.com/huggingface/transformers/pull/48822).
+the names. `Trainer` resumes by `load_state_dict(..., strict=False)`, so that the experts keep the weights that training began
+with, and it only warns about missing keys (https://github.com/huggingface/transformers/issues/48805). Remove this when Trainer
+converts (https://github.com/huggingface/transformers/pull/48822).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Learning-rate control in any transformers Trainer: a callback that puts a controller's multiplier on its optimizer."""
+"""Learning-rate control in any transformers Trainer: a callback that multiplies its optimizer's rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a Trainer, by its accelerator."""
+"""The ranks of a Trainer, from its accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package holds on to in torch for the replay of routing; routers themselves are found by structure in each model."""
+"""The places in torch that replay of routing relies on; routers are found by structure in each model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids that the model can sample and its tokenizer cannot spell."""
+"""Token ids that the model can sample and its tokenizer does not have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which of a Trainer's checkpoints are whole: a run may have been killed while it wrote one.
+"""Tell which of a Trainer's checkpoints are whole; a run may have been killed while it wrote one.
 
-transformers takes the folder with the highest step for the last checkpoint, whatever is in it, and fails over one that is not
-whole until somebody deletes it. A Trainer writes `trainer_state.json` last.
+transformers resumes from the folder with the highest step, whatever is in it, and fails on an incomplete one until somebody
+deletes it. A Trainer writes `trainer_state.json` last.
 """
 
 from __future__ import annotations

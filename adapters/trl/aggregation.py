@@ -1,4 +1,4 @@
-"""The weight that TRL's own loss gives to each token, read off TRL's own code.
+"""The weight that TRL's own loss gives to each token, obtained by differentiating it.
 
 Every `loss_type` divides by something else: lengths, tokens of the generation batch, a constant, gradient-accumulation steps.
 Terms that are added to TRL's loss must be divided by the same. Rather than retype eight formulas, TRL's `_compute_loss` is

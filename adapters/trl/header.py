@@ -1,4 +1,4 @@
-"""The header of a run's metrics stream, and by what the block reaches TRL."""
+"""The header of a run's metrics stream, and how the parts of the block enter TRL."""
 
 from __future__ import annotations
 

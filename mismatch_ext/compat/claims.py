@@ -1,4 +1,4 @@
-"""What may be claimed of a peer's source: each claim says, when asked, what is there instead."""
+"""Claims about a peer's source. A claim that does not hold says what it found instead."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class Both:
 
 
 def changed(claim: Claim, sources: Sources) -> str | None:
-    """Return what was found in the place of a claim, also where that is nothing; None when it holds."""
+    """Return None when a claim holds, otherwise what was found instead of it, which may be nothing."""
     try:
         return claim.check(sources)
     except Gone as gone:

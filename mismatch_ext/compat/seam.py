@@ -1,4 +1,4 @@
-"""A seam: what this package holds on to in a peer, and which of its features hang on it."""
+"""A seam: a place in a peer that this package relies on, and the features that need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of an environment: which peers are there, which seams hold, which features work and why others do not."""
+"""The table of an environment: which peers are installed, which seams hold, which features work, and why others do not."""
 
 from __future__ import annotations
 

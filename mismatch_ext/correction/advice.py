@@ -1,4 +1,4 @@
-"""Which bounds keep a sane share of sequences, given how far the two policies are apart and how long responses are."""
+"""Advise bounds that keep a sane share of sequences, from the gap of the two policies and the length of responses."""
 
 from __future__ import annotations
 

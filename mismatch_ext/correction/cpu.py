@@ -1,7 +1,7 @@
 """The same pass as `rows.scan_blocks` on a CPU: row by row in numpy, so that each row is read into the first-level cache once.
 
-Rows whose tokens are contiguous need no masked operation at all; a row with holes is compacted first. One thread: rows of a few
-thousand tokens are too short for two threads to gain what passing the interpreter lock costs (measured).
+Rows whose tokens are contiguous need no masked operation; a row with holes is compacted first. One thread does it, because rows
+of a few thousand tokens are too short: a second thread gains less than passing the interpreter lock costs (measured).
 
 Shapes: B rows, T tokens.
 """

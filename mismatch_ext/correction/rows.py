@@ -1,4 +1,4 @@
-"""One pass over log-probabilities: per-row sums in float64, and the token-level results, block by block.
+"""One pass over log-probabilities in torch: per-row sums in float64, and the token-level results, block by block.
 
 Everything that a correction needs is a sum, maximum or minimum over a row, or local to a token. Rows of similar length are
 taken together in blocks that stay in the processor's cache, so the data are read once and no further `[B, T]` tensor is made.

@@ -1,4 +1,4 @@
-"""The one pass over a batch that every correction needs, by the way that suits the device."""
+"""The one pass over a batch that every correction needs: in numpy on a CPU, in torch elsewhere."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Settings:
     """A complete importance correction.
 
     Args:
-        mode: `decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu takes the place of pi_old.
+        mode: `decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu is used instead of pi_old.
         loss: Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi.
         level: Of the weight: per token, product over the sequence, its geometric mean, or none.
         bound: What happens to a weight beyond its bounds.

@@ -1,4 +1,4 @@
-"""Turns what a trainer logs into alarms."""
+"""Raise and clear alarms on the metrics that a trainer logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in alarms: thresholds on what is logged, each with where it comes from. All of them only warn."""
+"""The built-in alarms: thresholds on logged metrics, each with its source. All of them only warn."""
 
 from __future__ import annotations
 

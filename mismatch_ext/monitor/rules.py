@@ -1,4 +1,4 @@
-"""What is watched: the built-in alarms with those of the `monitor` section laid over them."""
+"""Merge the built-in alarms with those of the `monitor` section, which win."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Rule:
 
 
 def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
-    """Return the names by which a rule's metric may be logged: as it stands, as its role, with the prefix.
+    """Return the names under which a rule's metric may be logged: its own, its role's, and its own with the prefix.
 
     A log that holds a metric of that very name means it, whatever role the name is.
 

@@ -1,4 +1,4 @@
-"""What the monitor carries from log to log about each metric, as JSON."""
+"""The state that the monitor keeps of each metric between two logs, as JSON."""
 
 from __future__ import annotations
 

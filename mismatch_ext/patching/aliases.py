@@ -1,7 +1,7 @@
 """Find who holds a function or class by value: `from upstream import f` keeps what `f` was at that moment.
 
-Seen are names in loaded modules, other names in the same class, and subclasses. Not seen are copies in
-closures, default arguments, containers and instances.
+The search sees names in loaded modules, other names in the same class, and subclasses. It cannot see copies in closures, default
+arguments, containers and instances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything that can be known before the first write: the plan of a set of patches, or why there is none."""
+"""Check a set of patches before the first write: the result is a plan, or an error that says why there is none."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 - Every check of every patch, and every `make`, runs before the first write. The order of patches in a set
   does not matter: each wraps what was there before the set was applied.
-- One symbol takes one patch of ours. A second one, in the same set or in another that is applied, is refused,
-  also when it would reach the symbol through inheritance.
-- A symbol that somebody else replaced after us is left to them and reported; all others are still reverted.
-- Loaded modules that hold the stock symbol by value before applying, or ours after reverting, are errors.
+- One symbol takes one patch. The engine refuses a second one, in the same set or in another that is applied, even when it would
+  reach the symbol through inheritance.
+- When somebody else replaced a symbol after us, the engine leaves it to them, reports it, and still reverts all others.
+- A loaded module that holds the stock symbol by value is an error before applying; one that holds the replacement is an error
+  after reverting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process can vouch for: a digest of each patch that is in place, and one of all of them."""
+"""Describe the patches of a run: a digest of each, and one of all of them."""
 
 from __future__ import annotations
 

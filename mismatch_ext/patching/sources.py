@@ -1,4 +1,4 @@
-"""Digests of upstream source: how a patch knows that it still meets the code it was written for."""
+"""Digests of upstream source, which tell whether a patch still meets the code that it was written for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Patches that come and go within a training step.
 
-All checks of `applied` take a tenth of a second. Here they are made when a patch is first put in place, and made again when its
-symbol is another object than it was then; in between a replacement is written and taken away as it was built.
+All checks of `applied` take a tenth of a second. Here they run when a patch is first used, and run again when its symbol has
+become another object. Between the two, the replacement that was built then is only written and taken away.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the symbol that a target names, and put a replacement into the same kind of place.
 
 A target is "package.module:Attribute.path". Its last attribute is the *slot*: one entry in the `__dict__` of
-a module or a class. Raw `__dict__` entries are kept, because `getattr` turns a staticmethod into a plain
-function and binds a classmethod, and neither can be put back.
+a module or a class. The raw `__dict__` entry is kept, because `getattr` turns a staticmethod into a plain function and binds a
+classmethod, and neither result can be put back.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Slot:
 def unwrap_descriptor(raw: Any) -> Any:
     """Return the function inside a staticmethod, classmethod, property or cached_property.
 
-    Anything else is returned as it is, subclasses of these too: rebuilding one would lose what it adds.
+    Anything else is returned unchanged. So are subclasses of these, because rebuilding one would lose what it adds.
     """
     if type(raw) in (staticmethod, classmethod):
         return raw.__func__

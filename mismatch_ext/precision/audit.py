@@ -1,4 +1,4 @@
-"""Compares the dtypes read back from trainer, weight update and engine with those that were asked for.
+"""Compare the dtypes read back from trainer, weight update and engine with those that were asked for.
 
 Half-applied FP16 is common: a trainer that ignores `fp16=True`, an engine that turns "auto" into bfloat16, a
 weight update that passes through bfloat16. Each such half has a check here, with what to change.

@@ -1,4 +1,4 @@
-"""What a user changes in a trainer that does not compute as asked: the end of the audit's findings, in each host's own terms."""
+"""What a user has to change when a trainer does not compute as asked, in the host's own terms; ends the audit's findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a compute dtype? Scans weights, and activations on sample inputs, before training.
+"""Scan a checkpoint before training: do its weights, and its activations on sample inputs, fit a compute dtype?
 
 Thresholds of the verdict, for every tensor scanned:
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling that is on wherever it was asked for, on every rank and with every optimizer."""
+"""Dynamic loss scaling that stays on wherever it was asked for: on a CPU too, on every rank and with every optimizer."""
 
 from __future__ import annotations
 

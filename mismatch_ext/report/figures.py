@@ -1,6 +1,6 @@
 """The plots of the report, as Plotly figures serialised to JSON; colours of text and grid belong to the page.
 
-Every run keeps one colour and one marker through all plots; evaluation splits are dotted with open markers.
+A run has the same colour and marker in every plot. Evaluation splits are dotted and have open markers.
 """
 
 from __future__ import annotations

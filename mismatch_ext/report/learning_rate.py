@@ -1,4 +1,4 @@
-"""What learning-rate control does: the rate that was applied, and its multiplier."""
+"""Plots of learning-rate control: the rate that was applied, and its multiplier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an observed run's metrics file says that `enforce` would have done."""
+"""What `enforce` would have done in a run that only observed, read from its metrics file."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def step_traces(runs: Mapping[str, RunData], metric: str, *, log: bool) -> list[
 
 
 def thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
-    """Return a curve as it is, or of a long one what a reader would see of it.
+    """Return a curve unchanged, or, when it is long, the points that a reader would see.
 
     These are the ends and, of each of `MAX_POINTS / 2` stretches of steps, the smallest and the largest value and the first gap.
 

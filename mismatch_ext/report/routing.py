@@ -1,4 +1,4 @@
-"""What routing replay does: how often engine and trainer choose other experts, and the gap with and without it."""
+"""Plots of routing replay: how often engine and trainer choose different experts, and the gap with and without replay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The numbers of the report: one row per run and split, and ratios between runs.
 
-Each number is pooled over all recorded steps of a split. Where the stream says how many tokens (or sequences)
-a step measured, means are weighted by that count, which makes them means over all tokens; maxima are maxima.
+Each number is pooled over all recorded steps of a split. A mean is weighted by the number of tokens (or sequences) that a step
+measured, where the stream says it, so that it is the mean over all tokens. A maximum is the maximum of all steps.
 """
 
 from __future__ import annotations

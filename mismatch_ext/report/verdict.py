@@ -9,9 +9,9 @@ Thresholds on the mean |log-probability difference| per token (nat) and on k3 (n
     HEALTHY_K3        1e-3  NeMo RL's documentation asks for a KL below 1e-3.
     LARGE_K3          1e-2  The tinker cookbook asks for a KL (v1) below 0.01.
 
-What dominates is read from the profiles. Normal differences, as rounding makes them, give a k3 of pi/4 times
-the square of the mean |difference|; a k3 of more than `FEW_TOKENS` times that square means that few tokens
-carry the gap, as with experts that flip in a mixture-of-experts router.
+The profiles tell what dominates. Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
+|difference|. When k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
+in a mixture-of-experts router.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tell torch's activation checkpoints, in both modes, whose function they will run again in the backward pass.
 
-They are in place for the time of a context, around single forward passes. The two symbols' only use is inside their own module.
+Both patches are in place only while a context is open, around single forward passes. torch uses the two symbols only inside their
+own module.
 """
 
 from __future__ import annotations

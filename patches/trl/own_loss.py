@@ -1,4 +1,4 @@
-"""Let a trainer stand around TRL's own loss, inside whatever its subclasses make of that loss."""
+"""Let a trainer wrap TRL's own loss, below whatever a subclass makes of that loss."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ OWN_LOSS = Patch(
     source_digests={"73cbb28d2330ad20": "1.13.0 to 1.14.2", "535b2556a8aebf09": "1.15.0 and 1.16.0"},
     upstream="https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py",
     reason=(
-        "a subclass's own terms, scales and scoring passes lie around TRL's KL term and importance ratio; what takes their "
-        "place has to lie there too, and a class among a trainer's bases cannot get below the user's own."
+        "a subclass adds terms, scales and scoring passes around TRL's KL term and importance ratio; what replaces these has to "
+        "stand at the same depth, and a class among a trainer's bases cannot get below the user's own."
     ),
     not_covered="A reference to the function that was taken before, and losses that do not call it: a run with those is refused.",
     remove_when="GRPOTrainer has a method of its own for the KL term and the weights of the per-token loss.",

@@ -1,6 +1,6 @@
 """The two functions that verl's V1 trainer calls, by name, between rewards and advantages.
 
-Both patches call a handler instead, which the driver gives them: `KL_IN_REWARDS.calling(handler)`.
+Both patches call a handler that verl's driver gives them: `KL_IN_REWARDS.calling(handler)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""verl's replay of routing in its Megatron engine: where the routes of a batch come in, and where a router takes them."""
+"""Two places in verl's Megatron engine, which replays by itself: one gets the routes of a batch, one hands them to a router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two functions that verl's driver calls with its whole configuration before it starts Ray."""
+"""The two functions that verl's driver calls with its whole configuration before it starts Ray, and a refusal on the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let a CPU engine of vLLM 0.31 and later record routing, which vLLM allows under Model Runner V2 alone. CPU only."""
+"""Let a CPU engine of vLLM 0.31 and later record routing; vLLM allows it only under Model Runner V2, which needs Triton."""
 
 from __future__ import annotations
 

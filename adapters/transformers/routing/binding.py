@@ -1,6 +1,6 @@
-"""Puts a session between a model's routers and their top-k, for the time of a context.
+"""Put a session between a model's routers and their top-k while a context is open.
 
-What is done at a router depends on the session of the running thread, which a recomputation sets anew (see `checkpointing`).
+The session of the running thread decides what happens at a router. A recomputation sets it anew (see `checkpointing`).
 """
 
 from __future__ import annotations

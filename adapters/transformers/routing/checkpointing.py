@@ -1,9 +1,10 @@
 """Gradient checkpointing: what is recomputed in a backward pass must find the session of its own forward pass.
 
-torch.utils.checkpoint, in both modes, keeps the function that it will run again. While routing is replayed that function is
-wrapped as the forward runs (patches/torch/checkpoint.py), so that its session lives as long as the graph does: there is no
-queue, and backward passes may come in any order, inside or after the context. Since it is torch's function that is wrapped, it
-does not matter when or by whom checkpointing was enabled; a checkpoint of another make is refused where a router runs in it.
+torch.utils.checkpoint, in both modes, keeps the function that it will run again. During replay that function is wrapped as the
+forward runs (patches/torch/checkpoint.py), and the wrapper holds the session. So the session lives as long as the graph does:
+there is no queue, and backward passes may come in any order, inside or after the context. It does not matter when or by whom
+checkpointing was enabled, because torch's own function is wrapped. A checkpoint of another make is refused if a router runs in
+it.
 """
 
 from __future__ import annotations

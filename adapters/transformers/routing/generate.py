@@ -1,4 +1,4 @@
-"""Record the experts of transformers' own generation, a trace per sequence, as a rollout engine gives them.
+"""Record the experts of transformers' own generation: a trace per sequence, as from a rollout engine.
 
 Shapes: B sequences, P prompt positions (left-padded), T new tokens, L MoE layers, K experts per token.
 """

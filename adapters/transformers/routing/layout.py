@@ -1,8 +1,8 @@
 """Where a transformers model chooses experts: found by structure, so that a new family needs no entry in a list.
 
-A mixture-of-experts block is a module with a child `experts`, or a gate that ranks experts by itself. Its router is the code
-in it that calls `topk`: a method `route_tokens_to_experts`, a sub-module, or the block's own forward. What is found here is
-proven in every forward pass: the router must ask exactly once for the top K of E scores, in every layer.
+A mixture-of-experts block is a module with a child `experts`, or a gate that ranks experts by itself. Its router is the code in
+it that calls `topk`: a method `route_tokens_to_experts`, a sub-module, or the block's own forward. Every forward pass proves
+what was found here: in every layer the router must ask exactly once for the top K of E scores.
 """
 
 from __future__ import annotations

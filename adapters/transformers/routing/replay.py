@@ -1,7 +1,7 @@
 """Replay recorded experts in a transformers model.
 
-Replay changes which experts run. Gate weights are computed from the router's present scores by the model's own code, whatever
-its formula, so that gradients reach the router: only the answer of its top-k is another.
+Replay changes which experts run, and nothing else: it answers the router's top-k. The model's own code computes the gate
+weights from the router's present scores, so that gradients reach the router whatever the formula is.
 
 Shapes: R rows (tokens of a forward pass, batch-first: row b * S + s is token s of sample b), L MoE layers, K experts per token,
 E experts.

@@ -1,4 +1,4 @@
-"""What recording and replay have in common: a session, asked at each router, and the forward pass that it is asked in."""
+"""The base of recording and replay: a session, which each router asks, and the forward pass in which it asks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Methods of a model's own objects that others stand in for, for the time of a context.
+"""Replace methods of a model's own objects while a context is open.
 
-torch.compile does not trace a stand-in: traced, it would be compiled for every layer, and anew for what differs between traces.
-What it stands for is found by the object that it is called on, and not kept in it, since copying a model copies it too.
+torch.compile does not trace a replacement; otherwise it would compile it for every layer, and again for every trace. A
+replacement finds the method behind it through the object that it is called on, because a copy of the model has a copy of the
+replacement.
 """
 
 from __future__ import annotations

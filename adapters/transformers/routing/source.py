@@ -1,4 +1,4 @@
-"""What the code of a module's forward says about how it chooses experts, read without running it."""
+"""Read from the code of a module's forward, without running it, how it chooses experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens a transformers model is called with: what a replayed pass has to prove about itself."""
+"""Find the tokens that a transformers model is called with; a replayed pass has to prove that they are its trace's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a trainer must agree on, lest one of them waits in a collective for another that has failed."""
+"""What ranks of a trainer must agree on; otherwise one waits in a collective for another that has failed."""
 
 from __future__ import annotations
 
