@@ -25,10 +25,10 @@ def layer_of(module: str) -> int | None:
     return LAYERS.get(parts[0])
 
 
-def imported(source: str) -> list[str]:
-    """Return the names of all modules that a source text imports, at any depth."""
+def imported(source: str | ast.AST) -> list[str]:
+    """Return the names of all modules that a source text or tree imports, at any depth."""
     names = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source) if isinstance(source, str) else source):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -60,10 +60,10 @@ def edges(name: str, source: str, modules: Collection[str]) -> set[str]:
     """
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = [ast.Pass()]
     found = set()
-    for imported_name in imported(ast.unparse(tree)):
+    for imported_name in imported(tree):
         parts = imported_name.split(".")
         found |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
     # A module's own packages run before it.

@@ -21,7 +21,7 @@ def test_the_package_shows_the_folders_beside_it(folder: str) -> None:
 
 
 def test_mypy_reads_the_package_and_follows_all_imports_of_ours() -> None:
-    assert MYPY["files"] == ["mismatch_ext", "tests/unit/crossing_types.py"] and "exclude" not in MYPY
+    assert MYPY["files"] == ["mismatch_ext", "tests/oracles", "tests/unit/crossing_types.py"] and "exclude" not in MYPY
     assert "follow_imports" not in MYPY and "ignore_errors" not in MYPY
     for override in MYPY["overrides"]:
         assert not [name for name in override["module"] if name.startswith(("mismatch_ext", "*"))], override
