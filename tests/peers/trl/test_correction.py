@@ -42,18 +42,6 @@ def test_other_corrections_are_the_hand_computed_ones(run: Run, dense: Path, tmp
         assert errors["effect"] > 1e-3, name
 
 
-def test_metrics_of_our_own_weights_are_logged(run: Run, dense: Path, tmp_path: Path) -> None:
-    # The off-policy mask is TRL's own, beside weights that are not.
-    block = {"correction": {"preset": "decoupled_geo_rs_token_tis", "off_policy_threshold": 0.5}}
-    found = run(
-        scenarios.trained, model=dense, out=tmp_path, block=block, vllm_importance_sampling_mode="sequence_mask"
-    ).expect()
-    metrics = found["rollout_metrics"]
-    assert 0.9 < metrics["mismatch/rollout_is_mean"] < 1.1
-    assert 0 < metrics["mismatch/rollout_rs_masked_fraction"] <= 1
-    assert metrics["mismatch/rollout_is_max"] > 1.001
-
-
 @pytest.mark.parametrize(
     ("correction", "overrides", "words"),
     [

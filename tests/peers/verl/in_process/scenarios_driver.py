@@ -184,7 +184,7 @@ def sessions() -> Any:
 
 @contextmanager
 def driving(**sections: Any) -> Iterator[Any]:
-    """Put a block's functions where verl's driver calls its own by name, as its trainer does, and yield that place.
+    """Put a block's functions where verl's driver calls its own by name, as its trainer does; yield the driver and that place.
 
     Imported here, in a fork: with its driver verl imports the trainers that a block is refused in, by their presence, in every
     fork to come.
@@ -196,7 +196,7 @@ def driving(**sections: Any) -> Iterator[Any]:
     driver._block, driver.config = MismatchConfig(**sections), host_config()
     driver._begin_objective()
     try:
-        yield trainer_base
+        yield driver, trainer_base
     finally:
         driver._patches.revert()
 
@@ -208,7 +208,7 @@ def weights() -> dict[str, Any]:
     expected = proto()
     config = host_config().algorithm.rollout_correction
     stock, _ = compute_rollout_correction_and_add_to_batch(stock, config)
-    with driving(correction=section) as verls:
+    with driving(correction=section) as (_, verls):
         data, metrics = verls.compute_rollout_correction_and_add_to_batch(data, config)
     apply_correction(expected, settings_of(section))
     found, stated = (batch.batch["rollout_is_weights"] for batch in (data, expected))
@@ -222,7 +222,7 @@ def rewards() -> dict[str, Any]:
     """Hold the KL in verl's rewards, and a coefficient that follows a target, against plain formulas."""
     data = proto()
     section = KlConfig(estimator="k1", placement="reward", reward_path="rewards", coef=0.5)
-    with driving(kl=section) as verls:
+    with driving(kl=section) as (_, verls):
         data, metrics = verls.apply_kl_penalty(data, kl_ctrl=None, kl_penalty="kl")
     mask = data.batch["response_mask"]
     d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask

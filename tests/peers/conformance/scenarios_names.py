@@ -1,0 +1,50 @@
+"""What verl's driver and TRL's trainer log of KL and correction, without an engine.
+
+What imports a host is imported by its scenario: the other one does not need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+KL = {"estimator": "k1", "coef": 0.1, "controller": {"target_kl": 1e-3, "proportional": 0.5, "integral": 0.1}}
+
+
+def kl_in_trl(model: str, out: str) -> dict[str, Any]:
+    """Train two steps with an adaptive coefficient."""
+    from tests.peers.trl.scenarios_kl import build, moved
+
+    trainer = build(model, out, {"kl": KL}, max_steps=2)
+    moved(trainer)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"steps": [_of_kl(step) for step in steps], "state": trainer._state()["kl"], "own": steps[0]["kl"]}
+
+
+def kl_in_verl() -> dict[str, Any]:
+    """Measure two batches with an adaptive coefficient, as the driver does between old log-probabilities and advantages."""
+    from mismatch_ext.adapters.verl.driver.kl import adapt
+
+    from mismatch_ext.config import MismatchConfig
+    from tests.peers.verl.in_process.scenarios_driver import driving, proto
+
+    block = MismatchConfig.parse({"kl": KL})
+    assert block is not None
+    with driving(kl=block.kl) as (driver, _):
+        steps = [adapt(proto(), driver._kl) for _ in range(2)]
+        return {"steps": [_of_kl(step) for step in steps], "state": driver._kl.state_dict()}
+
+
+def weights_in_verl(correction: dict[str, Any]) -> dict[str, float]:
+    """Weigh a batch where verl's driver computes its own weights."""
+    from mismatch_ext.config import CorrectionConfig
+    from tests.peers.verl.in_process.scenarios_driver import driving, host_config, proto
+
+    with driving(correction=CorrectionConfig(**correction)) as (_, verls):
+        config = host_config().algorithm.rollout_correction
+        _, metrics = verls.compute_rollout_correction_and_add_to_batch(proto(), config)
+    return {name: float(value) for name, value in metrics.items() if "rollout_is_" in name or "rollout_rs_" in name}
+
+
+def _of_kl(step: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in step.items() if "kl_ref" in name or "kl_coef" in name}

@@ -1,0 +1,80 @@
+"""KL and correction have the same names in the logs of TRL and of verl, and the KL's coefficient the same saved state."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import LOGGED
+from mismatch_ext.kl import KlTerm
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.conformance import scenarios_names as scenarios
+    from tests.peers.trl import scenarios_correction as in_trl
+else:
+    scenarios = named("tests.peers.conformance.scenarios_names")
+    in_trl = named("tests.peers.trl.scenarios_correction")
+
+pytestmark = pytest.mark.engine
+HOSTS = ("TRL", "verl")
+# Neither host has a setting for a veto beside weights and rejection, so that all of it is this package's.
+CORRECTION = {"preset": "decoupled_geo_rs_token_tis", "veto": 1e-4}
+EXPECTED = set(LOGGED) - {"rollout_is_oob_ratio", "rollout_is_batch_norm_factor"}
+# A state as it was saved by both hosts before they shared a class.
+SAVED = '{"version": 1, "initial": 0.1, "coef": 0.08869204367171575, "integral": -0.02, "steps": 1}'
+KL = {"coef": 0.1, "controller": {"target_kl": 1e-3, "proportional": 0.5, "integral": 0.1}}
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def kl(request: pytest.FixtureRequest, run: Run, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what two steps of a host logged of the KL, and what it saves."""
+    if request.param == "TRL":
+        return run(scenarios.kl_in_trl, model=dense, out=tmp_path_factory.mktemp("kl")).expect()
+    return run(scenarios.kl_in_verl).expect()
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def weights(request: pytest.FixtureRequest, run: Run, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what a host logged of weights and rejection."""
+    if request.param == "verl":
+        return run(scenarios.weights_in_verl, correction=CORRECTION).expect()
+    # The off-policy mask is TRL's own, beside weights that are not.
+    block = {"correction": {**CORRECTION, "off_policy_threshold": 0.5}}
+    out = tmp_path_factory.mktemp("weights")
+    given = {"model": dense, "out": out, "block": block, "vllm_importance_sampling_mode": "sequence_mask"}
+    return run(in_trl.trained, **given).expect()["rollout_metrics"]
+
+
+def test_the_kl_is_logged_under_the_same_names(kl: Any) -> None:
+    first, second = kl["steps"]
+    assert set(first) == set(second) == {"mismatch/kl_ref_k1", "mismatch/kl_ref_k3", "mismatch/kl_coef"}
+    assert first["mismatch/kl_ref_k3"] > 1e-4
+    # TRL's own name for it stays.
+    assert kl.get("own", first["mismatch/kl_ref_k3"]) == first["mismatch/kl_ref_k3"]
+    # The first batch has the coefficient to start with; its error is at its clip of 0.2, whichever way the sample has it.
+    assert first["mismatch/kl_coef"] == 0.1
+    assert abs(math.log(second["mismatch/kl_coef"] / 0.1)) == pytest.approx(0.12)
+
+
+def test_the_coefficient_is_saved_as_it_was(kl: Any) -> None:
+    assert set(kl["state"]) == set(json.loads(SAVED)) and kl["state"]["steps"] == 2
+    block = MismatchConfig.parse({"kl": KL})
+    assert block is not None and block.kl is not None
+    for state in (kl["state"], json.loads(SAVED)):
+        term = KlTerm(block.kl, 0.1)
+        assert term.load_state_dict(state) is None
+        assert term.coef == state["coef"] != 0.1
+
+
+def test_weights_and_rejection_are_logged_under_the_same_names(weights: Any) -> None:
+    assert {f"mismatch/{name}" for name in EXPECTED} <= set(weights)
+    assert all(name.startswith("mismatch/") for name in weights), sorted(weights)
+    assert 0 < weights["mismatch/rollout_is_min"] < 1 < weights["mismatch/rollout_is_max"]
+    assert 0.9 < weights["mismatch/rollout_is_mean"] < 1.1
+    assert 0 < weights["mismatch/rollout_rs_masked_fraction"] <= 1
