@@ -8,20 +8,22 @@ overflows is an error that names its tensor, and names are those of the checkpoi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.transport import Bucket, Transport
 from torch import Tensor
 
+from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
-from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker
+from mismatch_ext.weight_sync import SyncVerdict, TensorComparison
+from mismatch_ext.weight_sync.verifier import WeightVerifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -154,6 +156,25 @@ def _buckets(tensors: NamedTensors, most: int) -> Iterator[Bucket]:
         yield bucket
 
 
+class Remote:
+    """What is asked of an SGLang engine about its weights.
+
+    Args:
+        transport: The engine.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
+        return score_tokens(self.transport, tokens.tolist())
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Return nothing: SGLang's weights are out of reach."""
+        return ()
+
+
 class VerifiedWeights:
     """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
 
@@ -186,9 +207,14 @@ class VerifiedWeights:
     ) -> None:
         self.transport, self.parameters, self.score = transport, parameters, score
         self.probes, self.dtype, self.version = probes, canonical(dtype), version
-        self.checker = WeightSyncChecker(dtype, trainer_dtype=trainer_dtype)
-        self.checker.baseline(score_tokens(transport, probes.tolist()), score(probes))
-        self._fingerprint = fingerprint(parameters())
+        self.verifier = WeightVerifier(
+            self, Remote(transport), MonitorConfig(), probes, dtype=dtype, trainer_dtype=trainer_dtype
+        )
+        self.verifier.begin()
+
+    def fingerprint(self) -> str:
+        """Return a digest of the trainer's present weights."""
+        return fingerprint(self.parameters())
 
     def update(self) -> SyncVerdict:
         """Send the trainer's weights and verify them by prefill; the stamp of responses is then `str(version)`.
@@ -202,19 +228,8 @@ class VerifiedWeights:
         """
         self.version += 1
         update_weights(self.transport, self.parameters(), dtype=self.dtype, weight_version=self.version)
-        verdict = self.verify()
-        self.checker.raise_for(verdict)
-        return verdict
+        return self.verifier.verify()
 
     def verify(self) -> SyncVerdict:
         """Judge by prefill whether the engine holds the trainer's present weights, however they came there; raises nothing."""
-        now = fingerprint(self.parameters())
-        verdict = self.checker.observe(
-            SyncObservation(
-                engine_logprobs=score_tokens(self.transport, self.probes.tolist()),
-                trainer_logprobs=self.score(self.probes),
-                trainer_changed=now != self._fingerprint,
-            )
-        )
-        self._fingerprint = now
-        return verdict
+        return self.verifier.judge()

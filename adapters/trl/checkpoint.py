@@ -261,7 +261,7 @@ class CheckpointMixin(_Host):
         assert self._block is not None
         messages = [changed_settings(state.get("config"), self._block.to_dict())]
         if self.use_vllm and self._verified and state.get("weight_version") is not None:
-            self.vllm_generation.load_state_dict(state)
+            messages.append(self.vllm_generation.load_state_dict(state))
         if self._kl is not None and state.get("kl") is not None:
             messages.append(self._kl.load_state_dict(state["kl"]))
         if self._lr is not None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.vllm.engine import is_cpu
-from mismatch_ext.adapters.vllm.weights import SentTensor
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
@@ -21,7 +19,8 @@ from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync import SyncObservation, SyncVerdict, WeightSyncChecker
+from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class TrainerSide:
         score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]`.
         step: Returns the number of finished optimizer steps.
         on_sent: Receives the dtypes of the tensors of each weight update.
-        on_verdict: Receives each weight-sync verdict.
+        event: Receives what is wrong with a weight update: level, name, message.
         compute_dtype: Dtype that its matrix products come out in.
     """
 
@@ -41,8 +40,28 @@ class TrainerSide:
     score: Callable[[Tensor], Tensor]
     step: Callable[[], int]
     on_sent: Callable[[frozenset[str]], None]
-    on_verdict: Callable[[SyncVerdict], None]
+    event: Callable[[str, str, str], None]
     compute_dtype: str
+
+    def fingerprint(self) -> str:
+        """Return a digest of the present weights."""
+        return fingerprint(self.named_parameters())
+
+
+class _Engine(engine.InProcess):
+    """The engine, whose failures are named."""
+
+    def __init__(self, llm: Any, named: Callable[[str], AbstractContextManager[None]]) -> None:
+        super().__init__(llm)
+        self._named = named
+
+    def score(self, tokens: Tensor) -> Tensor:
+        with self._named("scoring probe tokens"):
+            return super().score(tokens)
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        with self._named("reading its weights"):
+            return super().compare(sent, before)
 
 
 class CheckedGeneration:
@@ -85,23 +104,22 @@ class CheckedGeneration:
                 self.layout = layout
         self.weight_version = 0
         self.reading = engine.read_engine(inner.llm)
-        self.checker = WeightSyncChecker(self.reading.model_dtype, trainer_dtype=trainer.compute_dtype)
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self.records: list[RolloutRecord] = []
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
-        self._sent_dtypes: set[str] = set()
-        self._expected: dict[str, SentTensor] = {}
-        self._previous: dict[str, SentTensor] = {}
-        self._fingerprint: str | None = None
+        self._sending = engine.Sending()
+        probes = draw_probes(vocabulary, monitor, inner.llm.llm_engine.model_config.max_model_len - 1)
+        self.verifier = WeightVerifier(
+            trainer, _Engine(inner.llm, self._engine_failures_named), monitor, probes, dtype=self.reading.model_dtype,
+            trainer_dtype=trainer.compute_dtype, event=trainer.event,
+        )  # fmt: skip
         self.verifies = False
         if monitor.weight_sync != "off":
             with self.verdicts.checking("weight_sync"):
-                self.probes = _probe_tokens(monitor, vocabulary, inner.llm.llm_engine.model_config.max_model_len)
-                self.checker.baseline(engine.score_tokens(inner.llm, self.probes.tolist()), trainer.score(self.probes))
-                self._fingerprint = fingerprint(trainer.named_parameters())
+                self.verifier.begin()
                 self.verifies = True
 
     def __getattr__(self, name: str) -> Any:
@@ -117,12 +135,12 @@ class CheckedGeneration:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run continues with, as JSON-able data."""
-        return {"weight_version": self.weight_version, "weight_sync": self.checker.state_dict()}
+        return {"weight_version": self.weight_version, "weight_sync": self.verifier.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+    def load_state_dict(self, state: dict[str, Any]) -> str | None:
+        """Continue from what `state_dict` returned; return what begins anew under other settings, if anything does."""
         self.weight_version = state["weight_version"]
-        self.checker.load_state_dict(state["weight_sync"])
+        return self.verifier.load_state_dict(state["weight_sync"])
 
     @contextmanager
     def _engine_failures_named(self, doing: str) -> Iterator[None]:
@@ -153,10 +171,10 @@ class CheckedGeneration:
                 self._plain_sync()
         self.weight_version += 1
         with self.verdicts.checking("precision", applied=True):
-            self.trainer.on_sent(frozenset(self._sent_dtypes))
+            self.trainer.on_sent(frozenset(self._sending.dtypes))
         if self.verifies:
             with self.verdicts.checking("weight_sync"):
-                self.verify_weights()
+                self.verifier.verify(self._sending.samples)
 
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold.
@@ -164,38 +182,11 @@ class CheckedGeneration:
         One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out
         the same twice.
         """
-        self._sent_dtypes, self._expected = set(), {}
+        self._sending = engine.Sending()
         for name, parameter in self._plain_parameters():
             with self.verdicts.checking("weight_sync"):
-                self._sent_dtypes.add(str(parameter.dtype).removeprefix("torch."))
-                if self.verifies and engine.is_comparable(name):
-                    self._expected[name] = engine.sample_rows(parameter)
+                self._sending.note(name, parameter)
             yield name, parameter
-
-    def verify_weights(self) -> SyncVerdict:
-        """Check that the engine holds the trainer's present weights.
-
-        Raises:
-            WeightSyncError: It does not, and `monitor.weight_sync` is "error".
-        """
-        with self._engine_failures_named("scoring probe tokens"):
-            engine_logprobs = engine.score_tokens(self.inner.llm, self.probes.tolist())
-            comparisons = engine.compare_tensors(self.inner.llm, self._expected, self._previous)
-        self._previous, self._expected = self._expected, {}
-        now = fingerprint(self.trainer.named_parameters())
-        verdict = self.checker.observe(
-            SyncObservation(
-                engine_logprobs=engine_logprobs,
-                trainer_logprobs=self.trainer.score(self.probes),
-                trainer_changed=now != self._fingerprint,
-                comparisons=tuple(comparisons),
-            )
-        )
-        self._fingerprint = now
-        self.trainer.on_verdict(verdict)
-        if self.monitor.weight_sync == "error":
-            self.checker.raise_for(verdict)
-        return verdict
 
     def provenance(self) -> Provenance:
         """Describe where a rollout made now comes from."""
@@ -218,7 +209,7 @@ class CheckedGeneration:
             RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
         """
         observes = self.verdicts.observes
-        if self.verifies and not observes and fingerprint(self.trainer.named_parameters()) != self._fingerprint:
+        if self.verifies and not observes and self.verifier.moved():
             # The weights changed without a step, as when the best checkpoint is loaded at the end; TRL goes by steps.
             self.sync_weights()
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
@@ -266,11 +257,3 @@ class CheckedGeneration:
         """Return the rollouts since the last call and forget them."""
         records, self.records = self.records, []
         return records
-
-
-def _probe_tokens(monitor: MonitorConfig, vocabulary: Tensor, max_model_len: int) -> Tensor:
-    """Draw the fixed probe sequences `[N, T]`; every token id is as likely, so rare embeddings are probed too."""
-    length = min(monitor.weight_sync_probe_length, max_model_len - 1)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(len(vocabulary), (monitor.weight_sync_probes, length), generator=generator)
-    return vocabulary[rows.to(vocabulary.device)]

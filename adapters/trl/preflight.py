@@ -60,7 +60,6 @@ class PreflightMixin(_Host):
     _readings: dict[str, Any]
     _patches: list[dict[str, Any]]
     _audit_report: AuditReport | None
-    _verdict: SyncVerdict | None
     _sync_audited: bool
     _unwritten: list[str]
     _routing: RoutingReplay | None
@@ -195,7 +194,7 @@ class PreflightMixin(_Host):
                 score=self._score,
                 step=lambda: self.state.global_step,
                 on_sent=self._on_sent,
-                on_verdict=self._on_verdict,
+                event=self._on_event,
                 compute_dtype=self._compute_dtype(),
             ),
             monitor=self._verifiable(),
@@ -283,12 +282,17 @@ class PreflightMixin(_Host):
             for sent in sorted(dtypes):
                 self._audit(SyncReading(sent_dtype=sent, received_dtype=received))
 
-    def _on_verdict(self, verdict: SyncVerdict) -> None:
-        self._verdict = verdict
-        if verdict.status in ("stale", "garbled"):
-            if self.accelerator.is_main_process:
-                self._recorder.event(self.state.global_step, "error", "weight_sync", verdict.message)
-            else:
-                self._unwritten.append(verdict.message)  # the main process writes it at the next log
-            if self._config.monitor.weight_sync == "warn":
-                warnings.warn(verdict.message, stacklevel=2)
+    def _on_event(self, level: str, name: str, message: str) -> None:
+        """Write what is wrong with a weight update, which every rank verifies."""
+        if self.accelerator.is_main_process:
+            self._recorder.event(self.state.global_step, level, name, message)
+        else:
+            self._unwritten.append(message)  # the main process writes it at the next log
+        if self._config.monitor.weight_sync == "warn":
+            warnings.warn(message, stacklevel=2)
+
+    @property
+    def _verdict(self) -> SyncVerdict | None:
+        """The last weight update's, if any was verified."""
+        checked = self.vllm_generation if self.use_vllm else None
+        return checked.verifier.verdict if isinstance(checked, CheckedGeneration) else None

@@ -91,7 +91,6 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         ensure_writable(self._run_dir)
         self._eval_split = "eval/default"
         self._audit_report = None
-        self._verdict = None
         self._sync_audited = False
         self._unwritten: list[str] = []
         self._saved_step = 0

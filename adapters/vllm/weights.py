@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,31 @@ def sample_rows(parameter: Tensor) -> SentTensor:
     """Copy a norm's weights, or about a thousand rows of an embedding."""
     stride = max(1, parameter.shape[0] // SAMPLED_ROWS) if parameter.dim() > 1 else 1
     return SentTensor(values=parameter.detach()[::stride].clone(), rows=parameter.shape[0], stride=stride)
+
+
+class Sending:
+    """Notes what a weight update sends: dtypes, and samples of what the engine should then hold.
+
+    Attributes:
+        dtypes: Names of the dtypes.
+        samples: By checkpoint name, what is comparable.
+    """
+
+    def __init__(self) -> None:
+        self.dtypes: set[str] = set()
+        self.samples: dict[str, SentTensor] = {}
+
+    def note(self, name: str, parameter: Tensor) -> None:
+        """Note a tensor that is about to be sent."""
+        self.dtypes.add(str(parameter.dtype).removeprefix("torch."))
+        if is_comparable(name):
+            self.samples[name] = sample_rows(parameter)
+
+    def through(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors as they are, noting each."""
+        for name, parameter in named_parameters:
+            self.note(name, parameter)
+            yield name, parameter
 
 
 def compare_tensors(

@@ -11,8 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync.checker import TensorComparison
 
 
 @runtime_checkable
@@ -27,6 +28,10 @@ class TrainerSide(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of the present weights; may be called again."""
+
+    def fingerprint(self) -> str:
+        """Return a digest of the present weights, which changes when they do."""
+        return fingerprint(self.named_parameters())
 
 
 @runtime_checkable

@@ -155,7 +155,7 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
         ),
     )
     errors = watch_float32_error(trainer) if dtype == "float32" else []
-    probes = trainer.vllm_generation.probes
+    probes = trainer.vllm_generation.verifier.probes
     before = trainer._score(probes)
     trainer.train()
     moved = float((trainer._score(probes) - before).abs().mean())

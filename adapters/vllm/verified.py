@@ -1,0 +1,108 @@
+"""Weight updates of an in-process vLLM engine in a plain loop, each verified; SGLang's adapter has the same class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mismatch_ext.adapters.vllm.engine import read_engine
+from mismatch_ext.adapters.vllm.probes import score_tokens
+from mismatch_ext.adapters.vllm.weights import Sending, compare_tensors, update_weights
+from torch import Tensor
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.fingerprint import fingerprint
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.weight_sync import SyncVerdict, TensorComparison
+from mismatch_ext.weight_sync.verifier import WeightVerifier
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class InProcess:
+    """The rollout side of an engine in this process.
+
+    Args:
+        llm: The engine.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def reading(self) -> EngineReading:
+        """Return what the engine computes with."""
+        return read_engine(self.llm)
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
+        return score_tokens(self.llm, tokens.tolist())
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare embeddings and norms of the engine with what was sent; `Sending.samples` of this update and the one before."""
+        return compare_tensors(self.llm, sent, before)
+
+
+class VerifiedWeights:
+    """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
+
+    Both sides score fixed probe tokens, and tensors that both hold in one layout are compared bit by bit;
+    `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics. The engine must hold the trainer's
+    weights when this is built.
+
+    Args:
+        llm: An engine in this process.
+        parameters: Returns checkpoint names and tensors of the whole model each time that it is called.
+        score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]` at temperature 1.
+        probes: Probe tokens `[N, T]`, int64; no longer than the engine's context less one.
+        dtype: The engine's dtype.
+        trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
+        version: Number of updates that were begun on the engine.
+
+    Raises:
+        EngineError: The engine runs in another process.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        parameters: Callable[[], NamedTensors],
+        score: Callable[[Tensor], Tensor],
+        *,
+        probes: Tensor,
+        dtype: str | torch.dtype,
+        trainer_dtype: str | torch.dtype | None = None,
+        version: int = 0,
+    ) -> None:
+        self.llm, self.parameters, self.score = llm, parameters, score
+        self.probes, self.dtype, self.version = probes, canonical(dtype), version
+        self.verifier = WeightVerifier(
+            self, InProcess(llm), MonitorConfig(), probes, dtype=dtype, trainer_dtype=trainer_dtype
+        )
+        self.verifier.begin()
+
+    def fingerprint(self) -> str:
+        """Return a digest of the trainer's present weights."""
+        return fingerprint(self.parameters())
+
+    def update(self) -> SyncVerdict:
+        """Send the trainer's weights and verify them by prefill and tensor by tensor; the prefix cache is reset.
+
+        The version is counted up before anything is sent, so that no version stands for two sets of weights.
+
+        Raises:
+            WeightSyncError: The engine holds stale or garbled weights.
+            EngineError: Unfinished requests hold blocks of the prefix cache.
+        """
+        self.version += 1
+        sending = Sending()
+        update_weights(self.llm, sending.through(self.parameters()))
+        return self.verifier.verify(sending.samples)
+
+    def verify(self) -> SyncVerdict:
+        """Judge by prefill whether the engine holds the trainer's present weights, however they came there; raises nothing."""
+        return self.verifier.judge()
