@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from mismatch_ext.adapters.transformers.scoring import Autocast, probe_logits
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +62,14 @@ def vocabulary_surplus(
         mass_mean=float(mass.mean()),
         mass_max=float(mass.max()),
     )
+
+
+def plain_vocabulary(tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu") -> Tensor:
+    """Return the token ids `[V]`, int64, that have text and no special meaning.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        device: Where the ids are to lie.
+    """
+    special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+    return torch.tensor(sorted(set(range(len(tokenizer))) - special), device=device)

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.errors import ConfigError
@@ -68,12 +66,6 @@ def ratio_bias(trainer: Any, sampling: SamplingSettings) -> str | None:
             "change, and the gap is not numerics alone."
         )
     return " ".join(filter(None, sentences)) or None
-
-
-def plain_vocabulary(tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Tensor:
-    """Return the token ids `[V]` that have text and no special meaning."""
-    special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
-    return torch.tensor(sorted(set(range(len(tokenizer))) - special), device=device)
 
 
 def step_of_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> int | None:

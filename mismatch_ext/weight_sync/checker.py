@@ -62,14 +62,14 @@ class TensorComparison:
     Args:
         name: Its name.
         equal: Whether the two are equal in every bit.
-        max_abs_diff: Largest difference; 0 when equal.
+        max_abs_diff: Largest difference; 0 when equal, None where it is not known.
         matches_previous: Whether the engine's equals the trainer's version before this update; None when
             unknown.
     """
 
     name: str
     equal: bool
-    max_abs_diff: float
+    max_abs_diff: float | None
     matches_previous: bool | None = None
 
 
@@ -317,11 +317,13 @@ def _judge_tensors(
     compared: tuple[TensorComparison, ...], differ: list[TensorComparison], stale: str, held: bool
 ) -> tuple[Status, str]:
     previous = [c for c in differ if c.matches_previous]
-    largest = max(differ, key=lambda c: math.inf if math.isnan(c.max_abs_diff) else c.max_abs_diff)
-    text = (
-        f"{len(differ)} of {len(compared)} tensors differ from the trainer's, most {largest.name} "
-        f"by {largest.max_abs_diff:.3g}"
-    )
+    known = {c.name: c.max_abs_diff for c in differ if c.max_abs_diff is not None}
+    text = f"{len(differ)} of {len(compared)} tensors differ from the trainer's"
+    if known:
+        largest = max(known, key=lambda name: math.inf if math.isnan(known[name]) else known[name])
+        text += f", most {largest} by {known[largest]:.3g}"
+    else:
+        text += f", such as {differ[0].name}"
     if previous:
         return (
             "stale",

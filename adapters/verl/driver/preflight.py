@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.verl.driver.header import run_header, seams_of
 from mismatch_ext.adapters.verl.driver.reports import Checked, check_reports, check_vocabulary, compute_dtype
-from mismatch_ext.adapters.verl.driver.servers import answered, ask_probes, read_rollouts, refused_answers
+from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
+from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights
 
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
@@ -22,15 +24,12 @@ from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync import SyncObservation, WeightSyncChecker
+from mismatch_ext.weight_sync.verifier import draw_probes
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
 else:
     _Host = object
-
-ANSWER_TIMEOUT = 120.0
-"""Seconds that a rollout server may take to answer a question."""
 
 
 class PreflightMixin(_Host):
@@ -43,11 +42,10 @@ class PreflightMixin(_Host):
     _run_dir: Path
     _watchdog: Watchdog
     _checked: Checked
-    _checkers: Sequence[WeightSyncChecker] = ()
+    _weights: RolloutWeights | None = None
+    _resumed: tuple[dict[str, Any], list[tuple[str, str]]]
     _patches: PatchSet
-    _trainer_probes: torch.Tensor | None = None
     _surplus: Mapping[str, Any] | None = None
-    _sync_gap = 0.0
 
     if TYPE_CHECKING:
 
@@ -74,58 +72,43 @@ class PreflightMixin(_Host):
             check_vocabulary(self._surplus)
 
     def _draw_probes(self) -> torch.Tensor:
-        """Draw the fixed probe sequences `[N, T]`; every token id is as likely, so that rare embeddings are probed too."""
-        special = set(self.tokenizer.added_tokens_decoder) | set(self.tokenizer.all_special_ids)
-        plain = torch.tensor(sorted(set(range(len(self.tokenizer))) - special))
-        monitor = self._block.monitor
-        generator = torch.Generator().manual_seed(0)
-        shape = (monitor.weight_sync_probes, monitor.weight_sync_probe_length)
-        return plain[torch.randint(len(plain), shape, generator=generator)]
+        """Draw the fixed probe sequences `[N, T]`."""
+        rollout = self.config.actor_rollout_ref.rollout
+        longest = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
+        return draw_probes(plain_vocabulary(self.tokenizer), self._block.monitor, longest - 1)
 
-    def _score_probes(self) -> torch.Tensor | None:
-        """Score the probes with the actor's weights `[N, T-1]`; None where updates are not verified.
-
-        To be called while the rollout sleeps: an actor that is kept on the CPU comes to the device for it.
-        """
+    def _prepare_weights(self) -> None:
+        """Make ready to verify updates, and go on from the checkpoint that was loaded; nothing where they are not verified."""
         if self._block.monitor.weight_sync == "off":
-            return None
-        self._watchdog.phase(f"scoring probe tokens after step {self.global_steps}")
-        return torch.tensor(self.actor_rollout_wg.mismatch_score(self._probes.tolist())[0], dtype=torch.float64)
+            return
+        self._weights = RolloutWeights(
+            self.actor_rollout_wg,
+            self.llm_server_manager.get_replicas(),
+            self._block.monitor,
+            self._probes,
+            dtype=self._checked.engine.model_dtype,
+            trainer_dtype=compute_dtype(self._checked.trainer),
+            event=self._event,
+        )
+        state, notes = self._resumed
+        if state.get("weight_sync") is not None and (said := self._weights.load_state_dict(state["weight_sync"])):
+            notes.append(("settings_changed", said))
 
-    def _verify_weights(self, now: torch.Tensor | None) -> None:
-        """Check that each rollout server's prefill computes with the weights that the actor has now.
+    def _look_at_weights(self) -> None:
+        """Ask the actor what it scores, while the rollout sleeps."""
+        if self._weights is not None:
+            self._watchdog.phase(f"scoring probe tokens after step {self.global_steps}")
+            self._weights.look()
 
-        Args:
-            now: What the actor scores.
+    def _verify_weights(self) -> None:
+        """Check that each rollout server's prefill computes with the weights that the actor had when it was asked.
 
         Raises:
             WeightSyncError: One does not, and `monitor.weight_sync` is "error".
         """
-        if now is None:
-            return
-        self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
-        replicas = self.llm_server_manager.get_replicas()
-        changed = self._trainer_probes is None or not torch.equal(now, self._trainer_probes)
-        asked = [ask_probes(replica, self._probes.tolist(), ANSWER_TIMEOUT) for replica in replicas]
-        engines = [
-            (f"rollout server {server}" + (f", engine {engine}" if len(of) > 1 else ""), answers)
-            for server, of in enumerate(asked)
-            for engine, answers in enumerate(of)
-        ]
-        if not self._checkers:
-            dtype, compute = self._checked.engine.model_dtype, compute_dtype(self._checked.trainer)
-            self._checkers = [WeightSyncChecker(dtype, trainer_dtype=compute) for _ in engines]
-        for number, (checker, (name, answers)) in enumerate(zip(self._checkers, engines, strict=True)):
-            rollout = answered(answers, ANSWER_TIMEOUT)
-            verdict = checker.observe(
-                SyncObservation(engine_logprobs=rollout, trainer_logprobs=now, trainer_changed=changed)
-            )
-            self._sync_gap = verdict.gap_mean if number == 0 else max(self._sync_gap, verdict.gap_mean)
-            if not verdict.ok:
-                self._event("error", "weight_sync", f"{name}: {verdict.message}")
-                if self._block.monitor.weight_sync == "error":
-                    checker.raise_for(verdict)
-        self._trainer_probes = now
+        if self._weights is not None:
+            self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
+            self._weights.verify()
 
     def _raise_refused(self, what: str, timeout: float = ANSWER_TIMEOUT) -> None:
         """Say which answers a rollout server refused, for verl drops them.

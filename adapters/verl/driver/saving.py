@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
+from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
 from mismatch_ext.adapters.verl.driver.whole import resumable
 from omegaconf import open_dict
 
@@ -46,6 +47,7 @@ class SavingMixin(_Host):
     _kl: KlTerm | None
     _random: random.Random
     _watchdog: Watchdog
+    _weights: RolloutWeights | None
     _run_dir: Path
     _updated_step: int
     _saved_step: int
@@ -77,6 +79,7 @@ class SavingMixin(_Host):
         watched = {
             "monitor": self._monitor.state_dict(),
             "recorder": None if self._recorder is None else self._recorder.state_dict(),
+            "weight_sync": None if self._weights is None else self._weights.state_dict(),
             "log": {"written": self._logged_step >= self.global_steps},
         }
         write_state(self._folder(self.global_steps) / STATE_FILE, {**state, **watched})

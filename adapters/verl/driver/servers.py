@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,6 +14,7 @@ from mismatch_ext.adapters.verl.driver.reports import RolloutAnswer
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError
+from mismatch_ext.weight_sync.sums import Sums
 
 PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
 
@@ -82,26 +83,53 @@ def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
     return f"{count} answers were refused, the first of them: {messages[0]}" if count else None
 
 
-def _ask_workers(replica: Any, timeout: float) -> list[Any]:
-    return [server.__ray_call__.remote(_ask, "mismatch_report", timeout) for server in replica.servers]
+def _ask_workers(replica: Any, timeout: float, method: str = "mismatch_report", *args: Any) -> list[Any]:
+    return [server.__ray_call__.remote(_ask, method, args, timeout) for server in replica.servers]
 
 
-def _ask(server: Any, method: str, timeout: float) -> list[Any]:
+def ask_sums(replica: Any, shapes: Mapping[str, Sequence[int]], timeout: float) -> list[Any]:
+    """Ask vLLM's workers of a rollout server for the sums of tensors that they hold; `answered_sums` waits for them.
+
+    Args:
+        replica: One of verl's rollout replicas.
+        shapes: Shapes of the trainer's whole tensors, by name.
+        timeout: Seconds that the workers may take.
+
+    Returns:
+        What to wait for; nothing of SGLang, whose workers cannot be asked.
+    """
+    return [] if _is_sglang(replica) else _ask_workers(replica, timeout, "mismatch_sums", dict(shapes))
+
+
+def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, Sums]]:
+    """Return what each worker holds, by name.
+
+    Raises:
+        EngineError: A server failed, or does not answer.
+    """
+    try:
+        found = ray.get(list(asked), timeout=timeout)
+    except Exception as error:
+        raise EngineError(f"the rollout server could not read its weights: {type(error).__name__}: {error}") from error
+    return [sums for answer in found for sums in answer]
+
+
+def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
     """Call a method on all vLLM workers of a server, from within it, and return what they return: verl's own call drops it."""
     if server.node_rank:
         return []  # without an engine of its own: the first node's reaches the workers of all
     # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
     loop = server._server_task.get_loop()
-    return list(asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method), loop).result(timeout))
+    return list(asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method, args), loop).result(timeout))
 
 
-async def _every_engine(engine: Any, method: str) -> list[Any]:
+async def _every_engine(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
     """Call a method on the workers of all data-parallel engines, of which vLLM's own call returns the first one's answers."""
     client = engine.engine_core
     engines = getattr(client, "core_engines", ())
     if len(engines) < 2:
-        return list(await engine.collective_rpc(method=method))
-    calls = (client._call_utility_async("collective_rpc", method, None, (), None, engine=one) for one in engines)
+        return list(await engine.collective_rpc(method=method, args=args))
+    calls = (client._call_utility_async("collective_rpc", method, None, args, None, engine=one) for one in engines)
     return [report for answer in await asyncio.gather(*calls) for report in answer]
 
 

@@ -111,12 +111,12 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             self._watch()
         with self._verdicts.checking("processes"):
             self._check_processes()
-        probes = None
         with self._verdicts.checking("weight_sync"):
-            probes = self._score_probes()
+            self._prepare_weights()
+            self._look_at_weights()
         super().on_init_end()
         with self._verdicts.checking("weight_sync"):
-            self._verify_weights(probes)
+            self._verify_weights()
         with self._verdicts.checking("metrics"):
             self._announce()
         self._collect_findings()
@@ -129,13 +129,12 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         """Send the new weights, and check that the rollout server computes with them."""
         if self._updating:
             self._finished_update()  # of the critic alone, in its warm-up
-        probes = None
         with self._verdicts.checking("weight_sync"):
-            probes = self._score_probes()
+            self._look_at_weights()
         self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
         super().on_step_end()
         with self._verdicts.checking("weight_sync"):
-            self._verify_weights(probes)
+            self._verify_weights()
         self._watchdog.phase(f"finishing step {self.global_steps}")
 
     def on_validate_begin(self) -> None:
@@ -286,8 +285,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
     def _record(self, metrics: dict[str, Any], global_steps: int) -> None:
         assert self._recorder is not None
         metrics.update(self._recorder.flush("train", global_steps))
-        if self._trainer_probes is not None:
-            metrics[PREFIX + "weight_sync_gap"] = self._sync_gap
+        if self._weights is not None and (gap := self._weights.gap) is not None:
+            metrics[PREFIX + "weight_sync_gap"] = gap
         metrics.update({PREFIX + name: value for name, value in self._verdicts.metrics().items()})
         numbers = {name: getattr(value, "item", lambda v=value: v)() for name, value in metrics.items()}
         self._recorder.step("train", global_steps, numbers)

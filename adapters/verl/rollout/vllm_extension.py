@@ -14,6 +14,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.versions import on_cpu_build, require
+from mismatch_ext.weight_sync.sums import Piece, Sums, sums_of
 
 
 class RolloutExtension(vLLMColocateWorkerExtension):
@@ -50,3 +51,24 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             "records_routing": records_routing(config),
             "reading": asdict(reading),
         }
+
+    def mismatch_sums(self, shapes: dict[str, list[int]]) -> dict[str, Sums]:
+        """Return the sums of the bits of those tensors that this worker holds in the trainer's layout, or a part of along rows.
+
+        Args:
+            shapes: Shapes of the trainer's whole tensors, by name.
+        """
+        model = self.model_runner.model
+        held, found = dict(model.named_parameters()), {}
+        for name, wanted in shapes.items():
+            if name not in held:
+                continue
+            values, shape, start = held[name].detach(), tuple(wanted), 0
+            vocabulary = getattr(model.get_submodule(name.rpartition(".")[0]), "shard_indices", None)
+            if vocabulary is not None:  # rows of one rank, and padding behind them
+                start = int(vocabulary.org_vocab_start_index)
+                values = values[: max(0, min(int(vocabulary.num_org_elements), shape[0] - start))]
+            if values.shape[1:] == shape[1:] and (vocabulary is not None or values.shape == shape):
+                piece = Piece(values=values.reshape(-1), start=start * values[:1].numel(), shape=shape)
+                found[name] = sums_of(piece, values.dtype)
+        return found

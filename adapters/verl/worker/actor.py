@@ -15,8 +15,9 @@ from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
-from mismatch_ext.adapters.verl.worker.shards import named_shards, reshard
+from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
+from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import nn
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
@@ -25,11 +26,14 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, ReadinessError
+from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import TrainerReading
+from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
+from mismatch_ext.weight_sync.sums import sums_of
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine
@@ -151,15 +155,23 @@ class MismatchWorker(ActorRolloutRefWorker):
         )
 
     @on_all_ranks
-    def mismatch_score(self, token_ids: list[list[int]]) -> list[list[float]]:
-        """Score probe tokens `[N, T]` with the actor's present weights; log-probabilities `[N, T-1]`.
+    def mismatch_look(self, token_ids: list[list[int]], dtype: str) -> dict[str, Any]:
+        """Return what probe tokens `[N, T]` and this rank's shards say of the actor's present weights.
 
-        Every rank takes part: the forward pass of a sharded model is collective.
+        Every rank takes part: the forward pass of a sharded model is collective. `logprobs` are `[N, T-1]`, `fingerprint` is of
+        the shards, and `sums` are those of tensors that an engine may hold in the same layout, after rounding to a dtype, with
+        the `shapes` of the whole tensors.
         """
         function = score_fused if self._fused else score_tokens
         with self._scoring() as score:
+            # Before the forward pass, which may leave some weights gathered.
+            model = self._engine.module
+            digest = fingerprint(named_shards(model))
+            pieces = {name: piece for name, piece in named_pieces(model) if is_comparable(name)}
+            sums = {name: sums_of(piece, torch_dtype(dtype)) for name, piece in pieces.items()}
             logprobs: list[list[float]] = score(function, torch.tensor(token_ids)).tolist()
-        return logprobs
+        shapes = {name: piece.shape for name, piece in pieces.items()}
+        return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:

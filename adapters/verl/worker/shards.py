@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mismatch_ext.weight_sync.sums import Piece
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -25,6 +28,35 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from _parts(name, parameter)
         elif parameter.numel():
             yield _plain(name), (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
+    """Yield this rank's part of each weight, and where it lies in the whole; those that are not cut along rows are left out.
+
+    Args:
+        model: A model, wrapped by FSDP1 or FSDP2 or not at all.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, FlatParameter):
+            starts = [place.intra_param_start_idx for place in parameter._shard_param_infos if place.in_shard]
+            shapes = [
+                shape
+                for shape, place in zip(parameter._shapes, parameter._shard_param_infos, strict=True)
+                if place.in_shard
+            ]
+            for (own, values), start, shape in zip(_parts(name, parameter), starts, shapes, strict=True):
+                assert start is not None
+                yield own, Piece(values=values, start=start, shape=tuple(shape))
+        elif isinstance(parameter, DTensor):
+            if all(type(kind) is Replicate or kind == Shard(0) for kind in parameter.placements):
+                _, offsets = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                local = parameter.to_local().detach()
+                start = offsets[0] * (local[:1].numel() if local.numel() else 0)
+                yield _plain(name), Piece(values=local.reshape(-1), start=start, shape=tuple(parameter.shape))
+        else:
+            yield _plain(name), Piece(values=parameter.detach().reshape(-1), start=0, shape=tuple(parameter.shape))
 
 
 def _parts(name: str, flat: FlatParameter) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,10 @@ import dataclasses
 import os
 from typing import Any
 
+import torch
+from torch import nn
+
+from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
 
 
@@ -29,13 +33,11 @@ def described(record: RolloutRecord) -> dict[str, Any]:
     return fields
 
 
-def vllm(
-    model: str, sampling: dict[str, Any], rows: list[list[int]], count: int, **options: Any
-) -> list[dict[str, Any]]:
-    """Return the records of greedy rollouts of vLLM, field by field."""
+def vllm(model: str, sampling: dict[str, Any], rows: list[list[int]], count: int, **options: Any) -> dict[str, Any]:
+    """Return the records of greedy rollouts of vLLM, field by field, and the verdicts on updates of its weights after them."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
-    import torch
     from mismatch_ext.adapters import vllm as engine
+    from mismatch_ext.adapters.transformers import score_tokens
     from mismatch_ext.adapters.transformers.routing import moe_layout
     from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
     from transformers import AutoModelForCausalLM
@@ -44,7 +46,8 @@ def vllm(
     from mismatch_ext.patching import applied
 
     settings = SamplingSettings(**sampling)
-    layout = moe_layout(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    layout = moe_layout(trained)
     with applied(*cpu_routes_patches()):
         llm = LLM(
             model, dtype="float32", enforce_eager=True, max_model_len=256, seed=0, enable_return_routed_experts=True
@@ -73,5 +76,49 @@ def vllm(
         ),
         engine.to_traces(outputs, **shape, version=0),
     )
+    verified = engine.VerifiedWeights(
+        llm, trained.named_parameters, lambda ids: score_tokens(trained, ids), probes=PROBES, dtype="float32"
+    )
+    updates = updated(verified, trained)
     engine.shutdown(llm)
-    return [described(record) for record in records]
+    return {"records": [described(record) for record in records], "updates": updates}
+
+
+PROBES = torch.randint(2, 16, (8, 24), generator=torch.Generator().manual_seed(9))
+LEAST = "model.norm.weight"
+"""A tensor that is compared where tensors can be."""
+
+
+def updated(verified: Any, model: nn.Module) -> dict[str, Any]:
+    """Train a model and update an engine, rightly and wrongly; return the verdicts, or what was raised."""
+    verdicts = {}
+
+    def change(size: float) -> None:
+        torch.manual_seed(int(1 / size))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(size * parameter.std(correction=0) * torch.randn_like(parameter))
+
+    change(0.1)
+    verdicts["trained and sent"] = verified.update()
+    verdicts["sent again"] = verified.update()
+    change(0.2)
+    verdicts["trained"] = verified.verify()
+    verdicts["sent"] = verified.update()
+    change(0.25)
+    send, verified.parameters = verified.parameters, lambda: iter([(LEAST, dict(model.named_parameters())[LEAST])])
+    try:
+        verified.update()
+    except WeightSyncError as error:
+        refused = str(error)
+    else:
+        refused = "nothing was raised"
+    verified.parameters = send
+    verdicts["sent whole"] = verified.update()
+    return {
+        "statuses": {name: verdict.status for name, verdict in verdicts.items()},
+        "messages": {name: verdict.message for name, verdict in verdicts.items()},
+        "a part sent": refused,
+        "version": verified.version,
+        "saved": sorted(verified.verifier.state_dict()),
+    }

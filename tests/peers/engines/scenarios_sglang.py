@@ -43,6 +43,7 @@ from mismatch_ext.errors import MismatchError
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import agreement, align
 from tests.oracle import float32_error
+from tests.peers.engines.scenarios_conformance import PROBES, described, updated
 
 # The share of memory is no reservation, max_total_tokens is; a small one fails when others take memory during the start.
 OPTIONS: dict[str, Any] = {
@@ -256,6 +257,20 @@ def train(model: nn.Module, seed: int) -> None:
         parameter += 0.03 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
 
 
+def updates(rollouts: Rollouts) -> dict[str, Any]:
+    """Return the verdicts on the updates that every engine is held to, and leave the engine with the weights it had."""
+    model = copy.deepcopy(rollouts.model)
+    verified = VerifiedWeights(
+        rollouts.engine, lambda: checkpoint_parameters(model), lambda ids: scoring.score_tokens(model, ids), probes=PROBES,
+        dtype="float32",
+    )  # fmt: skip
+    found = updated(verified, model)
+    update_weights(
+        rollouts.engine, checkpoint_parameters(rollouts.model), dtype="float32", weight_version=rollouts.version
+    )
+    return found
+
+
 def weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
     """Update an engine's weights in right and wrong ways, and see what is noticed."""
     engine, model = rollouts.engine, rollouts.model
@@ -384,7 +399,6 @@ def conformance(
     rollouts: Rollouts, sampling: dict[str, Any], rows: list[list[int]], **options: Any
 ) -> list[dict[str, Any]]:
     """Return the records of greedy rollouts, field by field."""
-    from tests.peers.engines.scenarios_conformance import described
 
     records, _ = rollouts.records(rows, options.pop("count"), sampling=SamplingSettings(**sampling), **options)
     return [described(record) for record in records]
@@ -408,6 +422,7 @@ def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:
             "scored_float32_error": float32_error(trainer, ids, torch.ones_like(ids), torch.ones_like(ids)),
             "records": conformance(rollouts, **requests),
             "refusals": refusals(rollouts),
+            "updates": updates(rollouts),
             "weights": weights(rollouts, "float32"),
         }
     return {**found, "rollouts": rollouts.found}

@@ -103,6 +103,8 @@ def state_of(work: Path, step: int) -> dict[str, Any]:
         for name in ("model", "optim")
     }
     ours = {name: json.loads((folder / name).read_text()) for name in ("mismatch.json", "actor/mismatch.json")}
+    # The engine's log-probabilities of probes are in it, see `metrics_of`, and each start looks once more.
+    assert ours["mismatch.json"].pop("weight_sync")["engines"]
     return {**loaded, **ours}
 
 

@@ -71,10 +71,13 @@ EVERYTHING_DENSE = (
 
 @pytest.fixture(scope="module")
 def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, Path]:
-    """Return three steps with every section, on experts with FSDP1, and their folder; in a fourth, routes are lost."""
+    """Return three steps with every section, on experts with FSDP1, and their folder.
+
+    The rollout ignores the weights after the third, which is to be told and not to end the run; in the fourth, routes are lost.
+    """
     work = tmp_path_factory.mktemp("experts")
-    overrides = [*EVERYTHING, *FSDP1, *lasting(4)]
-    return run_verl(work, overrides, model=moe, plugin=True, env={FAULT: "lost_routes@4"}), work
+    overrides = [*EVERYTHING, *FSDP1, "+mismatch.monitor.weight_sync=warn", *lasting(4)]
+    return run_verl(work, overrides, model=moe, plugin=True, env={FAULT: "lost_routes@4,stale_weights@3"}), work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +148,26 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")
 
 
+def test_every_update_is_compared_by_probes_and_tensors_and_a_stale_one_is_told(
+    experts: tuple[VerlRun, Path],
+) -> None:
+    run, work = experts
+    steps = run.expect_failure(3)
+    data = read_run(work / "checkpoints/mismatch")
+    (told,) = [event for event in data.events if event.name == "weight_sync"]
+    assert (told.step, told.level) == (3, "error")
+    # The embeddings and the norms: of each of the model's layers two, and the last.
+    assert re.match(
+        r"rollout server 0: weight update 4: stale\. (\d+) of \1 tensors differ from the trainer's, such as .*; "
+        r"\1 are the trainer's previous version",
+        told.message,
+    ), told.message
+    gaps = [step["mismatch/weight_sync_gap"] for step in steps]
+    assert max(gaps[:2]) < 1e-4 < gaps[2], gaps  # the least that is taken for wrong in float32
+    (engine,) = json.loads((work / "checkpoints/global_step_3/mismatch.json").read_text())["weight_sync"]["engines"]
+    assert engine["observations"] == 4 and engine["dtype"] == "float32" and engine["baseline"][0] < 1e-4
+
+
 def test_the_report_draws_verls_own_metrics_and_misses_nothing_before_the_failure(
     experts: tuple[VerlRun, Path],
 ) -> None:
@@ -210,6 +233,15 @@ def test_a_run_goes_on_from_what_a_hang_left_in_the_same_metrics_file(example: E
     assert [step.step for step in data.steps] == [1, 2, 3, 4]
     assert [end.status for end in data.ends] == ["failed", "completed"]
     assert {"resumed", "lost_log"} <= {event.name for event in data.events}
+    assert not [event for event in data.events if event.name == "weight_sync"]
+    saved = [
+        json.loads((example.work / f"checkpoints/global_step_{step}/mismatch.json").read_text())["weight_sync"][
+            "engines"
+        ][0]
+        for step in (2, 4)
+    ]
+    # Each run looks at the weights that it begins with, too; step 2 was saved before its update.
+    assert [engine["observations"] for engine in saved] == [2, 5] and saved[0]["baseline"] == saved[1]["baseline"]
 
 
 def test_float16_leaves_a_fraction_of_the_gap_that_bfloat16_has(example: Example, stock: VerlRun) -> None:

@@ -1,6 +1,7 @@
 """Faults in verl's processes, injected where VERL_CPU_FAULT names one. Loaded when Python starts, before verl and vLLM.
 
 A fault of a rollout may strike later than in the first step, `NAME@STEP`: what happened before it is then a run like any other.
+Several are separated by commas.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from tests.peers.verl.cpu.after_import import AfterImport, Missing
 
 FAULT = "VERL_CPU_FAULT"
 MESSAGE = "injected by VERL_CPU_FAULT"
-NAME, _, _at = os.environ.get(FAULT, "").partition("@")
-STEP = int(_at or 1)
+STEPS = {
+    name: int(step or 1)
+    for name, _, step in (fault.partition("@") for fault in os.environ.get(FAULT, "").split(","))
+    if name
+}
 SAMPLED = 16
 """Answers that a step asks for, as `main_ppo.py` sets it."""
 
@@ -52,7 +56,7 @@ def no_routed_experts() -> None:
     AfterImport("vllm.engine.arg_utils", change)
 
 
-def _spoil_one_answer(spoil: Callable[[Any], None]) -> None:
+def _spoil_one_answer(step: int, spoil: Callable[[Any], None]) -> None:
     def change(module: Any) -> None:
         loop = module.SeededSingleTurn
         original = loop.run
@@ -60,7 +64,7 @@ def _spoil_one_answer(spoil: Callable[[Any], None]) -> None:
 
         async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
             output = await original(self, sampling_params, **kwargs)
-            if kwargs["global_steps"] >= STEP and kwargs["session_id"] == 1 and not spoiled:
+            if kwargs["global_steps"] >= step and kwargs["session_id"] == 1 and not spoiled:
                 spoiled.append(True)
                 spoil(output)
             return output
@@ -76,7 +80,7 @@ def nonfinite_logprob() -> None:
     def spoil(output: Any) -> None:
         output.response_logprobs[1] = float("nan")
 
-    _spoil_one_answer(spoil)
+    _spoil_one_answer(STEPS["nonfinite_logprob"], spoil)
 
 
 def lost_routes() -> None:
@@ -85,7 +89,7 @@ def lost_routes() -> None:
     def spoil(output: Any) -> None:
         output.routed_experts = None
 
-    _spoil_one_answer(spoil)
+    _spoil_one_answer(STEPS["lost_routes"], spoil)
 
 
 def failing_weight_update() -> None:
@@ -99,9 +103,32 @@ def failing_weight_update() -> None:
         @functools.wraps(original)
         def update(self: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(True)
-            if len(calls) == STEP + 1:
+            if len(calls) == STEPS["failing_weight_update"] + 1:
                 raise RuntimeError(f"{MESSAGE}: the weight update failed")
             return original(self, *args, **kwargs)
+
+        extension.update_weights_from_ipc = update
+
+    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
+
+
+def stale_weights() -> None:
+    """Let vLLM's worker receive the weights after the step as always, and load none of them."""
+
+    def change(module: Any) -> None:
+        extension = module.vLLMColocateWorkerExtension
+        original = extension.update_weights_from_ipc
+        calls = []
+
+        @functools.wraps(original)
+        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(True)
+            if len(calls) == STEPS["stale_weights"] + 1:
+                self._update_weights = lambda *args, **kwargs: None
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                vars(self).pop("_update_weights", None)
 
         extension.update_weights_from_ipc = update
 
@@ -120,7 +147,7 @@ def null_logprob() -> None:
         async def generate_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
             if request.sampling_params.get("max_new_tokens") != 1:  # as probes of the weights are asked for
                 asked.append(True)
-            late = len(asked) > (STEP - 1) * SAMPLED
+            late = len(asked) > (STEPS["null_logprob"] - 1) * SAMPLED
             async for output in original(self, request, *args, **kwargs):
                 logprobs = output["meta_info"].get("output_token_logprobs") or []
                 if late and len(logprobs) > 1 and not spoiled:
@@ -142,9 +169,10 @@ FAULTS = {
         nonfinite_logprob,
         lost_routes,
         failing_weight_update,
+        stale_weights,
         null_logprob,
     )
 }
 
-if NAME:
-    FAULTS[NAME]()
+for _name in STEPS:
+    FAULTS[_name]()

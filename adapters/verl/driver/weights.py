@@ -1,0 +1,181 @@
+"""The check of weight updates in verl: one verifier for each engine of the rollout servers, all of one actor.
+
+verl's replicas are loaded with random weights and sleep until the first update, so that there is no gap to be had before it:
+its own is the first baseline. Actor and rollout take turns on a device. The actor is asked before an update, while the rollout
+sleeps, and the engines after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.verl.driver.servers import answered, answered_sums, ask_probes, ask_sums, engines_of
+from torch import Tensor
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync.sums import Shape, Sums, added, compare_sums
+from mismatch_ext.weight_sync.verifier import Look, WeightVerifier
+
+ANSWER_TIMEOUT = 120.0
+"""Seconds that a rollout server may take to answer a question."""
+
+
+class Actor:
+    """The trainer's side: verl's actor, in its workers.
+
+    Args:
+        workers: verl's worker group of the actor.
+        dtype: The rollout's dtype, in which tensors are compared.
+
+    Attributes:
+        shapes: Shapes of the whole tensors that can be compared, by name.
+        sums: The sums of their bits when the actor was last asked.
+    """
+
+    def __init__(self, workers: Any, dtype: str) -> None:
+        self._workers, self._dtype = workers, dtype
+        self.shapes: dict[str, Shape] = {}
+        self.sums: dict[str, Sums] = {}
+
+    def look(self, tokens: Tensor) -> Look:
+        """Return what all ranks say of the actor's present weights.
+
+        To be called while the rollout sleeps: an actor that is kept on the CPU comes to the device for it.
+        """
+        found = self._workers.mismatch_look(tokens.tolist(), self._dtype)
+        self.shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
+        self.sums = added(answer["sums"] for answer in found)
+        logprobs = torch.tensor(found[0]["logprobs"], dtype=torch.float64)
+        return Look(logprobs=logprobs, fingerprint="|".join(answer["fingerprint"] for answer in found))
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return log-probabilities `[N, T-1]`, float64."""
+        return self.look(tokens).logprobs
+
+    def fingerprint(self) -> str:
+        """Return a digest of every rank's shards."""
+        return self.look(torch.zeros(1, 2, dtype=torch.int64)).fingerprint
+
+
+class Engine:
+    """The rollout's side: one engine of a replica, which is asked before it is waited for, so that all compute at once.
+
+    Args:
+        actor: The actor, for the shapes of its tensors.
+
+    Attributes:
+        probes: What to wait for, of the probes.
+        sums: The sums of the bits of the engine's tensors.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self.probes: Sequence[Any] = ()
+        self.sums: Mapping[str, Sums] = {}
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return the answer to the probes that were last asked `[N, T-1]`, float64.
+
+        Raises:
+            EngineError: The server failed, or does not answer.
+        """
+        return answered(self.probes, ANSWER_TIMEOUT)
+
+    def compare(self, sent: Mapping[str, Sums], before: Mapping[str, Sums]) -> Sequence[TensorComparison]:
+        """Compare embeddings and norms by the sums of their bits; SGLang's servers tell none."""
+        return compare_sums(self.sums, sent, before, self._actor.shapes)
+
+
+class RolloutWeights:
+    """Verifies each weight update of a run.
+
+    Args:
+        workers: verl's worker group of the actor.
+        replicas: verl's rollout replicas.
+        monitor: The `monitor` section.
+        probes: Probe tokens `[N, T]`.
+        dtype: The rollout's compute dtype.
+        trainer_dtype: The actor's.
+        event: Writes what is wrong: level, name, message.
+    """
+
+    def __init__(
+        self,
+        workers: Any,
+        replicas: Sequence[Any],
+        monitor: MonitorConfig,
+        probes: Tensor,
+        *,
+        dtype: str,
+        trainer_dtype: str,
+        event: Callable[[str, str, str], None],
+    ) -> None:
+        self._replicas, self._probes = replicas, probes
+        self._actor = Actor(workers, dtype)
+        self._looked: Look | None = None
+        self._verifiers: list[tuple[WeightVerifier, Engine]] = []
+        for server, replica in enumerate(replicas):
+            count = engines_of(replica)
+            for number in range(count):
+                name = f"rollout server {server}" + (f", engine {number}" if count > 1 else "")
+                engine = Engine(self._actor)
+                verifier = WeightVerifier(
+                    self._actor,
+                    engine,
+                    monitor,
+                    probes,
+                    dtype=dtype,
+                    trainer_dtype=trainer_dtype,
+                    event=event,
+                    name=name,
+                )
+                self._verifiers.append((verifier, engine))
+
+    @property
+    def gap(self) -> float | None:
+        """Mean gap of the probes after the last update, of the worst engine; None before the first."""
+        return max((v.verdict.gap_mean for v, _ in self._verifiers if v.verdict is not None), default=None)
+
+    def look(self) -> None:
+        """Ask the actor for its present weights; to be called while the rollout sleeps."""
+        self._looked = self._actor.look(self._probes)
+
+    def verify(self) -> None:
+        """Check that each engine's prefill computes with the weights that the actor had when it was asked.
+
+        Raises:
+            WeightSyncError: One does not, and `monitor.weight_sync` is "error".
+            EngineError: A server does not answer.
+        """
+        if self._looked is None:
+            return
+        look, self._looked = self._looked, None
+        probes = [ask_probes(replica, self._probes.tolist(), ANSWER_TIMEOUT) for replica in self._replicas]
+        sums = [ask_sums(replica, self._actor.shapes, ANSWER_TIMEOUT) for replica in self._replicas]
+        engines = (engine for _, engine in self._verifiers)
+        for asked, held in zip(probes, sums, strict=True):
+            # All engines of a server together: one that holds something else spoils the sum.
+            total = added(answered_sums(held, ANSWER_TIMEOUT))
+            for of_engine in asked:
+                engine = next(engines)
+                engine.probes, engine.sums = of_engine, total
+        for verifier, _ in self._verifiers:
+            verifier.verify(self._actor.sums, look)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run judges on with, as JSON-able data."""
+        return {"engines": [verifier.state_dict() for verifier, _ in self._verifiers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Judge on from what `state_dict` returned; return what begins anew under other settings, if anything does."""
+        engines = state["engines"]
+        if len(engines) != len(self._verifiers):
+            return (
+                f"the check of weight updates begins anew: it was kept of {len(engines)} engines, and there are "
+                f"{len(self._verifiers)}."
+            )
+        said = [verifier.load_state_dict(kept) for (verifier, _), kept in zip(self._verifiers, engines, strict=True)]
+        return next(filter(None, said), None)

@@ -1,0 +1,222 @@
+"""The verifier of weight updates: both sides are real models, the engine's in another dtype and order of tokens."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.errors import WeightSyncError
+from mismatch_ext.precision.audit import EngineReading, TrainerReading
+from mismatch_ext.run import RolloutSide, TrainerSide
+from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync.verifier import EVENT, WeightVerifier, draw_probes
+
+PROBES = draw_probes(torch.arange(64), MonitorConfig())
+
+
+class Tiny(nn.Module):
+    """Scores of each token after the first, by the two before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix = nn.Embedding(64, 32), nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids[:, :-1])
+        hidden = hidden + 0.5 * hidden.roll(1, 1)
+        scores = self.mix(hidden).float().log_softmax(-1)
+        return scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+class Trainer(TrainerSide):
+    """The side that trains."""
+
+    def __init__(self) -> None:
+        self.model = Tiny()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def reading(self) -> TrainerReading:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self.model.named_parameters()
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        (-self.model(PROBES).mean()).backward()
+        self.optimizer.step()
+
+
+class Engine(RolloutSide):
+    """The side that samples: a copy, whose embedding can be compared row by row."""
+
+    def __init__(self, model: Tiny) -> None:
+        self.receive(model)
+
+    def receive(self, model: Tiny) -> dict[str, Tensor]:
+        self.model = copy.deepcopy(model).to(torch.float16)
+        return self.sample()
+
+    def sample(self) -> dict[str, Tensor]:
+        return {"embed.weight": self.model.embed.weight.detach().clone()}
+
+    def reading(self) -> EngineReading:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens.flip(0)).flip(0).double()
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        held = self.sample()
+        return [
+            TensorComparison(
+                name=name,
+                equal=torch.equal(held[name], tensor),
+                max_abs_diff=float((held[name] - tensor).abs().max()),
+                matches_previous=torch.equal(held[name], before[name]) if name in before else None,
+            )
+            for name, tensor in sent.items()
+        ]
+
+
+Said = list[tuple[str, str, str]]
+
+
+def started(action: str = "error", name: str = "") -> tuple[Trainer, Engine, WeightVerifier, Said]:
+    said: Said = []
+    trainer = Trainer()
+    engine = Engine(trainer.model)
+    monitor = MonitorConfig(weight_sync=action)
+    verifier = WeightVerifier(
+        trainer, engine, monitor, PROBES, dtype="float16", event=lambda *event: said.append(event), name=name
+    )
+    verifier.begin()
+    return trainer, engine, verifier, said
+
+
+def test_a_good_update_is_in_sync_and_says_nothing() -> None:
+    trainer, engine, verifier, said = started()
+    assert verifier.verdict is None and not verifier.moved()
+    assert verifier.verify(engine.sample()).status == "unchanged"
+    for _ in range(4):
+        trainer.train()
+        assert verifier.moved()
+        assert verifier.verify(engine.receive(trainer.model)).status == "in_sync"
+        assert not verifier.moved()
+    assert verifier.verdict is not None and "1 tensors are equal bit by bit" in verifier.verdict.message
+    assert said == []
+
+
+@pytest.mark.parametrize("action", ["error", "warn"])
+def test_an_engine_that_was_not_updated_is_an_event_and_an_error_if_the_block_says_so(action: str) -> None:
+    trainer, _, verifier, said = started(action, "rollout server 1")
+    for _ in range(10):
+        trainer.train()
+    if action == "error":
+        with pytest.raises(WeightSyncError, match="stale"):
+            verifier.verify()
+    else:
+        assert verifier.verify().status == "stale"
+    ((level, name, message),) = said
+    assert (level, name) == ("error", EVENT) and message.startswith("rollout server 1: weight update 1: stale.")
+    assert verifier.verdict is not None and verifier.verdict.message in message
+
+
+def test_a_tensor_that_kept_the_version_before_is_stale_however_little_it_moves_the_probes() -> None:
+    trainer, engine, verifier, _ = started()
+    trainer.train()
+    first = engine.receive(trainer.model)
+    assert verifier.verify(first).ok
+    with torch.no_grad():  # below the floor of movement
+        trainer.model.embed.weight[3, 3] += 0.01
+    sent = {"embed.weight": trainer.model.embed.weight.detach().half()}
+    verdict = verifier.judge(sent)
+    assert verdict.status == "stale" and "1 are the trainer's previous version" in verdict.message
+    assert verdict.gap_mean < verdict.threshold
+
+
+def test_judging_raises_nothing_and_writes_nothing() -> None:
+    trainer, _, verifier, said = started()
+    for _ in range(10):
+        trainer.train()
+    assert verifier.judge().status == "stale" and said == []
+
+
+def test_a_trainer_that_was_asked_before_gives_the_verdict_of_one_asked_now() -> None:
+    trainer, engine, verifier, _ = started()
+    twin = copy.deepcopy(verifier)
+    trainer.train()
+    look = verifier.look()
+    sent = engine.receive(trainer.model)
+    with torch.no_grad():
+        trainer.model.embed.weight.zero_()  # after the weights were sent: the look stands
+    assert verifier.verify(sent, look).status == "in_sync"
+    twin.rollout = engine
+    assert twin.judge(sent).status != "in_sync"
+
+
+def test_a_resumed_run_judges_alike() -> None:
+    trainer, engine, verifier, _ = started()
+    for _ in range(3):
+        trainer.train()
+        verifier.verify(engine.receive(trainer.model))
+    state = json.loads(json.dumps(verifier.state_dict()))
+    resumed = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float16")
+    resumed.begin()
+    assert resumed.load_state_dict(state) is None
+    for _ in range(10):
+        trainer.train()  # and nothing is sent
+    found, expected = resumed.judge(), verifier.judge()
+    assert found == expected and found.status == "stale"
+
+
+def test_what_other_settings_make_nonsense_of_begins_anew_and_is_said() -> None:
+    trainer, engine, verifier, _ = started()
+    state = verifier.state_dict()
+    half = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="bfloat16")
+    half.begin()
+    own = half.state_dict()
+    said = half.load_state_dict(state)
+    assert said == (
+        "the check of weight updates begins anew: it was kept for float16, and the sides compute in bfloat16."
+    )
+    assert half.state_dict() == own
+    monitor = MonitorConfig(weight_sync_probes=3, weight_sync_probe_length=7)
+    fewer = WeightVerifier(trainer, engine, monitor, draw_probes(torch.arange(64), monitor), dtype="float16")
+    fewer.begin()
+    said = fewer.load_state_dict(state)
+    assert said == (
+        "the check of weight updates begins anew: it was kept of 8 probes of 32 tokens, and there are 3 of 7."
+    )
+    assert fewer.judge().status == "unchanged"
+
+
+def test_the_state_of_a_run_that_verified_nothing_leaves_the_baseline() -> None:
+    trainer, engine, verifier, _ = started()
+    begun = verifier.state_dict()
+    off = WeightVerifier(trainer, engine, MonitorConfig(weight_sync="off"), PROBES, dtype="float16").state_dict()
+    assert verifier.load_state_dict(off) is None and verifier.state_dict() == begun
+    with pytest.raises(WeightSyncError, match="version 7"):
+        verifier.load_state_dict({**off, "version": 7})
+
+
+def test_probes_are_the_same_in_every_run_and_fit_the_engine() -> None:
+    monitor = MonitorConfig(weight_sync_probes=4, weight_sync_probe_length=16)
+    vocabulary = torch.arange(10, 50)
+    probes = draw_probes(vocabulary, monitor)
+    assert probes.shape == (4, 16) and torch.equal(probes, draw_probes(vocabulary, monitor))
+    assert bool(((probes >= 10) & (probes < 50)).all())
+    assert draw_probes(vocabulary, monitor, longest=9).shape == (4, 9)
