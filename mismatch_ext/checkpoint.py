@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.errors import RecordError
+from mismatch_ext.errors import RecordError, RunDirectoryError
 
 STATE_FILE = "mismatch.json"
 SCHEMA = 1
@@ -29,12 +29,15 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         state: JSON-able data.
 
     Raises:
-        OSError: It cannot be written.
+        RunDirectoryError: It cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".tmp")
-    written.write_text(json.dumps({"schema": SCHEMA, **state}), encoding="utf-8")
-    written.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps({"schema": SCHEMA, **state}), encoding="utf-8")
+        written.replace(path)
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written: {error}; free space, or save elsewhere.") from error
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
@@ -43,7 +46,7 @@ def read_state(path: Path) -> dict[str, Any] | None:
     Every part is a mapping, or null where there was nothing to save; whoever owns a part checks what is in it.
 
     Raises:
-        RecordError: The file is damaged, or of another version of this package; names it, and what to do.
+        RecordError: The file is damaged, unreadable or of another version of this package; names it, and what to do.
     """
     if not path.is_file():
         return None
@@ -52,6 +55,8 @@ def read_state(path: Path) -> dict[str, Any] | None:
     )
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error}. {remedy}") from error
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path} is damaged: it is no JSON ({error}). {remedy}") from error
     if not isinstance(state, dict):

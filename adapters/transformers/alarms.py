@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.host_names import TRL
-from mismatch_ext.monitor import Alarm, Monitor
+from mismatch_ext.monitor import ANEW, Alarm, Monitor
 from mismatch_ext.verdicts import Verdicts
 
 logger = logging.getLogger(__name__)
@@ -49,17 +49,8 @@ class AlarmCallback(TrainerCallback):
     def resume(self, saved: Mapping[str, Any] | None, step: int) -> None:
         """Go on from the state that a checkpoint of some step holds; None begins anew."""
         self.monitor, self._resumed = Monitor(self.config, TRL), True
-        if saved is None:
-            return
-        anew = self.monitor.load_state_dict(saved)
-        if anew:
-            message = f"alarms begin anew, because their rules have changed: {', '.join(anew)}."
-            self._event(step, "info", "alarms_anew", message, {"metrics": anew})
-        if rearmed := self.monitor.rearm_stops():
-            message = (
-                f"alarms that stopped training begin anew, and stop it again if they are raised: {', '.join(rearmed)}."
-            )
-            self._event(step, "info", "alarms_anew", message, {"metrics": rearmed})
+        for message, metrics in self.monitor.resume(saved):
+            self._event(step, "info", ANEW, message, {"metrics": metrics})
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig, MonitorConfig
-from mismatch_ext.errors import ReadinessError
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
-from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
+from mismatch_ext.precision.readiness import EVENT as READINESS
+from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
@@ -171,7 +171,7 @@ class PreflightMixin(_Host):
         with self._verdicts.checking("precision", applied=True):
             self._audit()
         if self._readiness is not None:
-            self._warn("readiness", self._readiness)
+            self._warn(READINESS, self._readiness)
         if self.use_vllm:
             with self._verdicts.checking("engine"):
                 self._wrap_engine(patch_digest)
@@ -233,21 +233,11 @@ class PreflightMixin(_Host):
 
     def _scan_readiness(self) -> str | None:
         """Check that the weights fit the dtype that both sides will compute in; return what is to be warned of."""
-        precision = self._config.precision
-        if precision is None or precision.readiness == "off":
-            return None
         parameters = self.accelerator.unwrap_model(self.model).named_parameters()
         # One after the other to where the model is going: its weights are still in the host's memory, where a scan is slow.
         device = self.accelerator.device
         there = ((name, p.detach().to(device) if p.is_floating_point() else p) for name, p in parameters)
-        report = ReadinessReport.of(weights=scan_weights(there, precision.dtype), activations=[], dtype=precision.dtype)
-        reasons = "; ".join(report.reasons)
-        if report.verdict == "not ready":
-            message = f"the checkpoint is not ready for {precision.dtype}: {reasons}"
-            if precision.readiness == "error":
-                raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
-            return message
-        return f"the checkpoint is risky in {precision.dtype}: {reasons}" if report.verdict == "risky" else None
+        return check_readiness(there, self._config.precision)
 
     def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Warn, and keep the warning in the run's metrics file."""

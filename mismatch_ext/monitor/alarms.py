@@ -65,6 +65,10 @@ class Alarm:
         return dataclasses.asdict(self) | {"value": self.value if math.isfinite(self.value) else None}
 
 
+ANEW = "alarms_anew"
+"""Name of the event that says which alarms a resumed run begins anew."""
+
+
 class Monitor:
     """Watches the metrics of a run. One per run: with several processes on the main one, which tells the others to stop.
 
@@ -127,6 +131,25 @@ class Monitor:
     def describe(self) -> list[str]:
         """Return a line for each rule that is on, such as "k3_kl > 0.001 (3 logs in a row): warn"."""
         return [rule.describe() for rule in self.rules.values()]
+
+    def resume(self, state: Mapping[str, Any] | None) -> list[tuple[str, list[str]]]:
+        """Go on from the state that a checkpoint holds, where there is one; alarms that stopped training begin anew.
+
+        Returns:
+            What is to be said in an event `ANEW`: a sentence, and the metrics that it is about.
+
+        Raises:
+            RecordError: The state is of another version, or damaged; this monitor stays as it was.
+        """
+        if state is None:
+            return []
+        said = []
+        if anew := self.load_state_dict(state):
+            said.append((f"alarms begin anew, because their rules have changed: {', '.join(anew)}.", anew))
+        if stops := self.rearm_stops():
+            what = "alarms that stopped training begin anew, and stop it again if they are raised"
+            said.append((f"{what}: {', '.join(stops)}.", stops))
+        return said
 
     def rearm_stops(self) -> list[str]:
         """Begin anew the alarms that have stopped training, for a training that goes on all the same; return their metrics."""

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mismatch_ext.config.precision import PrecisionConfig
 from mismatch_ext.errors import ReadinessError
 from mismatch_ext.precision.dtypes import DtypeFacts, canonical, facts
 
@@ -189,6 +190,36 @@ def _floating(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _floating(item)
+
+
+EVENT = "readiness"
+"""Name of the event that says at the start of a run what `check_readiness` has returned."""
+
+
+def check_readiness(named_tensors: Iterable[tuple[str, Tensor]], precision: PrecisionConfig | None) -> str | None:
+    """Check before a run that weights fit the dtype that both sides will compute in.
+
+    Args:
+        named_tensors: Names and tensors of the model, or of what this rank holds of it.
+        precision: The `precision` section; None, or one whose `readiness` is "off", checks nothing.
+
+    Returns:
+        What is to be warned of: weights that are risky, and those that are not ready where the section says "warn".
+
+    Raises:
+        ReadinessError: Weights are not ready, and the section says "error".
+    """
+    if precision is None or precision.readiness == "off":
+        return None
+    weights = scan_weights(named_tensors, precision.dtype)
+    report = ReadinessReport.of(weights=weights, activations=[], dtype=precision.dtype)
+    reasons = "; ".join(report.reasons)
+    if report.verdict == "not ready":
+        message = f"the checkpoint is not ready for {precision.dtype}: {reasons}"
+        if precision.readiness == "error":
+            raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
+        return message
+    return f"the checkpoint is risky in {precision.dtype}: {reasons}" if report.verdict == "risky" else None
 
 
 @dataclass(frozen=True, kw_only=True)

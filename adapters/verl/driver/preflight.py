@@ -10,6 +10,7 @@ import torch
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.verl.driver.header import run_header, seams_of
 from mismatch_ext.adapters.verl.driver.reports import Checked, check_reports, check_vocabulary, compute_dtype
+from mismatch_ext.adapters.verl.driver.saving import Note
 from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights
@@ -20,6 +21,7 @@ from mismatch_ext.errors import EngineError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.patching import PatchSet, active_patches
+from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.terminal import say
@@ -43,7 +45,7 @@ class PreflightMixin(_Host):
     _watchdog: Watchdog
     _checked: Checked
     _weights: RolloutWeights | None = None
-    _resumed: tuple[dict[str, Any], list[tuple[str, str]]]
+    _resumed: tuple[dict[str, Any], list[Note]]
     _patches: PatchSet
     _surplus: Mapping[str, Any] | None = None
 
@@ -92,7 +94,7 @@ class PreflightMixin(_Host):
         )
         state, notes = self._resumed
         if state.get("weight_sync") is not None and (said := self._weights.load_state_dict(state["weight_sync"])):
-            notes.append(("settings_changed", said))
+            notes.append(("warning", "settings_changed", said, None))
 
     def _look_at_weights(self) -> None:
         """Ask the actor what it scores, while the rollout sleeps."""
@@ -136,6 +138,8 @@ class PreflightMixin(_Host):
         self._recorder.begin(self.global_steps or None)
         self._verdicts.report_to(self._recorder.event)
         self._say_resumed()
+        for message in self._readiness_of_ranks():
+            self._event("warning", READINESS, message)
         if self._surplus is not None:
             self._event(
                 "info",
@@ -157,6 +161,15 @@ class PreflightMixin(_Host):
             measured="at every step",
         )
         say(said)
+
+    def _readiness_of_ranks(self) -> list[str]:
+        """Return what is to be warned of weights, each thing once, with the rank that holds them where there are several."""
+        found = self.actor_rollout_wg.mismatch_readiness()
+        first: dict[str, int] = {}
+        for rank, message in enumerate(found):
+            if message is not None:
+                first.setdefault(message, rank)
+        return [f"rank {rank}: {message}" if len(found) > 1 else message for message, rank in first.items()]
 
     def _sampling(self) -> SamplingSettings:
         rollout = self.config.actor_rollout_ref.rollout

@@ -26,7 +26,7 @@ from mismatch_ext.checkpoint import (
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, StallError
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.monitor import Monitor
+from mismatch_ext.monitor import ANEW, Monitor
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
 else:
     _Host = object
+
+
+Note = tuple[str, str, str, dict[str, Any] | None]
+"""An event of the step that is resumed: level, name, message, data."""
 
 
 class SavingMixin(_Host):
@@ -53,7 +57,7 @@ class SavingMixin(_Host):
     _saved_step: int
     _updating: bool
     _kept: tuple[Any, dict[str, Any]] = (None, {})
-    _resumed: tuple[dict[str, Any], list[tuple[str, str]]] = ({}, [])
+    _resumed: tuple[dict[str, Any], list[Note]] = ({}, [])
     _rescued = False
     _logged_step = 0
     global_steps: int
@@ -100,7 +104,7 @@ class SavingMixin(_Host):
 
     def _load_checkpoint(self) -> None:
         """Resume as verl does, from the last checkpoint that is whole, and the driver's own state with it."""
-        notes: list[tuple[str, str]] = []
+        notes: list[Note] = []
         trainer, folder = self.config.trainer, None
         if trainer.resume_mode == "auto" and trainer.nnodes == 1 and not trainer.del_local_ckpt_after_load:
             with self._verdicts.checking("checkpoint"):
@@ -108,13 +112,13 @@ class SavingMixin(_Host):
                 folder, message = resumable(Path(trainer.default_local_dir).absolute())
                 if message and self._verdicts.observes:
                     message = f"enforce would not resume as verl does: {message}"
-                notes += [("torn_checkpoint", message)] if message else []
+                notes += [("warning", "torn_checkpoint", message, None)] if message else []
         with _resuming_from(self.config, None if self._verdicts.observes else folder):
             super()._load_checkpoint()
             with self._verdicts.checking("checkpoint"):
                 self._resume_state(notes)
 
-    def _resume_state(self, notes: list[tuple[str, str]]) -> None:
+    def _resume_state(self, notes: list[Note]) -> None:
         """Take over what the checkpoint that verl has loaded holds of the driver's."""
         self._updated_step = self._saved_step = self.global_steps
         if not self.global_steps:
@@ -129,16 +133,15 @@ class SavingMixin(_Host):
         if state.get("routing") is not None:
             load_random_state(self._random, state["routing"].get("random"))
         if state.get("monitor") is not None:
-            if anew := self._monitor.load_state_dict(state["monitor"]):
-                said.append(f"alarms begin anew, because their rules have changed: {', '.join(anew)}.")
-            self._monitor.rearm_stops()
-        notes += [("settings_changed", message) for message in said if message]
+            anew = self._monitor.resume(state["monitor"])
+            notes += [("info", ANEW, message, {"metrics": metrics}) for message, metrics in anew]
+        notes += [("warning", "settings_changed", message, None) for message in said if message]
         if (state.get("log") or {}).get("written") is False:
             message = (
                 f"the run was ended between the checkpoint of step {self.global_steps} and that step's log: the step was "
                 "trained, and its metrics are lost."
             )
-            notes.append(("lost_log", message))
+            notes.append(("warning", "lost_log", message, None))
         self._resumed = state, notes
 
     def _say_resumed(self) -> None:
@@ -147,8 +150,8 @@ class SavingMixin(_Host):
         state, notes = self._resumed
         if state.get("recorder") is not None:
             self._recorder.load_state_dict(state["recorder"])
-        for name, message in notes:
-            self._event("warning", name, message)
+        for note in notes:
+            self._event(*note)
 
     @contextlib.contextmanager
     def _failing_loudly(self) -> Iterator[None]:

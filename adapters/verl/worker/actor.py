@@ -25,12 +25,11 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, ReadinessError
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
-from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
-from mismatch_ext.terminal import say
+from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 from mismatch_ext.weight_sync.sums import sums_of
@@ -47,6 +46,8 @@ on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)  # 
 
 class MismatchWorker(ActorRolloutRefWorker):
     """verl's worker with the block: what it has built is looked at before the first step."""
+
+    _readiness: str | None = None
 
     @property
     def _actor(self) -> TrainingWorker:
@@ -91,7 +92,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             super().init_model()
             if "actor" in self.role:
                 with self._verdicts.checking("readiness"):
-                    self._check_readiness(block)
+                    self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
             return
         expected = _megatron_engine(block) if self._megatron else MismatchFSDPEngine
         super().init_model()
@@ -104,20 +105,12 @@ class MismatchWorker(ActorRolloutRefWorker):
                 "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
             )
         self._actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
-        self._check_readiness(block)
+        self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
 
-    def _check_readiness(self, block: MismatchConfig) -> None:
-        """Check that this rank's shards of the weights fit the dtype that both sides will compute in."""
-        if block.precision is None or block.precision.readiness == "off":
-            return
-        dtype = block.precision.dtype
-        weights = scan_weights(named_shards(self._engine.module), dtype)
-        report = ReadinessReport.of(weights=weights, activations=[], dtype=dtype)
-        if report.verdict == "not ready":
-            message = f"the checkpoint is not ready for {dtype}: {'; '.join(report.reasons)}"
-            if block.precision.readiness == "error":
-                raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
-            say(f"mismatch-ext: {message}")
+    @on_all_ranks
+    def mismatch_readiness(self) -> str | None:
+        """Return what this rank's shards of the weights are to be warned of, if anything."""
+        return self._readiness
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:

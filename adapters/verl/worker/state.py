@@ -11,7 +11,7 @@ from verl.utils.fs import copy_to_local
 
 from mismatch_ext import checkpoint
 from mismatch_ext.checkpoint import STATE_FILE
-from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
+from mismatch_ext.errors import MismatchError, RecordError
 
 
 def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
@@ -27,11 +27,10 @@ def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
     """
     error: MismatchError | None = None
     if rank == 0:
-        path = Path(folder) / STATE_FILE
         try:
-            checkpoint.write_state(path, state)
-        except OSError as failure:
-            error = RunDirectoryError(f"{path} cannot be written: {failure}; free space, or save elsewhere.")
+            checkpoint.write_state(Path(folder) / STATE_FILE, state)
+        except MismatchError as failure:
+            error = failure
     agree(error)
 
 
