@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.models import tiny_model
+from tests.peers.conformance import readiness
 from tests.peers.scenarios import Forks, Ran, Run, Scenario, check_names, run_fresh
 from tests.rendezvous import rendezvous
 
@@ -68,6 +69,12 @@ def run() -> Iterator[Run]:
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny dense checkpoint in float32."""
     return tiny_model("dense", tmp_path_factory.mktemp("models") / "dense")
+
+
+@pytest.fixture(scope="session")
+def risky(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny dense checkpoint that is risky in float16."""
+    return readiness.risky(dense, tmp_path_factory.mktemp("models") / "risky")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from mismatch_ext.rundata import read_run
 from tests.cpu import packs_linears, without_float16_packing
 from tests.models import tiny_model
 from tests.oracle import expect_float32
+from tests.peers.conformance import readiness
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -89,11 +90,11 @@ def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.numeric
-def test_uniform_fp16_is_active_on_both_sides(run: Run, dense: Path, tmp_path: Path) -> None:
+def test_uniform_fp16_is_active_on_both_sides(run: Run, risky: Path, tmp_path: Path) -> None:
     """Whether vLLM packs float16 here or not: a block's updates go through vLLM's reload, which undoes and redoes the packing."""
     # A scale at which no gradient overflows: every step is taken, and every update moves the engine.
     block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0}}}
-    ran = run(scenarios.train, model=dense, out=tmp_path, block=block)
+    ran = run(scenarios.train, model=risky, out=tmp_path, block=block)
     result = ran.expect()
     assert result["engine_dtype"] == "float16"
     assert (result["packed"] > 0) == packs_linears(torch.float16)
@@ -104,6 +105,7 @@ def test_uniform_fp16_is_active_on_both_sides(run: Run, dense: Path, tmp_path: P
     header = read_run(tmp_path / "mismatch").header
     assert header["trainer"]["autocast_dtype"] == header["engine"]["model_dtype"] == "float16"
     assert set(header["trainer"]["parameter_dtypes"]) == {"float32"}
+    readiness.expect_told(read_run(tmp_path / "mismatch"))
 
 
 @pytest.mark.numeric

@@ -1,0 +1,74 @@
+"""verl's side of what both hosts are held to; TRL's is in `trl/scenarios_hosts.py`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters.verl.worker import state as worker_state
+from omegaconf import OmegaConf
+
+from mismatch_ext.checkpoint import STATE_FILE
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import MismatchError
+from mismatch_ext.host_names import VERL
+from mismatch_ext.monitor import Monitor
+from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.verdicts import Verdicts
+from tests.peers.conformance.resumed import Told, told
+
+
+def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str, Told]:
+    """Resume the driver's own part from checkpoints that differ in our file alone; return what each has led to.
+
+    Imported here, in a fork: with its driver verl imports the trainers that a block is refused in.
+    """
+    from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
+    from mismatch_ext.adapters.verl.driver.saving import SavingMixin
+
+    class Driver(PreflightMixin, SavingMixin):
+        """What of verl's trainer resumes, without its processes."""
+
+    parsed = MismatchConfig.parse(block)
+    assert parsed is not None
+    found = {}
+    for name, text in files.items():
+        folder = Path(out, name)
+        checkpoint = folder / "global_step_3"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / STATE_FILE).write_text(text)
+        driver: Any = Driver()
+        driver._block, driver._verdicts, driver._random = parsed, Verdicts("enforce"), random.Random(0)
+        driver._monitor, driver._kl, driver.global_steps = Monitor(parsed.monitor, VERL), None, 3
+        driver.config = OmegaConf.create({"trainer": {"default_local_dir": str(folder), "resume_mode": "auto"}})
+        driver._recorder = RunRecorder(
+            folder / "mismatch", monitor=parsed.monitor, sampling=SamplingSettings(), rank=0, world_size=1,
+            header=lambda: {"config": parsed.to_dict()},
+        )  # fmt: skip
+        driver._recorder.begin(3)
+        error = ""
+        try:
+            driver._resume_state([])
+            driver._say_resumed()
+        except MismatchError as refused:
+            error = f"{type(refused).__name__}: {refused}"
+        found[name] = told(folder / "mismatch", error, checkpoint / STATE_FILE)
+    return found
+
+
+def resumed_by_a_worker(out: str, files: dict[str, str]) -> dict[str, Told]:
+    """Read our file as a worker does, from an actor's folder; return what each has led to."""
+    found = {}
+    for name, text in files.items():
+        folder = Path(out, name, "actor")
+        folder.mkdir(parents=True)
+        (folder / STATE_FILE).write_text(text)
+        error = ""
+        try:
+            worker_state.read_state(str(folder), rank=0)
+        except MismatchError as refused:
+            error = f"{type(refused).__name__}: {refused}"
+        found[name] = told(None, error, folder / STATE_FILE)
+    return found
