@@ -8,7 +8,7 @@ overflows is an error that names its tensor, and names are those of the checkpoi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,11 @@ from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.transport import Bucket, Transport
 from torch import Tensor
 
-from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
-from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
-from mismatch_ext.weight_sync import SyncVerdict, TensorComparison
-from mismatch_ext.weight_sync.verifier import WeightVerifier
+from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync.updates import NamedTensors, VerifiedUpdates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,8 +31,6 @@ FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 KEPT_FLOAT32 = re.compile(r"(^|\.)(e_score_correction_bias|A_log)$")
 """What SGLang keeps in float32 under any dtype; where a model does not, SGLang rounds it itself."""
-
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def checkpoint_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -175,11 +171,11 @@ class Remote:
         return ()
 
 
-class VerifiedWeights:
+class VerifiedWeights(VerifiedUpdates):
     """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
 
-    Both sides score fixed probe tokens; `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics.
-    The engine must hold the trainer's weights when this is built.
+    Both sides score fixed probe tokens. The engine must hold the trainer's weights when this is built. After an update the stamp
+    of responses is `str(version)`.
 
     Args:
         transport: The engine.
@@ -205,31 +201,17 @@ class VerifiedWeights:
         trainer_dtype: str | torch.dtype | None = None,
         version: int = 0,
     ) -> None:
-        self.transport, self.parameters, self.score = transport, parameters, score
-        self.probes, self.dtype, self.version = probes, canonical(dtype), version
-        self.verifier = WeightVerifier(
-            self, Remote(transport), MonitorConfig(), probes, dtype=dtype, trainer_dtype=trainer_dtype
+        self.transport = transport
+        super().__init__(
+            Remote(transport),
+            parameters,
+            score,
+            probes=probes,
+            dtype=dtype,
+            trainer_dtype=trainer_dtype,
+            version=version,
         )
-        self.verifier.begin()
 
-    def fingerprint(self) -> str:
-        """Return a digest of the trainer's present weights."""
-        return fingerprint(self.parameters())
-
-    def update(self) -> SyncVerdict:
-        """Send the trainer's weights and verify them by prefill; the stamp of responses is then `str(version)`.
-
-        The version is counted up before anything is sent, so that no stamp stands for two sets of weights.
-
-        Raises:
-            WeightSyncError: The engine holds stale or garbled weights.
-            ReadinessError: A weight does not fit the engine's dtype.
-            EngineError: SGLang refused.
-        """
-        self.version += 1
+    def _send(self) -> Mapping[str, Any]:
         update_weights(self.transport, self.parameters(), dtype=self.dtype, weight_version=self.version)
-        return self.verifier.verify()
-
-    def verify(self) -> SyncVerdict:
-        """Judge by prefill whether the engine holds the trainer's present weights, however they came there; raises nothing."""
-        return self.verifier.judge()
+        return {}

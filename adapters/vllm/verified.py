@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,17 +11,12 @@ from mismatch_ext.adapters.vllm.probes import score_tokens
 from mismatch_ext.adapters.vllm.weights import Sending, compare_tensors, update_weights
 from torch import Tensor
 
-from mismatch_ext.config import MonitorConfig
-from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import canonical
-from mismatch_ext.weight_sync import SyncVerdict, TensorComparison
-from mismatch_ext.weight_sync.verifier import WeightVerifier
+from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync.updates import NamedTensors, VerifiedUpdates
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class InProcess:
@@ -47,12 +42,11 @@ class InProcess:
         return compare_tensors(self.llm, sent, before)
 
 
-class VerifiedWeights:
+class VerifiedWeights(VerifiedUpdates):
     """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
 
-    Both sides score fixed probe tokens, and tensors that both hold in one layout are compared bit by bit;
-    `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics. The engine must hold the trainer's
-    weights when this is built.
+    Both sides score fixed probe tokens, and tensors that both hold in one layout are compared bit by bit. The engine must hold
+    the trainer's weights when this is built. An update resets the prefix cache.
 
     Args:
         llm: An engine in this process.
@@ -78,31 +72,12 @@ class VerifiedWeights:
         trainer_dtype: str | torch.dtype | None = None,
         version: int = 0,
     ) -> None:
-        self.llm, self.parameters, self.score = llm, parameters, score
-        self.probes, self.dtype, self.version = probes, canonical(dtype), version
-        self.verifier = WeightVerifier(
-            self, InProcess(llm), MonitorConfig(), probes, dtype=dtype, trainer_dtype=trainer_dtype
+        self.llm = llm
+        super().__init__(
+            InProcess(llm), parameters, score, probes=probes, dtype=dtype, trainer_dtype=trainer_dtype, version=version
         )
-        self.verifier.begin()
 
-    def fingerprint(self) -> str:
-        """Return a digest of the trainer's present weights."""
-        return fingerprint(self.parameters())
-
-    def update(self) -> SyncVerdict:
-        """Send the trainer's weights and verify them by prefill and tensor by tensor; the prefix cache is reset.
-
-        The version is counted up before anything is sent, so that no version stands for two sets of weights.
-
-        Raises:
-            WeightSyncError: The engine holds stale or garbled weights.
-            EngineError: Unfinished requests hold blocks of the prefix cache.
-        """
-        self.version += 1
+    def _send(self) -> Mapping[str, Any]:
         sending = Sending()
         update_weights(self.llm, sending.through(self.parameters()))
-        return self.verifier.verify(sending.samples)
-
-    def verify(self) -> SyncVerdict:
-        """Judge by prefill whether the engine holds the trainer's present weights, however they came there; raises nothing."""
-        return self.verifier.judge()
+        return sending.samples

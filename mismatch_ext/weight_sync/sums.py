@@ -118,7 +118,7 @@ def compare_sums(
             continue
         columns, stride = _layout(shapes[name])
         elements = -(-shapes[name][0] // stride) * columns
-        if not all(sums[name][0] and sums[name][0] % elements == 0 for sums in (held, sent)):
+        if not elements or not all(sums[name][0] and sums[name][0] % elements == 0 for sums in (held, sent)):
             continue
         equal = _equal(held[name], sent[name], elements)
         compared.append(

@@ -31,11 +31,18 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
-    """Yield this rank's part of each weight, and where it lies in the whole; those that are not cut along rows are left out.
+    """Yield this rank's part of each weight, and where it lies in the whole.
+
+    Left out are those that are cut along columns, and those of FSDP1 with `use_orig_params` on several ranks, which does not say
+    where its parts lie.
 
     Args:
         model: A model, wrapped by FSDP1 or FSDP2 or not at all.
     """
+    for module in model.modules():
+        handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        if handle is not None and handle._use_orig_params and handle.uses_sharded_strategy:
+            return
     for name, parameter in model.named_parameters():
         if isinstance(parameter, FlatParameter):
             starts = [place.intra_param_start_idx for place in parameter._shard_param_infos if place.in_shard]

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.transformers.routing import moe_layout
-from mismatch_ext.adapters.verl.worker.shards import named_shards
+from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
@@ -26,6 +26,7 @@ from verl.workers.utils.padding import response_from_nested
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import UntestedVersionWarning
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
+from mismatch_ext.weight_sync.sums import Piece, added, compare_sums, sums_of
 from tests.peers.forks import on_ranks
 from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
 from tests.peers.verl.in_process.scenarios_training import overflowing
@@ -400,6 +401,15 @@ def shards(model: str, checkpoint: dict[str, str]) -> dict[str, Any]:
             for name, values in own:
                 parts.setdefault(name, []).append(torch.tensor(values))
         together = {name: digest(torch.cat(rows)) for name, rows in parts.items()}
+        pieces = dict(named_pieces(module))
+        sums = added(everywhere({name: sums_of(piece, torch.float16) for name, piece in pieces.items()}))
+        whole = load_file(Path(model) / "model.safetensors")
+        shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        held = {
+            name: sums_of(Piece(values=tensor.reshape(-1), start=0, shape=shapes[name]), torch.float16)
+            for name, tensor in whole.items()
+        }
+        compared = compare_sums(held, sums, {}, shapes)
         *_, (name, part) = named_shards(module)
         with torch.no_grad():
             part.view(-1)[-1] = 1e6
@@ -409,6 +419,8 @@ def shards(model: str, checkpoint: dict[str, str]) -> dict[str, Any]:
         found[str(orig)] = {
             "whole": together == checkpoint,
             "names": sorted(together),
+            "compared": sorted(one.name for one in compared if one.equal),
+            "unequal": sorted(one.name for one in compared if not one.equal),
             "reasons": everywhere([name, *report.reasons]),
         }
     return found

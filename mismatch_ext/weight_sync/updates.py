@@ -1,0 +1,75 @@
+"""Weight updates of a plain loop, each verified; the adapters of engines say how weights are sent."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.fingerprint import fingerprint
+from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.weight_sync.checker import SyncVerdict
+from mismatch_ext.weight_sync.verifier import Sampled, WeightVerifier
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class VerifiedUpdates(ABC):
+    """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
+
+    Both sides score fixed probe tokens; `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics.
+    The engine must hold the trainer's weights when this is built.
+
+    Args:
+        rollout: The engine.
+        parameters: Returns checkpoint names and tensors each time that it is called.
+        score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]` at temperature 1.
+        probes: Probe tokens `[N, T]`, int64.
+        dtype: The engine's dtype.
+        trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
+        version: Number of updates that were begun on the engine.
+    """
+
+    def __init__(
+        self,
+        rollout: Sampled,
+        parameters: Callable[[], NamedTensors],
+        score: Callable[[Tensor], Tensor],
+        *,
+        probes: Tensor,
+        dtype: str | torch.dtype,
+        trainer_dtype: str | torch.dtype | None,
+        version: int,
+    ) -> None:
+        self.parameters, self.score = parameters, score
+        self.probes, self.dtype, self.version = probes, canonical(dtype), version
+        self.verifier = WeightVerifier(self, rollout, MonitorConfig(), probes, dtype=dtype, trainer_dtype=trainer_dtype)
+        self.verifier.begin()
+
+    @abstractmethod
+    def _send(self) -> Mapping[str, Any]:
+        """Send the trainer's weights as `version`; return samples of what was sent, for the engine's `compare`."""
+
+    def fingerprint(self) -> str:
+        """Return a digest of the trainer's present weights."""
+        return fingerprint(self.parameters())
+
+    def update(self) -> SyncVerdict:
+        """Send the trainer's weights and verify them.
+
+        The version is counted up before anything is sent, so that no version stands for two sets of weights.
+
+        Raises:
+            WeightSyncError: The engine holds stale or garbled weights.
+            MismatchError: What the engine's `update_weights` raises.
+        """
+        self.version += 1
+        return self.verifier.verify(self._send())
+
+    def verify(self) -> SyncVerdict:
+        """Judge by prefill whether the engine holds the trainer's present weights, however they came there; raises nothing."""
+        return self.verifier.judge()
