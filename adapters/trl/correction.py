@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction import Settings, correct, over_ranks
+from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
 from mismatch_ext.ranks import Ranks
 
 # TRL's own bound where the weights are ours: it binds nothing, so that TRL's metrics show the plain ratios.
 UNBOUNDED = 1.0e30
 
 
-def native_options(settings: Settings) -> dict[str, Any] | None:
+def native_options(settings: ResolvedCorrection) -> dict[str, Any] | None:
     """Return the TRL arguments that do what the settings ask, or None when TRL has none that do.
 
     Args:
@@ -55,7 +55,7 @@ class CorrectionTerm:
         ranks: The processes that each hold a part of the batch.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: ResolvedCorrection, ranks: Ranks) -> None:
         self.settings = replace(settings, off_policy_threshold=None)
         self._ranks = ranks
 

@@ -11,7 +11,7 @@ from mismatch_ext.adapters.trl.correction import native_options, own_options
 from trl import GRPOConfig
 
 from mismatch_ext.config import CorrectionConfig, KlConfig
-from mismatch_ext.correction import Settings, resolve
+from mismatch_ext.correction import ResolvedCorrection, resolve
 from mismatch_ext.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class GrpoOptions(_Host):
                 )
             setattr(self, name, value)
 
-    def _check_own_correction(self, settings: Settings) -> None:
+    def _check_own_correction(self, settings: ResolvedCorrection) -> None:
         """Refuse what weights of our own would silently not do; the number of processes must be known."""
         if native_options(settings) is not None:
             return

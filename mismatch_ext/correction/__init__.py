@@ -2,7 +2,7 @@
 
 from mismatch_ext.correction.advice import Advice, advise
 from mismatch_ext.correction.logged import LOGGED, of_weights, over_ranks
-from mismatch_ext.correction.settings import COMPAT, PRESETS, RULES, Rule, Settings, parse_rules, resolve
+from mismatch_ext.correction.settings import COMPAT, PRESETS, RULES, ResolvedCorrection, Rule, parse_rules, resolve
 from mismatch_ext.correction.weights import Correction, correct
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "Advice",
     "Correction",
     "Rule",
-    "Settings",
+    "ResolvedCorrection",
     "advise",
     "correct",
     "of_weights",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from mismatch_ext.correction.settings import Settings
+from mismatch_ext.correction.settings import ResolvedCorrection
 from mismatch_ext.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ class Advice:
 
 
 def advise(
-    *, sigma: float, length: float, mean: float = 0.0, settings: Settings | None = None, keep: float = 0.9
+    *, sigma: float, length: float, mean: float = 0.0, settings: ResolvedCorrection | None = None, keep: float = 0.9
 ) -> Advice:
     """Say which thresholds keep a share of the sequences.
 
@@ -106,7 +106,7 @@ def advise(
     )
 
 
-def _rejected(settings: Settings, spreads: dict[str, tuple[float, float]]) -> dict[str, float]:
+def _rejected(settings: ResolvedCorrection, spreads: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Return the share that each k1 rule drops."""
     level = {"token": "token", "sum": "sequence", "mean": "geometric"}
     shares = {}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, RuleSums, bounds_of, low_mark
-from mismatch_ext.correction.settings import Settings
+from mismatch_ext.correction.settings import ResolvedCorrection
 from mismatch_ext.metrics.numerics import SATURATION
 
 Array = np.ndarray[Any, Any]
@@ -26,7 +26,7 @@ DOMINANT = 1e3
 
 
 def scan_cpu(
-    rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor
+    rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection, weights: Tensor | None, kept: Tensor
 ) -> Rows:
     """As `scan.scan`, for tensors on the CPU; non-finite values are left for the caller to find in the sums."""
     rows = Rows.zeros(len(mask), settings.rules, mask.device)
@@ -60,7 +60,7 @@ class _Scanner:
         rollout: Array,
         old: Array,
         flags: Array,
-        settings: Settings,
+        settings: ResolvedCorrection,
         weights: Array | None,
         kept: Array,
         rows: Rows,

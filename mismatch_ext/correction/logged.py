@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mismatch_ext.correction.settings import Settings
+from mismatch_ext.correction.settings import ResolvedCorrection
 from mismatch_ext.ranks import Ranks
 
 LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "moments"]] = {
@@ -41,7 +41,9 @@ def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(own)}
 
 
-def over_ranks(metrics: Mapping[str, float], mask: Tensor, settings: Settings, ranks: Ranks) -> dict[str, float]:
+def over_ranks(
+    metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection, ranks: Ranks
+) -> dict[str, float]:
     """Return the figures of `LOGGED` over all ranks' tokens, in one collective call that every rank takes part in.
 
     Args:

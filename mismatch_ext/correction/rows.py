@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction.settings import Rule, Settings
+from mismatch_ext.correction.settings import ResolvedCorrection, Rule
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.metrics.numerics import SATURATION
 
@@ -74,7 +74,7 @@ class Rows:
         return cls(rules=sums, **{f.name: zero() for f in fields(cls) if f.name != "rules"})
 
 
-def bounds_of(rule: Rule, settings: Settings) -> tuple[float, float]:
+def bounds_of(rule: Rule, settings: ResolvedCorrection) -> tuple[float, float]:
     """Return the interval of a rule's statistic that is kept; of k1 = -log rho for k1 rules."""
     if rule.lower is None:
         return float("-inf"), rule.upper
@@ -89,7 +89,7 @@ def token_statistic(log_ratio: Tensor, estimator: str) -> Tensor:
     return log_ratio.square().mul_(0.5) if estimator == "k2" else torch.expm1(log_ratio).sub_(log_ratio)
 
 
-def bounded(weight: Tensor, settings: Settings) -> Tensor:
+def bounded(weight: Tensor, settings: ResolvedCorrection) -> Tensor:
     """Apply the bounds to weights, in place where possible."""
     if settings.bound in ("truncate", "clip"):
         return weight.clamp_(min=settings.lower, max=settings.upper)
@@ -101,7 +101,7 @@ def bounded(weight: Tensor, settings: Settings) -> Tensor:
     return weight.masked_fill_(outside, 0.0)
 
 
-def low_mark(settings: Settings) -> float:
+def low_mark(settings: ResolvedCorrection) -> float:
     """Return below which ratio one counts as low: the lower bound, or the inverse of the upper."""
     if settings.lower is not None:
         return settings.lower
@@ -116,7 +116,7 @@ def zeros(like: Tensor) -> Tensor:
 
 
 def scan_blocks(
-    rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor
+    rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection, weights: Tensor | None, kept: Tensor
 ) -> Rows:
     """As `scan.scan`, in torch on any device; non-finite values are left for the caller to find in the sums."""
     rows = Rows.zeros(len(mask), settings.rules, mask.device)
@@ -151,7 +151,7 @@ def _scan_block(
     old: Tensor,
     mask: Tensor,
     index: Tensor,
-    settings: Settings,
+    settings: ResolvedCorrection,
     rows: Rows,
     weights: Tensor | None,
     kept: Tensor,
@@ -200,7 +200,7 @@ def _scan_weights(
     empty: Tensor,
     full: bool,
     index: Tensor,
-    settings: Settings,
+    settings: ResolvedCorrection,
     rows: Rows,
     weights: Tensor,
 ) -> None:

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from mismatch_ext.correction.cpu import scan_cpu
 from mismatch_ext.correction.rows import Rows, offender, scan_blocks
-from mismatch_ext.correction.settings import Settings
+from mismatch_ext.correction.settings import ResolvedCorrection
 
 
-def scan(rollout: Tensor, old: Tensor, mask: Tensor, settings: Settings, weights: Tensor | None, kept: Tensor) -> Rows:
+def scan(
+    rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection, weights: Tensor | None, kept: Tensor
+) -> Rows:
     """Sum over rows, and write token-level weights and decisions.
 
     Args:

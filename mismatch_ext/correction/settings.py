@@ -55,7 +55,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ResolvedCorrection:
     """A complete importance correction.
 
     Args:
@@ -171,14 +171,14 @@ def _rule(name: str, spec: str) -> Rule:
 
 _GEO = parse_rules("seq_mean_k1", "0.999_1.001")
 _K3 = parse_rules("seq_mean_k3", 0.01)
-_TOKEN = Settings(level="token", upper=2.0)
-_SEQUENCE = Settings(level="sequence", upper=2.0)
-_ICEPOP = Settings(level="token", bound="icepop", lower=0.5, upper=5.0)
-_NONE = Settings()
-_CLIP = Settings(mode="bypass", loss="ppo_clip")
+_TOKEN = ResolvedCorrection(level="token", upper=2.0)
+_SEQUENCE = ResolvedCorrection(level="sequence", upper=2.0)
+_ICEPOP = ResolvedCorrection(level="token", bound="icepop", lower=0.5, upper=5.0)
+_NONE = ResolvedCorrection()
+_CLIP = ResolvedCorrection(mode="bypass", loss="ppo_clip")
 _PG: dict[str, object] = {"mode": "bypass", "loss": "reinforce"}
 
-PRESETS: dict[str, Settings] = {
+PRESETS: dict[str, ResolvedCorrection] = {
     # verl 0.9.1, RolloutCorrectionConfig's own names.
     "decoupled_token_is": _TOKEN,
     "decoupled_seq_is": _SEQUENCE,
@@ -200,24 +200,24 @@ PRESETS: dict[str, Settings] = {
     "bypass_pg_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO, **_PG),  # type: ignore[arg-type]
     "disabled": _NONE,
     # TRL 1.16, vllm_importance_sampling_mode's own names, with its default bound.
-    "token_truncate": Settings(level="token", upper=3.0),
-    "token_mask": Settings(level="token", bound="mask", upper=3.0),
-    "sequence_truncate": Settings(level="sequence", upper=3.0),
-    "sequence_mask": Settings(level="sequence", bound="mask", upper=3.0),
+    "token_truncate": ResolvedCorrection(level="token", upper=3.0),
+    "token_mask": ResolvedCorrection(level="token", bound="mask", upper=3.0),
+    "sequence_truncate": ResolvedCorrection(level="sequence", upper=3.0),
+    "sequence_mask": ResolvedCorrection(level="sequence", bound="mask", upper=3.0),
     # The remedies by the names of their papers and write-ups.
     "tis": _TOKEN,
     "seq_tis": _SEQUENCE,
-    "seq_mis": Settings(level="sequence", bound="mask", upper=3.0),
+    "seq_mis": ResolvedCorrection(level="sequence", bound="mask", upper=3.0),
     "icepop": _ICEPOP,
-    "geo_mask": Settings(level="geometric", bound="mask", lower=0.999, upper=1.001),
-    "opsm": Settings(off_policy_threshold=0.5),
+    "geo_mask": ResolvedCorrection(level="geometric", bound="mask", lower=0.999, upper=1.001),
+    "opsm": ResolvedCorrection(off_policy_threshold=0.5),
     # slime's examples/train_infer_mismatch_helper/mis.yaml.
-    "slime_mis": Settings(level="token", upper=2.0, normalize=True, veto=1e-4),
-    "slime_cis": Settings(level="token", bound="clip", lower=0.5, upper=2.0),
+    "slime_mis": ResolvedCorrection(level="token", upper=2.0, normalize=True, veto=1e-4),
+    "slime_cis": ResolvedCorrection(level="token", bound="clip", lower=0.5, upper=2.0),
 }
 
 
-def resolve(config: CorrectionConfig) -> Settings:
+def resolve(config: CorrectionConfig) -> ResolvedCorrection:
     """Return the settings of a `correction` section: a preset, with the section's other keys over it.
 
     Raises:

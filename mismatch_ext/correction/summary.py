@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, low_mark
-from mismatch_ext.correction.settings import Rule, Settings
+from mismatch_ext.correction.settings import ResolvedCorrection, Rule
 from mismatch_ext.metrics.numerics import SATURATION
 
 
-def _filled(rows: Rows, settings: Settings) -> Tensor:
+def _filled(rows: Rows, settings: ResolvedCorrection) -> Tensor:
     return torch.ones_like(rows.count, dtype=torch.bool) if "verl_empty_rows" in settings.compat else rows.count > 0
 
 
@@ -21,7 +21,7 @@ def _std(values: Tensor) -> float:
     return float(values.std()) if len(values) > 1 else 0.0
 
 
-def summarise(rows: Rows, settings: Settings) -> dict[str, float]:
+def summarise(rows: Rows, settings: ResolvedCorrection) -> dict[str, float]:
     """Return the gap between the two policies: perplexities, KL and chi-squared."""
     filled, tokens = _filled(rows, settings), float(rows.count.sum())
     length = rows.count.clamp(min=1)
@@ -46,7 +46,7 @@ def summarise(rows: Rows, settings: Settings) -> dict[str, float]:
     }
 
 
-def weight_metrics(rows: Rows, settings: Settings) -> dict[str, float]:
+def weight_metrics(rows: Rows, settings: ResolvedCorrection) -> dict[str, float]:
     """Return the statistics of the weights, before normalisation."""
     filled, tokens = _filled(rows, settings), float(rows.count.sum())
     upper = settings.upper if settings.upper is not None else float("inf")
@@ -91,7 +91,7 @@ def weight_metrics(rows: Rows, settings: Settings) -> dict[str, float]:
 
 
 def rule_metrics(
-    rows: Rows, rule: Rule, stat: Tensor | None, bounds: tuple[float, float], settings: Settings
+    rows: Rows, rule: Rule, stat: Tensor | None, bounds: tuple[float, float], settings: ResolvedCorrection
 ) -> dict[str, float]:
     """Return the statistics of one rejection rule.
 

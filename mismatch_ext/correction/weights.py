@@ -14,7 +14,7 @@ from torch import Tensor
 from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_of, not_finite, zeros
 from mismatch_ext.correction.scan import scan
-from mismatch_ext.correction.settings import Rule, Settings, resolve
+from mismatch_ext.correction.settings import ResolvedCorrection, Rule, resolve
 from mismatch_ext.correction.summary import rule_metrics, summarise, weight_metrics
 from mismatch_ext.errors import RecordError
 from mismatch_ext.metrics.numerics import as_bool
@@ -44,7 +44,7 @@ def correct(
     rollout_logprobs: Tensor,
     old_logprobs: Tensor,
     response_mask: Tensor,
-    config: CorrectionConfig | Settings,
+    config: CorrectionConfig | ResolvedCorrection,
     *,
     logprobs: Tensor | None = None,
     advantages: Tensor | None = None,
@@ -74,7 +74,7 @@ def correct(
         NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position.
         ConfigError: The section is malformed.
     """
-    settings = config if isinstance(config, Settings) else resolve(config)
+    settings = config if isinstance(config, ResolvedCorrection) else resolve(config)
     mask = _checked(rollout_logprobs, old_logprobs, response_mask)
     # A mask that had to be converted is ours to write to, when nothing reads it after it was written to.
     read_later = settings.off_policy_threshold is not None or any(rule.over == "token" for rule in settings.rules)
@@ -110,7 +110,7 @@ def _checked(rollout: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return as_bool("response_mask", mask)
 
 
-def _row_weights(rows: Rows, settings: Settings) -> Tensor:
+def _row_weights(rows: Rows, settings: ResolvedCorrection) -> Tensor:
     """Return the weights of the sequence levels `[B]`, and fill their sums in `rows`."""
     if settings.level == "none":
         return torch.ones_like(rows.d)
@@ -124,7 +124,7 @@ def _row_weights(rows: Rows, settings: Settings) -> Tensor:
     return weight
 
 
-def _mean_weight(rows: Rows, settings: Settings) -> float:
+def _mean_weight(rows: Rows, settings: ResolvedCorrection) -> float:
     if settings.level == "token":
         mean = rows.weight.sum() / rows.count.sum()
     else:
@@ -133,7 +133,7 @@ def _mean_weight(rows: Rows, settings: Settings) -> float:
     return float(mean) if mean > 1e-8 else 1.0
 
 
-def _kept_rows(rows: Rows, settings: Settings, metrics: dict[str, float]) -> Tensor:
+def _kept_rows(rows: Rows, settings: ResolvedCorrection, metrics: dict[str, float]) -> Tensor:
     """Return which rows the sequence-level rules and the veto keep `[B]`."""
     keep = torch.ones_like(rows.count, dtype=torch.bool)
     for rule in settings.rules:
@@ -166,7 +166,7 @@ def _on_policy(
     rollout: Tensor,
     rows: Rows,
     mask: Tensor,
-    settings: Settings,
+    settings: ResolvedCorrection,
     logprobs: Tensor | None,
     advantages: Tensor | None,
     metrics: dict[str, float],
@@ -187,7 +187,7 @@ def _on_policy(
     return keep
 
 
-def _kept_metrics(rows: Rows, keep: Tensor, settings: Settings, metrics: dict[str, float]) -> None:
+def _kept_metrics(rows: Rows, keep: Tensor, settings: ResolvedCorrection, metrics: dict[str, float]) -> None:
     left = torch.where(keep, rows.left, 0.0)
     sequences = len(left) if "verl_empty_rows" in settings.compat else int((rows.count > 0).sum())
     metrics["rollout_rs_masked_fraction"] = 1 - float(left.sum() / rows.count.sum())

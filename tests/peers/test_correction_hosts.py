@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction import PRESETS, Settings, correct, parse_rules
+from mismatch_ext.correction import PRESETS, ResolvedCorrection, correct, parse_rules
 
 VERL = (
     "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs", "decoupled_geo_rs",
@@ -47,7 +47,7 @@ def batch(seed: int, *, empty: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return old - gap, old, mask
 
 
-def compare(verl: Any, config: Any, settings: Settings, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
+def compare(verl: Any, config: Any, settings: ResolvedCorrection, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
     """Check weights, mask and every metric that verl returns."""
     proto, kept, metrics = verl.compute_rollout_correction_and_rejection_mask(
         old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, config.rollout_is_batch_normalize,
@@ -96,7 +96,7 @@ def test_every_rejection_rule_equals_verls(verl: Any, rules: str, thresholds: An
             rollout_is=level, rollout_is_threshold=1.5, rollout_rs=rules, rollout_rs_threshold=thresholds,
             rollout_is_batch_normalize=normalize,
         )  # fmt: skip
-        settings = Settings(
+        settings = ResolvedCorrection(
             level=level, upper=1.5, normalize=normalize, rules=parse_rules(rules, thresholds), compat=QUIRKS  # type: ignore[arg-type]
         )  # fmt: skip
         for seed in range(20):
@@ -125,7 +125,7 @@ def test_k1_bounds_hold_for_the_ratio_and_verls_for_its_inverse(verl: Any) -> No
     # rho = 1.8, 0.6 and 1 in three rows; bounds 0.55 to 1.5 keep the last two. verl keeps 1/1.5 <= rho <= 1/0.55.
     old = torch.tensor([[1.8], [0.6], [1.0]], dtype=torch.float64).log() - 1
     rollout, mask = torch.full((3, 1), -1.0, dtype=torch.float64), torch.ones(3, 1, dtype=torch.bool)
-    settings = Settings(rules=parse_rules("token_k1", "0.55_1.5"))
+    settings = ResolvedCorrection(rules=parse_rules("token_k1", "0.55_1.5"))
     right = correct(rollout, old, mask, settings).mask[:, 0].tolist()
     quirk = correct(rollout, old, mask, dataclasses.replace(settings, compat=QUIRKS)).mask[:, 0].tolist()
     theirs, _ = verl[0].compute_rollout_rejection_mask(old - rollout, mask.long(), "token_k1", "0.55_1.5")
@@ -136,7 +136,7 @@ def test_geometric_is_a_level_of_its_own() -> None:
     # ms-swift calls the geometric mean "sequence". Two tokens of ratio 2 and 8: the product is 16, the geometric mean 4.
     old = torch.tensor([[2.0, 8.0]]).log()
     weights = {
-        level: correct(torch.zeros(1, 2), old, torch.ones(1, 2), Settings(level=level, upper=100.0))
+        level: correct(torch.zeros(1, 2), old, torch.ones(1, 2), ResolvedCorrection(level=level, upper=100.0))
         .weights[0, 0]
         .item()  # type: ignore[arg-type]
         for level in ("sequence", "geometric")
@@ -221,7 +221,7 @@ def test_every_preset_equals_verls_with_huge_differences(verl: Any, name: str) -
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_k1_rules_keep_ratios_within_their_bounds(verl: Any, rule: str) -> None:
     """By default a k1 rule keeps lower <= rho <= upper; verl keeps 1/upper <= rho <= 1/lower, on the same batches otherwise."""
-    settings = Settings(rules=parse_rules(rule, "0.6_1.6"))
+    settings = ResolvedCorrection(rules=parse_rules(rule, "0.6_1.6"))
     quirk = dataclasses.replace(settings, compat=QUIRKS)
     differ = 0
     for seed in range(20):

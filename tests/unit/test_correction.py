@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, RULES, Settings, correct, parse_rules, resolve
+from mismatch_ext.correction import PRESETS, RULES, ResolvedCorrection, correct, parse_rules, resolve
 from mismatch_ext.correction.cpu import scan_cpu
 from mismatch_ext.correction.rows import scan_blocks
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
@@ -28,7 +28,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 def corrected(**keys: Any) -> Any:
     """Correct the ratios above."""
-    return correct(torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, Settings(**keys))
+    return correct(torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, ResolvedCorrection(**keys))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_veto_and_off_policy_mask_by_hand() -> None:
     # mean log(mu/pi): -log(4)/3 = -0.46 and log(4)/2 = 0.69: the second drifted beyond 0.5, and is dropped if A < 0.
     for advantages, kept in (([-1.0, -1.0], [3, 0]), ([-1.0, 1.0], [3, 2])):
         found = correct(
-            torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, Settings(off_policy_threshold=0.5),
+            torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, ResolvedCorrection(off_policy_threshold=0.5),
             advantages=torch.tensor(advantages),
         )  # fmt: skip
         assert found.mask.sum(1).tolist() == kept
@@ -121,12 +121,14 @@ def draw(seed: int, rows: int = 9, length: int = 70, scale: float = 0.3) -> tupl
 
 
 KINDS = [
-    Settings(level="token", upper=1.3),
-    Settings(level="token", bound="clip", lower=0.9, upper=1.1),
-    Settings(level="token", bound="icepop", lower=0.5, upper=1.5),
-    Settings(level="token", bound="mask", lower=0.7),
-    Settings(level="sequence", upper=2.0, rules=parse_rules("token_k1,token_k2,token_k3,seq_mean_k2", "0.5_2,0.1,0.1,0.2")),
-    Settings(rules=parse_rules("token_k3", 0.05), compat=frozenset({"verl_inverse_k1"})),
+    ResolvedCorrection(level="token", upper=1.3),
+    ResolvedCorrection(level="token", bound="clip", lower=0.9, upper=1.1),
+    ResolvedCorrection(level="token", bound="icepop", lower=0.5, upper=1.5),
+    ResolvedCorrection(level="token", bound="mask", lower=0.7),
+    ResolvedCorrection(
+        level="sequence", upper=2.0, rules=parse_rules("token_k1,token_k2,token_k3,seq_mean_k2", "0.5_2,0.1,0.1,0.2")
+    ),
+    ResolvedCorrection(rules=parse_rules("token_k3", 0.05), compat=frozenset({"verl_inverse_k1"})),
 ]  # fmt: skip
 
 
@@ -243,7 +245,7 @@ def test_huge_log_ratios_stay_finite(preset: str, dtype: torch.dtype) -> None:
     assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
 
 
-def same_scans(chosen: Settings, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
+def same_scans(chosen: ResolvedCorrection, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
     """Check every field of both implementations."""
     found = []
     for scan in (scan_cpu, scan_blocks):
@@ -266,13 +268,13 @@ EVERY_RULE = ",".join(RULES)
 EVERY_THRESHOLD = ",".join("0.6_1.6" if name.endswith("k1") else "0.2" for name in RULES)
 MORE_KINDS = {
     **PRESETS,
-    "every rule": Settings(rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD)),
-    "every rule of verl": Settings(
+    "every rule": ResolvedCorrection(rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD)),
+    "every rule of verl": ResolvedCorrection(
         level="token", upper=2.0, rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD),
         compat=frozenset({"verl_inverse_k1", "verl_empty_rows"}),
     ),
-    "unscored": Settings(level="token", upper=1.5, compat=frozenset({"unscored_is_one"})),
-    "beyond e^20": Settings(level="token", bound="mask", upper=1e12),
+    "unscored": ResolvedCorrection(level="token", upper=1.5, compat=frozenset({"unscored_is_one"})),
+    "beyond e^20": ResolvedCorrection(level="token", bound="mask", upper=1e12),
 }  # fmt: skip
 
 
@@ -290,11 +292,11 @@ def test_a_ratio_at_its_bound_is_kept() -> None:
     # Powers of 2 whose logarithms are symmetric in floating point: rho = 2 and 0.5 stand exactly at their bounds.
     rollout, old = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 0.5]], dtype=torch.float64).log()
     ones = torch.ones(1, 2)
-    assert correct(rollout, old, ones, Settings(rules=parse_rules("token_k1", "0.5_2.0"))).mask.all()
+    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules("token_k1", "0.5_2.0"))).mask.all()
     # The sum of the logarithms is 0: a product of 1 at bounds of 1.
-    assert correct(rollout, old, ones, Settings(rules=parse_rules("seq_sum_k1", "1_1"))).mask.all()
+    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules("seq_sum_k1", "1_1"))).mask.all()
     # k2 of both is log(2)^2 / 2, which is 0.2402265069591007 in float64.
-    at, below = (Settings(rules=parse_rules("seq_max_k2", x)) for x in (0.2402265069591008, 0.2402265069591))
+    at, below = (ResolvedCorrection(rules=parse_rules("seq_max_k2", x)) for x in (0.2402265069591008, 0.2402265069591))
     assert correct(rollout, old, ones, at).mask.all() and not correct(rollout, old, ones, below).mask.any()
 
 
@@ -421,13 +423,13 @@ def test_an_off_policy_threshold_that_is_no_number_is_refused(value: float) -> N
 @pytest.mark.parametrize(
     "chosen",
     [
-        Settings(level="token", upper=1.3, rules=parse_rules("token_k1,token_k2", "0.8_1.25,0.02")),
-        Settings(level="sequence", upper=1.3, rules=parse_rules("token_k1,seq_mean_k3", "0.8_1.25,0.05")),
-        Settings(level="token", upper=1.3, rules=parse_rules("token_k3", 0.02), off_policy_threshold=0.0),
+        ResolvedCorrection(level="token", upper=1.3, rules=parse_rules("token_k1,token_k2", "0.8_1.25,0.02")),
+        ResolvedCorrection(level="sequence", upper=1.3, rules=parse_rules("token_k1,seq_mean_k3", "0.8_1.25,0.05")),
+        ResolvedCorrection(level="token", upper=1.3, rules=parse_rules("token_k3", 0.02), off_policy_threshold=0.0),
     ],
     ids=["token", "sequence", "off-policy"],
 )
-def test_the_dtype_of_the_mask_changes_nothing(chosen: Settings, dtype: torch.dtype) -> None:
+def test_the_dtype_of_the_mask_changes_nothing(chosen: ResolvedCorrection, dtype: torch.dtype) -> None:
     for seed in range(6):  # odd seeds have holes
         rollout, old, mask = draw(seed)
         advantages = -torch.ones(len(mask))
@@ -449,7 +451,7 @@ def test_a_mask_of_weights_is_refused(value: float) -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_least_and_largest_weight_are_finite_where_all_are_huge(level: str) -> None:
-    settings = Settings(level=level, upper=2.0)  # type: ignore[arg-type]
+    settings = ResolvedCorrection(level=level, upper=2.0)  # type: ignore[arg-type]
     found = correct(torch.full((2, 3), -800.0), torch.zeros(2, 3), torch.ones(2, 3), settings).metrics
     assert found["rollout_is_max"] == found["rollout_is_min"] or level == "token"
     assert all(math.isfinite(value) for value in found.values())

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from mismatch_ext.correction import PRESETS, Settings, advise, correct, parse_rules
+from mismatch_ext.correction import PRESETS, ResolvedCorrection, advise, correct, parse_rules
 from mismatch_ext.errors import ConfigError
 
 pytestmark = pytest.mark.numeric
@@ -36,7 +36,7 @@ def test_given_bounds_are_judged() -> None:
     # Geometric 0.999 to 1.001 at the same gap: the mean has standard deviation 0.0025, Phi(-0.4) on either side.
     outside = advise(sigma=0.05, length=400, settings=PRESETS["geo_mask"]).outside
     assert outside == pytest.approx(2 * 0.3446, abs=1e-3)
-    assert advise(sigma=0.05, length=400, settings=Settings()).outside is None
+    assert advise(sigma=0.05, length=400, settings=ResolvedCorrection()).outside is None
 
 
 def test_the_level_follows_the_length() -> None:
@@ -72,7 +72,7 @@ def test_shares_are_those_of_the_correction_itself(
     generator = torch.Generator().manual_seed(1)
     old = mean + sigma * torch.randn(20_000, length, generator=generator)
     low, high = (float(x) for x in bounds.split("_"))
-    chosen = Settings(
+    chosen = ResolvedCorrection(
         level=level, bound="mask", lower=low, upper=high, rules=parse_rules(rule, bounds), compat=compat,  # type: ignore[arg-type]
     )  # fmt: skip
     found = correct(torch.zeros_like(old), old, torch.ones_like(old), chosen)
@@ -86,18 +86,24 @@ def test_shares_are_those_of_the_correction_itself(
 
 def test_one_sided_bounds_lose_one_side_only() -> None:
     # The sum has standard deviation 1: beyond log 2 on either side lies 0.2441.
-    above = advise(sigma=0.05, length=400, settings=Settings(level="sequence", upper=2.0)).outside
-    below = advise(sigma=0.05, length=400, settings=Settings(level="sequence", bound="mask", lower=0.5)).outside
-    both = advise(sigma=0.05, length=400, settings=Settings(level="sequence", bound="mask", lower=0.5, upper=2.0))
+    above = advise(sigma=0.05, length=400, settings=ResolvedCorrection(level="sequence", upper=2.0)).outside
+    below = advise(
+        sigma=0.05, length=400, settings=ResolvedCorrection(level="sequence", bound="mask", lower=0.5)
+    ).outside
+    both = advise(
+        sigma=0.05, length=400, settings=ResolvedCorrection(level="sequence", bound="mask", lower=0.5, upper=2.0)
+    )
     assert (above, below, both.outside) == pytest.approx((0.2441, 0.2441, 0.4882), abs=1e-4)
 
 
 def test_given_bounds_that_lose_too_much_are_not_advised() -> None:
     # The sum has standard deviation 0.2; half of the products lie beyond 1.01, hardly any beyond 2 = exp(3.5 * 0.2).
-    wide, tight = (advise(sigma=0.01, length=400, settings=Settings(level="sequence", upper=x)) for x in (2.0, 1.01))
+    wide, tight = (
+        advise(sigma=0.01, length=400, settings=ResolvedCorrection(level="sequence", upper=x)) for x in (2.0, 1.01)
+    )
     assert (wide.level, tight.level) == ("sequence", "token")
     assert "48.0% of the sequences" in tight.reason
-    rule = Settings(rules=parse_rules("seq_sum_k1", "0.99_1.01"))
+    rule = ResolvedCorrection(rules=parse_rules("seq_sum_k1", "0.99_1.01"))
     assert advise(sigma=0.01, length=400, settings=rule).level == "token"
     assert advise(sigma=0.01, length=400, settings=rule, keep=0.03).level == "sequence"
     loose = dataclasses.replace(PRESETS["decoupled_geo_rs"], rules=parse_rules("seq_mean_k3", 0.01))

@@ -6,12 +6,12 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from mismatch_ext.correction import Settings, correct, of_weights
+from mismatch_ext.correction import ResolvedCorrection, correct, of_weights
 from mismatch_ext.errors import RecordError
 from mismatch_ext.recorder import PREFIX
 
 
-def apply_correction(data: Any, settings: Settings) -> dict[str, float]:
+def apply_correction(data: Any, settings: ResolvedCorrection) -> dict[str, float]:
     """Weigh and reject, instead of verl's `compute_rollout_correction_and_add_to_batch`.
 
     Args:

@@ -16,7 +16,7 @@ from verl import DataProto
 from verl.workers.utils.padding import response_to_nested
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import Settings
+from mismatch_ext.correction import ResolvedCorrection
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import Patch, PatchSet
 
@@ -31,7 +31,7 @@ class ObjectiveMixin(_Host):
 
     _block: MismatchConfig
     _kl: KlTerm | None = None
-    _settings: Settings | None = None
+    _settings: ResolvedCorrection | None = None
 
     def _begin_objective(self) -> None:
         """Put the block's functions where verl calls its own by name, for as long as this trainer lives."""

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, Rule, Settings, resolve
+from mismatch_ext.correction import PRESETS, ResolvedCorrection, Rule, resolve
 from mismatch_ext.errors import ConfigError
 
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
@@ -30,7 +30,7 @@ DEFAULTS = {
 NOT_BY_ADVANTAGE = ("clip_cov", "kl_cov", "dro")
 
 
-def settings_of(section: CorrectionConfig) -> Settings:
+def settings_of(section: CorrectionConfig) -> ResolvedCorrection:
     """Return the settings of a section; a preset by a name of verl's means what verl's own method of that name does."""
     settings = resolve(section)
     if section.preset in VERL_PRESETS and section.compat is None and section.reject is None:
@@ -48,7 +48,7 @@ def settings_of(section: CorrectionConfig) -> Settings:
     return settings
 
 
-def native_rollout_correction(settings: Settings) -> dict[str, Any] | None:
+def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any] | None:
     """Return verl's `rollout_correction` that does what the settings ask, or None when verl has none that does.
 
     `off_policy_threshold` is left out: the loss applies it whichever the weights are.
@@ -73,7 +73,7 @@ def native_rollout_correction(settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def _native_threshold(settings: Settings) -> float | str | None:
+def _native_threshold(settings: ResolvedCorrection) -> float | str | None:
     if settings.bound in ("truncate", "clip"):
         return settings.upper if settings.lower is None else None
     return (

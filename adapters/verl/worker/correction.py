@@ -17,7 +17,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
-from mismatch_ext.correction import Settings, correct, of_weights
+from mismatch_ext.correction import ResolvedCorrection, correct, of_weights
 from mismatch_ext.errors import RecordError
 from mismatch_ext.recorder import PREFIX
 
@@ -26,10 +26,10 @@ from mismatch_ext.recorder import PREFIX
 class OwnPolicyLoss(PolicyLossConfig):
     """verl's settings of a policy loss, with those of ours beside them."""
 
-    correction: Settings = Settings()
+    correction: ResolvedCorrection = ResolvedCorrection()
 
     @classmethod
-    def of(cls, given: PolicyLossConfig, correction: Settings) -> OwnPolicyLoss:
+    def of(cls, given: PolicyLossConfig, correction: ResolvedCorrection) -> OwnPolicyLoss:
         """Return the settings of `bypass_policy_loss`.
 
         Args:
@@ -40,7 +40,7 @@ class OwnPolicyLoss(PolicyLossConfig):
         return cls(**{**theirs, "loss_mode": OWN_LOSS}, correction=correction)
 
 
-def without_drifted(model_output: Any, data: Any, settings: Settings) -> tuple[Any, dict[str, Any]]:
+def without_drifted(model_output: Any, data: Any, settings: ResolvedCorrection) -> tuple[Any, dict[str, Any]]:
     """Return the micro-batch with advantage 0 for sequences that DeepSeek-V3.2's mask drops, and the share of them."""
     if "rollout_log_probs" not in data:
         raise RecordError(
@@ -51,7 +51,7 @@ def without_drifted(model_output: Any, data: Any, settings: Settings) -> tuple[A
     mask, advantages = padded["response_mask"].bool(), padded["advantages"]
     name, dropped = PREFIX + "off_policy_masked_fraction", 0.0
     if bool(mask.any()):
-        rule = Settings(off_policy_threshold=settings.off_policy_threshold)
+        rule = ResolvedCorrection(off_policy_threshold=settings.off_policy_threshold)
         found = correct(padded["rollout_log_probs"], logps, mask, rule, advantages=advantages)
         dropped = found.metrics["off_policy_masked_fraction"]
         data = data.copy()
@@ -81,7 +81,7 @@ def bypass_policy_loss(
         config: The actor's configuration, with an `OwnPolicyLoss`.
         rollout_is_weights: Not used: the weights are those of the current policy.
     """
-    settings: Settings = config.policy_loss.correction
+    settings: ResolvedCorrection = config.policy_loss.correction
     rules = replace(settings, off_policy_threshold=None)
     found = correct(old_log_prob, log_prob.detach(), response_mask, rules)
     shared = {

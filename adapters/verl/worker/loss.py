@@ -25,7 +25,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import Settings
+from mismatch_ext.correction import ResolvedCorrection
 from mismatch_ext.kl import KlTerm
 
 BYPASS = ("bypass_mode", OWN_LOSS)
@@ -71,7 +71,7 @@ def mismatch_loss(
     config: Any,
     kl: KlTerm | None = None,
     coef: float | None = None,
-    off_policy: Settings | None = None,
+    off_policy: ResolvedCorrection | None = None,
     **logits: Any,
 ) -> Any:
     """Compute verl's loss of a micro-batch and add the block's terms.
