@@ -11,14 +11,15 @@ from typing import Any
 from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.longrun import read_long_run
-from mismatch_ext.monitor import Monitor, closing_lines
+from mismatch_ext.monitor import Monitor
+from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.terminal import say
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seams:
+class Integration:
     """By what the parts of a block reach a host, as its banner says in brackets.
 
     Attributes:
@@ -37,30 +38,38 @@ class Seams:
 
 
 def banner(
-    block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, run_dir: Path, *, seams: Seams, measured: str
+    block: MismatchConfig,
+    header: Mapping[str, Any],
+    monitor: Monitor,
+    run_dir: Path,
+    *,
+    integration: Integration,
+    measured: str,
 ) -> str:
-    """Return the lines that say what is active, in which peer, and by which seam.
+    """Return the lines that say what is active, in which peer, and by what.
 
     Args:
         block: The parsed `mismatch:` block.
         header: The header of the run.
         monitor: The alarms.
         run_dir: Folder of the metrics.
-        seams: By what each part reaches the host.
+        integration: By what each part reaches the host.
         measured: When the gap is measured, "at every ...".
     """
     trainer, engine = header["trainer"], header["engine"]
     observes = block.level == "observe"
     if observes:
         none = "observed, not applied"
-        seams = Seams(trainer=none, correction=none, lr=none, kl=none, precision=none, sampler=seams.sampler)
+        integration = Integration(
+            trainer=none, correction=none, lr=none, kl=none, precision=none, sampler=integration.sampler
+        )
     scaler = trainer["scaler"]
     scaler_text = f"{scaler['class']} at {scaler['scale']:g}" if scaler else "none"
     active = "observes, and changes nothing in," if observes else "is active on"
     lines = [
         f"mismatch-ext {header['versions']['mismatch-ext']} {active} {header['run']['host']}",
         f"  trainer    {', '.join(trainer['parameter_dtypes'])} weights, autocast {trainer['autocast_dtype'] or 'off'}, "
-        f"loss scaler {scaler_text}   [{'the host as it is' if observes else seams.trainer}]",
+        f"loss scaler {scaler_text}   [{'the host as it is' if observes else integration.trainer}]",
     ]
     if engine is None:
         lines.append("  engine     none: the trainer's own model generates")
@@ -72,21 +81,21 @@ def banner(
     if block.precision is None:
         lines.append("  precision  not asked for: the dtypes of both sides are the host's own choice")
     else:
-        set_by = f"   [{seams.precision}]" if seams.precision else ""
+        set_by = f"   [{integration.precision}]" if integration.precision else ""
         done = "compared with both sides" if observes else "audited on both sides"
         lines.append(f"  precision  uniform {block.precision.dtype}: {done}{set_by}")
-    lines += _mitigations(block, seams, seams.sampler if engine is None else engine["engine"])
+    lines += _mitigations(block, integration, integration.sampler if engine is None else engine["engine"])
     if engine is not None:
         lines.append(f"  monitor    gap measured {measured}; weight sync check (prefill): {block.monitor.weight_sync}")
     lines += monitor_lines(monitor, run_dir)
     return "\n".join(lines + [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]])
 
 
-def _mitigations(block: MismatchConfig, seams: Seams, sampler: str) -> list[str]:
+def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) -> list[str]:
     """Return a line for each mitigation that is on."""
     lines = []
     if block.correction is not None:
-        lines.append(f"  correction {block.correction.preset or 'custom'}   [{seams.correction}]")
+        lines.append(f"  correction {block.correction.preset or 'custom'}   [{integration.correction}]")
     if block.routing is not None:
         source = sampler if block.routing.mode == "R3" else "the trainer's old-logprob pass"
         where = "old-logprob pass, update" if block.routing.mode == "R3" else "update"
@@ -97,12 +106,12 @@ def _mitigations(block: MismatchConfig, seams: Seams, sampler: str) -> list[str]
             done = (
                 f"recorded by {source}, compared with the trainer's" if r3 else "the trainer's own, nothing to compare"
             )
-        lines.append(f"  routing    {block.routing.mode}: {done}   [{seams.trainer}]")
+        lines.append(f"  routing    {block.routing.mode}: {done}   [{integration.trainer}]")
     if block.lr is not None:
-        lines.append(f"  lr         {rule_of(block.lr)}   [{seams.lr}]")
+        lines.append(f"  lr         {rule_of(block.lr)}   [{integration.lr}]")
     if block.kl is not None:
         kl = block.kl
-        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{seams.kl}]"
+        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{integration.kl}]"
         lines.append(f"  kl         {f'{kl.preset.upper()}, unchanged   [native]' if kl.preset else form}")
     return lines
 

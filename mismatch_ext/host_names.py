@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+PREFIX = "mismatch/"
+"""How our own metrics begin, in the log of every host."""
+
 
 class Role(StrEnum):
     """A metric that every host logs, under a name of its own."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-PREFIX = "mismatch/"
+from mismatch_ext.host_names import PREFIX
+
 NATIVE = "native/"
 # Metric -> the count that weighs it, tokens by default. ESS describes one batch: a plain mean over steps.
 ROUTING_WEIGHT = "routing/compared_tokens"

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.host_names import PREFIX as PREFIX
 from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.rundata import read_run
 from mismatch_ext.stream import METRICS_FILE, RunStream
 
 logger = logging.getLogger(__name__)
-
-PREFIX = "mismatch/"
 
 
 def run_folder(monitor: MonitorConfig, output: Path) -> Path:

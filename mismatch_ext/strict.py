@@ -16,16 +16,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union
 
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.precision.names import MEANT
 
 Section = TypeVar("Section")
 Action = Literal["error", "warn", "off"]
-
-# What dtypes are called elsewhere, and close matches do not find.
-ALSO_CALLED = {
-    "float32": ("fp32", "f32", "float", "single", "full", "32", "torch.float32", "torch.float"),
-    "float16": ("fp16", "f16", "half", "16", "torch.float16", "torch.half"),
-    "bfloat16": ("bf16", "torch.bfloat16"),
-}
 
 _shortened = reprlib.Repr()
 _shortened.maxdict = _shortened.maxlist = _shortened.maxtuple = 30
@@ -42,7 +36,7 @@ def suggestion(given: object, allowed: Iterable[object]) -> str:
     names = [str(name) for name in allowed]
     given = given if isinstance(given, str) else shown(given)
     lowered = given.strip().lower()
-    near = [name for name in names if lowered == name.lower() or lowered in ALSO_CALLED.get(name, ())]
+    near = [name for name in names if lowered == name.lower() or MEANT.get(lowered.removeprefix("torch.")) == name]
     near = near or difflib.get_close_matches(given, names, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

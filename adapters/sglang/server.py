@@ -25,7 +25,8 @@ from mismatch_ext.adapters.sglang.server_checks import (
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import canonical, spelled
+from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.precision.names import spelled
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.records import Provenance, SamplingSettings
 from mismatch_ext.versions import PEERS

@@ -16,7 +16,7 @@ from mismatch_ext.adapters.sglang.fields import brief, is_integer
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, MismatchError, PeerVersionError
-from mismatch_ext.precision.dtypes import spelled
+from mismatch_ext.precision.names import spelled
 from mismatch_ext.versions import PEERS
 
 Bucket = Sequence[tuple[str, Tensor]]

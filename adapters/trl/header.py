@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_ext.banner import Seams
+from mismatch_ext.banner import Integration
 from mismatch_ext.host_names import TRL
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.precision.fixes import TrainerFixes
@@ -15,7 +15,9 @@ from mismatch_ext.versions import installed
 
 REPORTED = ("mismatch-ext", "torch", "transformers", "accelerate", "trl", "vllm")
 
-SEAMS = Seams(trainer="subclass", correction="subclass", lr="callback", kl="patch", sampler="transformers' generation")
+SEAMS = Integration(
+    trainer="subclass", correction="subclass", lr="callback", kl="patch", sampler="transformers' generation"
+)
 
 FIXES = TrainerFixes(
     autocast_off="Turn mixed precision off (fp16=False, bf16=False)",

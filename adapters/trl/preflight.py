@@ -178,7 +178,7 @@ class PreflightMixin(_Host):
         if self.accelerator.is_main_process:
             with self._verdicts.checking("banner"):
                 watched, measured = self._alarms.monitor, "at every generation"
-                say(banner(self._config, self._header(), watched, self._run_dir, seams=SEAMS, measured=measured))
+                say(banner(self._config, self._header(), watched, self._run_dir, integration=SEAMS, measured=measured))
 
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)

@@ -3,8 +3,9 @@
 from mismatch_ext.config import LrConfig, SurgeConfig
 from mismatch_ext.lr.control import LrControl
 from mismatch_ext.lr.controller import LrController, PeriodicController, ReactiveController, make_controller
+from mismatch_ext.lr.rate import RateControl, ShadowRate
 from mismatch_ext.lr.state import LrState
-from mismatch_ext.lr.statistics import LengthStatistics, length_statistics
+from mismatch_ext.lr.statistics import LengthStatistics, gap_statistics, leading_statistics, length_statistics
 
 __all__ = [
     "LengthStatistics",
@@ -13,8 +14,12 @@ __all__ = [
     "LrController",
     "LrState",
     "PeriodicController",
+    "RateControl",
     "ReactiveController",
+    "ShadowRate",
     "SurgeConfig",
+    "gap_statistics",
+    "leading_statistics",
     "length_statistics",
     "make_controller",
 ]

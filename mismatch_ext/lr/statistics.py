@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mismatch_ext.config import Trigger
 from mismatch_ext.errors import RecordError
+from mismatch_ext.metrics import mismatch_metrics
+
+F_TAU = "f_1.1"
+"""The threshold of F that leads the rate with `trigger: f_tau`: the tail is thin at 2."""
 
 Reduce = Callable[..., Tensor]
 """Sums a tensor over ranks, called as `reduce(tensor, reduction="sum")`; accelerate's `Accelerator.reduce` is one."""
@@ -81,6 +86,55 @@ def length_statistics(
         response_length=tokens / responses if responses else None,
         truncated_fraction=cut / responses if responses and truncated is not None else None,
     )
+
+
+def gap_statistics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, reduce: Reduce | None = None
+) -> tuple[float, dict[str, float]]:
+    """Return the number of tokens of a batch, and the statistics of its gap: k3 and F(1.1), means over these tokens.
+
+    Args:
+        old_logprobs: The trainer's log-probabilities at sampling time `[B, T]`.
+        rollout_logprobs: The engine's `[B, T]`.
+        mask: True at tokens that count `[B, T]`.
+        reduce: Sums a tensor over ranks, all of which must call this, one without tokens too; None where this rank has the
+            whole batch.
+
+    Returns:
+        Weight and statistics as `RateControl.collect` takes them; 0 and zeros without a token.
+    """
+    found = {"k3_kl": 0.0, F_TAU: 0.0, "tokens": 0.0}
+    if bool(mask.any()):
+        found = mismatch_metrics(old_logprobs, rollout_logprobs, mask)
+    kl, f_tau, tokens = found["k3_kl"], found[F_TAU], found["tokens"]
+    if reduce is not None:
+        mine = torch.tensor([kl * tokens, f_tau * tokens, tokens], dtype=torch.float64)
+        kl, f_tau, tokens = reduce(mine.to(old_logprobs.device), reduction="sum").tolist()
+        kl, f_tau = kl / max(tokens, 1.0), f_tau / max(tokens, 1.0)
+    return tokens, {"mismatch_kl": kl, "f_tau": f_tau}
+
+
+def leading_statistics(
+    trigger: Trigger, lengths: Tensor, limit: int, gap: tuple[Tensor, Tensor, Tensor] | None
+) -> dict[str, float | None]:
+    """Return what leads the rate with a trigger, of a whole batch in this process.
+
+    Args:
+        trigger: Of `mismatch.lr`.
+        lengths: Tokens per response `[B]`.
+        limit: Tokens at which a response is cut off.
+        gap: Old log-probabilities, rollout log-probabilities and mask `[B, T]`; None where they are not known.
+
+    Returns:
+        Statistics as `RateControl.collect` takes them; empty where the trigger is not measured on a batch, or the batch has
+        no token.
+    """
+    if trigger == "response_length":
+        return length_statistics(lengths, lengths >= limit, reduce=lambda x, reduction: x).to_dict()
+    if trigger in ("mismatch_kl", "f_tau") and gap is not None:
+        tokens, found = gap_statistics(*gap)
+        return {**found} if tokens else {}
+    return {}
 
 
 def _sum_over_ranks(tensor: Tensor, reduction: str) -> Tensor:

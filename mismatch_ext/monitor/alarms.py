@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mismatch_ext.host_names import HostNames
+from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.monitor.defaults import PREFIX
 from mismatch_ext.monitor.rules import Rule, Side, WatchAction, import_function, logged_names, resolve
 from mismatch_ext.monitor.state import Watch, read_state, state_of
 from mismatch_ext.routing.agreement import ROUTING_MEASURES

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mismatch_ext.host_names import roles_table
+from mismatch_ext.host_names import PREFIX, roles_table
 from mismatch_ext.metrics.names import MEASURES
 
-PREFIX = "mismatch/"
 PATIENCE = 3
 
 

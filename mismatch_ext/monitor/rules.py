@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import HostNames
-from mismatch_ext.monitor.defaults import DEFAULTS, PATIENCE, PREFIX, DefaultRule, bounds_text
+from mismatch_ext.host_names import PREFIX, HostNames
+from mismatch_ext.monitor.defaults import DEFAULTS, PATIENCE, DefaultRule, bounds_text
 from mismatch_ext.strict import require
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mismatch_ext.errors import PrecisionAuditError
-from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.precision.fixes import TrainerFixes
+from mismatch_ext.precision.names import spelled
 from mismatch_ext.precision.policy import PrecisionPolicy
 
 NONE = "none"

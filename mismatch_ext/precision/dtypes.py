@@ -7,18 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from mismatch_ext.errors import PrecisionError
+from mismatch_ext.precision.names import ALIASES, NAMES, bare
 
-NAMES = ("float32", "float16", "bfloat16")
-ALIASES = {
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-}
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -55,18 +45,12 @@ def canonical(dtype: str | torch.dtype) -> str:
         PrecisionError: It is none of the three. "auto" is refused too: it stands for whatever the engine
             chooses.
     """
-    key = str(dtype).lower().removeprefix("torch.")
+    key = bare(dtype)
     if key not in ALIASES:
         raise PrecisionError(
             f"dtype {str(dtype)!r} is not a compute dtype; allowed: {', '.join(NAMES)} (or {', '.join(ALIASES)})."
         )
     return ALIASES[key]
-
-
-def spelled(dtype: str | torch.dtype) -> str:
-    """Return the canonical name of a dtype read from a peer, or its lower-case name if it has none."""
-    key = str(dtype).lower().removeprefix("torch.")
-    return ALIASES.get(key, key)
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 from mismatch_ext.host_names import Role
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, present, style, trace_of
 from mismatch_ext.report.learning_rate import learning_rate
-from mismatch_ext.report.over_steps import over_steps, step_traces
+from mismatch_ext.report.lines import over_steps, step_traces
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.routing import replay
 from mismatch_ext.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, PREFIX

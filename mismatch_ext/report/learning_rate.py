@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mismatch_ext.host_names import Role
 from mismatch_ext.report.charts import Figure, present
-from mismatch_ext.report.over_steps import over_steps
+from mismatch_ext.report.lines import over_steps
 from mismatch_ext.report.summary import PREFIX
 from mismatch_ext.rundata import RunData
 

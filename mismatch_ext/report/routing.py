@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_ext.report.charts import Figure, figure_of, log_axis, present, trace_of
-from mismatch_ext.report.over_steps import over_steps, step_traces
+from mismatch_ext.report.lines import over_steps, step_traces
 from mismatch_ext.report.summary import NATIVE, PREFIX, pooled
 from mismatch_ext.rundata import RunData
 

@@ -13,10 +13,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from mismatch_ext.host_names import PREFIX as PREFIX
 from mismatch_ext.host_names import Role
 from mismatch_ext.longrun import read_long_run
 from mismatch_ext.older import NATIVE as NATIVE
-from mismatch_ext.older import PREFIX as PREFIX
 from mismatch_ext.older import OlderMetric, weight_of
 from mismatch_ext.rundata import RunData, find_runs
 

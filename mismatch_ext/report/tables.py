@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.host_names import Role
-from mismatch_ext.report.over_steps import MAX_POINTS
+from mismatch_ext.precision.names import spelled
+from mismatch_ext.report.lines import MAX_POINTS
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Summary
-from mismatch_ext.report.text import plain_dtype
 from mismatch_ext.report.verdict import run_status
 from mismatch_ext.rundata import EventRecord, RunData
 
@@ -63,8 +63,7 @@ def side_rows(runs: Mapping[str, RunData]) -> list[SideRow]:
     for key in sorted(keys, key=lambda k: ("dtype" not in k, k)):
         pairs = tuple((trainer.get(key), engine.get(key)) for trainer, engine in sides)
         differs = tuple(
-            "dtype" in key and None not in pair and len({plain_dtype(text or "") for text in pair}) == 2
-            for pair in pairs
+            "dtype" in key and None not in pair and len({spelled(text or "") for text in pair}) == 2 for pair in pairs
         )
         rows.append(SideRow(key=key, pairs=pairs, differs=differs))
     return rows

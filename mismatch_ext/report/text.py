@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import math
 
-_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-}
-
 
 def quantity(value: float | None, digits: int = 3) -> str:
     """Write a number with a few significant digits: 0.0123, 2.1e-6, 8.1, 12000; a dash for None."""
@@ -24,9 +16,3 @@ def quantity(value: float | None, digits: int = 3) -> str:
         return f"{float(text):.0f}" if "e" in text else text
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def plain_dtype(name: str) -> str:
-    """Write a dtype as PyTorch does without the prefix: "torch.bfloat16" and "bf16" become "bfloat16"."""
-    short = name.removeprefix("torch.").lower()
-    return _DTYPES.get(short, short)

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mismatch_ext.precision.names import spelled
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Row, Summary, pooled
-from mismatch_ext.report.text import plain_dtype, quantity
+from mismatch_ext.report.text import quantity
 from mismatch_ext.rundata import RunData
 
 SAME_ABS_DIFF = 1e-4
@@ -133,10 +134,10 @@ def side_dtype(side: Any) -> str | None:
         return None
     for key in ("compute_dtype", "autocast_dtype", "model_dtype", "dtype"):
         if isinstance(side.get(key), str):
-            return plain_dtype(side[key])
+            return spelled(side[key])
     weights = side.get("parameter_dtypes")
     names = list(weights) if isinstance(weights, (list, dict)) else []
-    return plain_dtype(names[0]) if len(names) == 1 and isinstance(names[0], str) else None
+    return spelled(names[0]) if len(names) == 1 and isinstance(names[0], str) else None
 
 
 def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:

@@ -16,11 +16,10 @@ import pytest
 from mismatch_ext import longrun, stream
 from mismatch_ext.host_names import Role
 from mismatch_ext.longrun import read_long_run
-from mismatch_ext.monitor import closing_lines
 from mismatch_ext.older import STRETCHES, Stretches
-from mismatch_ext.report import build, judge, load_runs, summarise, tables
+from mismatch_ext.report import build, closing_lines, judge, load_runs, summarise, tables
 from mismatch_ext.report.figures import sections
-from mismatch_ext.report.over_steps import MAX_POINTS, thinned
+from mismatch_ext.report.lines import MAX_POINTS, thinned
 from mismatch_ext.report.profiles import pool_profile
 from mismatch_ext.rundata import RunData, parse_line, read_run
 from mismatch_ext.stream import RunStream

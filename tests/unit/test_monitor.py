@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.monitor import DEFAULTS, Alarm, Monitor, closing_lines
+from mismatch_ext.monitor import DEFAULTS, Alarm, Monitor
 from mismatch_ext.monitor.defaults import table
+from mismatch_ext.report import closing_lines
 from mismatch_ext.rundata import read_run
 from mismatch_ext.stream import RunStream
 from tests.unit import synthetic_runs

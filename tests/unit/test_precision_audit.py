@@ -13,8 +13,9 @@ import torch
 
 from mismatch_ext.errors import PrecisionAuditError, PrecisionError
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import ALIASES, canonical, coarser, facts, spelled, torch_dtype
+from mismatch_ext.precision.dtypes import canonical, coarser, facts, torch_dtype
 from mismatch_ext.precision.fixes import TrainerFixes
+from mismatch_ext.precision.names import ALIASES, spelled
 from mismatch_ext.precision.policy import PrecisionPolicy
 
 DTYPES = ("float32", "float16", "bfloat16")

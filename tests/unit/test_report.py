@@ -19,11 +19,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
+from mismatch_ext.precision.names import spelled
 from mismatch_ext.report import build, level_of, load_runs, render, summarise, verdict
 from mismatch_ext.report.learning_rate import learning_rate
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.routing import replay
-from mismatch_ext.report.text import plain_dtype, quantity
+from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, STALE_ABS_DIFF, side_dtype
 from mismatch_ext.stream import RunStream, read_run
 from tests.unit.synthetic_runs import header, write_arms, write_run
@@ -416,7 +417,7 @@ def test_quantity_and_dtype() -> None:
     assert [quantity(v) for v in values] == [
         *("–", "0", "0.0123", "2.10e-6", "8.06", "12300", "1.00e6", "-3.00e-4", "65500"),
     ]
-    assert [plain_dtype(d) for d in ("torch.bfloat16", "bf16", "half", "Float32", "fp8")] == [
+    assert [spelled(d) for d in ("torch.bfloat16", "bf16", "half", "Float32", "fp8")] == [
         *("bfloat16", "bfloat16", "float16", "float32", "fp8"),
     ]
 

@@ -14,8 +14,7 @@ import pytest
 from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RunDirectoryError, WeightSyncError
-from mismatch_ext.monitor import closing_lines
-from mismatch_ext.report import render
+from mismatch_ext.report import closing_lines, render
 from mismatch_ext.rundata import read_run
 from mismatch_ext.stream import RunStream
 from mismatch_ext.verdicts import ALL_WRITTEN, Verdicts

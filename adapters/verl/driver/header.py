@@ -9,7 +9,7 @@ from typing import Any
 from mismatch_ext.adapters.verl.driver.reports import Checked
 from omegaconf import DictConfig
 
-from mismatch_ext.banner import Seams
+from mismatch_ext.banner import Integration
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import VERL
 from mismatch_ext.records import SamplingSettings
@@ -69,10 +69,10 @@ def logs_applied_rate(report: Mapping[str, Any]) -> bool:
     return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)
 
 
-def seams_of(report: Mapping[str, Any]) -> Seams:
+def seams_of(report: Mapping[str, Any]) -> Integration:
     """Return by what the block reaches a worker, from the worker's own report."""
     megatron = report.get("strategy") == "megatron"
-    return Seams(
+    return Integration(
         trainer="registered engine; verl's own replay, checked" if megatron else "registered engine",
         correction="configuration, set_loss_fn",
         lr="registered engine",

@@ -157,7 +157,7 @@ class PreflightMixin(_Host):
             self._header(),
             self._monitor,
             self._run_dir,
-            seams=seams_of(self._checked.worker),
+            integration=seams_of(self._checked.worker),
             measured="at every step",
         )
         say(said)

@@ -1,0 +1,288 @@
+"""The `lr` section on a run's optimizer: statistics in, the applied rate out, and what of it a checkpoint holds."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mismatch_ext.config import LrConfig
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.lr.control import LrControl
+from mismatch_ext.lr.controller import make_controller
+
+logger = logging.getLogger(__name__)
+
+
+class RateControl:
+    """Puts a controller's multiplier on an optimizer, and leads it by the statistics of the rollouts that are learnt from.
+
+        rate = RateControl(block.lr)
+        rate.attach(optimizer, scheduler, warmup=2)
+        for batch in rollouts:
+            rate.collect(**length_statistics(batch.lengths, batch.truncated).to_dict())
+            ...                                     # loss, backward, clipping, as ever
+            rate.before_step()
+            optimizer.step()
+            rate.after_step()
+            scheduler.step()
+            log(rate.metrics())
+
+    Hosts differ in what a step is. TRL's rule counts the optimizer's steps. verl's counts updates, of several optimizer steps
+    each: such a host gives `updates` to `attach`, and calls `moved` when an update is over.
+
+    Args:
+        config: The `lr` section.
+        kept_in: Where a checkpoint of this host holds the state, for what is said when that cannot be loaded.
+        required: What to do about a step that is about to be taken without new statistics, although the section watches some;
+            such a step is then refused. None lets it pass.
+
+    Attributes:
+        controls: The controls of the optimizers; empty while there are none.
+    """
+
+    def __init__(
+        self, config: LrConfig, *, kept_in: str = "`lr` in mismatch.json", required: str | None = None
+    ) -> None:
+        self.config = config
+        self.controls: list[LrControl] = []
+        self._kept_in, self._required = kept_in, required
+        self._new: Callable[[], list[LrControl]] = list
+        self._updates: Callable[[], int] | None = None
+        self._joined = 0
+        self._collected: list[tuple[float, dict[str, float]]] = []
+        self._informed = False
+        self._norm: float | None = None
+        self._applied: dict[str, float] = {}
+
+    def attach(
+        self,
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        warmup: int = 0,
+        step: int = 0,
+        steps: int = 0,
+        updates: Callable[[], int] | None = None,
+    ) -> None:
+        """Put a control on an optimizer, or on several that step together; one from before is taken off.
+
+        Args:
+            optimizer: As `LrControl` takes it, or a list of them.
+            scheduler: The schedule, or a list of each optimizer's; optional.
+            warmup: Steps of warm-up that the schedule has.
+            step: Steps taken before, where a running training is joined.
+            steps: Steps of the whole training, where they are known.
+            updates: Returns the updates taken before, where the rule counts these and not the optimizer's steps.
+
+        Raises:
+            ConfigError: An optimizer or schedule cannot be controlled.
+        """
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        schedulers = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler] * len(optimizers)
+        self._updates, self._joined = updates, step
+
+        def new() -> list[LrControl]:
+            controller, made = make_controller(self.config, warmup_steps=warmup), []
+            for one, its in zip(optimizers, schedulers, strict=True):
+                counts = None if updates is None else False
+                made.append(LrControl(one, controller, scheduler=its, step=self._step(), count_steps=counts))
+            return made
+
+        self._new = new
+        self._begin()
+        window = self.config.surge.baseline_window
+        if self.config.watches and 0 < steps <= window:
+            logger.warning(
+                "mismatch.lr waits for a surge over a baseline of %d batches, and this training has %d steps: the rate will not "
+                "be lowered. Set mismatch.lr.surge.baseline_window, or give mismatch.lr.period.",
+                window,
+                steps,
+            )
+
+    def _begin(self) -> None:
+        self.detach()
+        try:
+            self.controls = self._new()
+        except ConfigError as error:
+            raise ConfigError(f"mismatch.lr cannot control the optimizer of this trainer: {error}") from error
+        self._follow()
+
+    def _step(self) -> int:
+        return self._joined if self._updates is None else self._updates()
+
+    def _follow(self) -> None:
+        if self._updates is not None:
+            for control in self.controls:
+                control.advance(step=self._updates())
+
+    def detach(self) -> None:
+        """Leave optimizers and schedules as they are without control, and forget what was collected."""
+        for control in self.controls:
+            control.remove()
+        self.controls, self._collected, self._applied = [], [], {}
+        self._informed, self._norm = False, None
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is an optimizer under control."""
+        return bool(self.controls)
+
+    @property
+    def control(self) -> LrControl:
+        """The control of the first optimizer; those of the others have the same multiplier."""
+        return self.controls[0]
+
+    @property
+    def multiplier(self) -> float:
+        """The multiplier of the next step."""
+        return self.control.multiplier
+
+    def collect(self, weight: float = 1.0, /, **statistics: float | None) -> None:
+        """Add the statistics of rollouts that the next step learns from; those of several batches are averaged.
+
+        Args:
+            weight: Of this batch in the average; 0 where it has no statistics.
+            **statistics: As `LrController.update` takes them, over all ranks. A gradient norm that is not finite is no
+                measurement, because its step is skipped, and is left out.
+        """
+        norm = statistics.get("grad_norm")
+        if self.attached and (norm is None or math.isfinite(norm)):
+            self._collected.append((weight, {name: value for name, value in statistics.items() if value is not None}))
+
+    def lead(self) -> dict[str, float]:
+        """Let what was collected lead the next step, and return what to log of that step.
+
+        With `trigger: grad_norm` the norm that the last step told `after_step` leads, where none was collected.
+
+        Raises:
+            RecordError: The trigger's statistic is missing or not finite.
+        """
+        collected, self._collected = self._collected, []
+        total = sum(weight for weight, _ in collected)
+        if not self.attached or total == 0:
+            return {}
+        names = {name for _, statistics in collected for name in statistics}
+        means = {name: sum(w * found[name] for w, found in collected if w) / total for name in names}
+        if self.config.trigger == "grad_norm" and "grad_norm" not in means:
+            means |= {"responses": 0.0} if self._norm is None else {"grad_norm": self._norm}
+        step = None if self._updates is None else self._updates()
+        for control in self.controls:
+            control.update(step=step, **means)
+        self._informed = True
+        return self.control.metrics()
+
+    def before_step(self) -> None:
+        """Let what was collected lead the optimizer step that is about to be taken.
+
+        Raises:
+            ConfigError: Nothing was collected, although statistics are required before each step.
+            RecordError: The trigger's statistic is missing or not finite.
+        """
+        if self._collected:
+            self.lead()
+        elif self._required is not None and self.config.watches and not self._informed:
+            raise ConfigError(
+                f"mismatch.lr.trigger={self.config.trigger!r}, but the trainer gave no statistics before this update, so no "
+                f"surge could be found; {self._required}, or give mismatch.lr.period."
+            )
+
+    def after_step(self, grad_norm: float | None = None) -> None:
+        """Note the multiplier while it is the one that was applied: the schedule's own step moves on to the next.
+
+        Args:
+            grad_norm: Of the step, where it is known only now; it may lead the step after the next statistics.
+        """
+        if not self.attached:
+            return
+        if grad_norm is not None and math.isfinite(grad_norm):
+            self._norm = grad_norm
+        self._applied = self.control.metrics()
+        if self._updates is None:
+            self._informed = False
+
+    def moved(self) -> None:
+        """Follow the host's count of updates, or stay where it stayed."""
+        self._informed = False
+        self._follow()
+
+    @property
+    def rate(self) -> float:
+        """The first group's learning rate: that of the last step until the schedule moves on, then that of the next."""
+        return float(self.control.get_last_lr()[0])
+
+    def metrics(self) -> dict[str, float]:
+        """Return what to log of the last step, with the multiplier that it applied; empty before the first."""
+        return dict(self._applied)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return control and what was collected for the next step, as JSON-able data for a checkpoint."""
+        return {
+            "control": self.control.state_dict(),
+            "collected": [list(entry) for entry in self._collected],
+            "grad_norm": self._norm,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint, once optimizer and schedule are loaded; the control must be attached.
+
+        Args:
+            state: What `state_dict` returned, in this release or an earlier one; None where the checkpoint holds none, which
+                is warned of.
+
+        Raises:
+            RecordError: The state is of another rule or trigger, or damaged.
+        """
+        self._begin()
+        if state is None:
+            if self._step():
+                logger.warning(
+                    "The checkpoint of step %d holds no state of mismatch.lr: the rate is controlled from here on, with "
+                    "multiplier %g and a new baseline of the trigger.",
+                    self._step(),
+                    self.control.multiplier,
+                )
+            return
+        try:
+            for control in self.controls:
+                control.load_state_dict(state["control"])
+            self._follow()
+            # TRL's checkpoints held what was collected, verl's the norm.
+            self._collected = [(weight, dict(found)) for weight, found in state.get("collected", ())]
+            self._norm = state.get("grad_norm")
+        except (RecordError, KeyError, TypeError, ValueError) as error:
+            said = f"{error}" if isinstance(error, RecordError) else f"{type(error).__name__}: {error}."
+            raise RecordError(
+                f"mismatch.lr cannot go on from this checkpoint: {said} To begin anew instead, take the state of mismatch.lr out "
+                f"of the checkpoint ({self._kept_in})."
+            ) from error
+
+
+class ShadowRate(RateControl):
+    """Computes what the control would make of the rate, on an optimizer of its own: the host's is left alone.
+
+    It counts the steps that `step` takes, at a rate of 1.
+    """
+
+    def attach(
+        self,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        warmup: int = 0,
+        step: int = 0,
+        steps: int = 0,
+        updates: Callable[[], int] | None = None,
+    ) -> None:
+        """Begin as `RateControl.attach` does, on an optimizer that stands in for the host's; nothing of the host is kept."""
+        weight = torch.zeros(1, requires_grad=True)
+        weight.grad = torch.zeros(1)
+        self._optimizer = torch.optim.SGD([weight], lr=1.0)
+        super().attach(self._optimizer, warmup=warmup, step=step, steps=steps)
+
+    def step(self) -> None:
+        """Step as the host's optimizer did."""
+        self._optimizer.step()

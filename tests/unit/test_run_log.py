@@ -1,0 +1,216 @@
+"""What is written of a run, whatever trains: header, gap, alarms, what a checkpoint holds of them, and the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext.banner import Integration
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, RunDirectoryError
+from mismatch_ext.host_names import TRL, VERL, HostNames
+from mismatch_ext.precision.audit import EngineReading, TrainerReading
+from mismatch_ext.ranks import ONE_PROCESS, Ranks
+from mismatch_ext.run.info import run_info
+from mismatch_ext.run.log import RunLog
+from mismatch_ext.rundata import EventRecord, read_run
+from mismatch_ext.verdicts import Verdicts
+
+STOP = {"above": 1.0, "patience": 1, "action": "stop"}
+TRAINER = TrainerReading(
+    parameter_dtypes={"float32": 10}, autocast_dtype=None, scaler=None, reduce_dtype=None, device="cpu"
+)
+ENGINE = EngineReading(
+    engine="vllm",
+    version="1",
+    model_dtype="float32",
+    parameter_dtypes={},
+    kv_cache_dtype="auto",
+    logprobs_mode="raw_logprobs",
+    quantization=None,
+)
+
+
+def block_of(level: str = "enforce", **alarms: Any) -> MismatchConfig:
+    block = MismatchConfig.parse({"level": level, "monitor": {"alarms": alarms, "default_alarms": False}})
+    assert block is not None
+    return block
+
+
+class Run:
+    """A log in a folder, with what it told the user."""
+
+    def __init__(
+        self, folder: Path, *, names: HostNames | None = None, ranks: Ranks = ONE_PROCESS, **block: Any
+    ) -> None:
+        self.told: list[str] = []
+        self.at = 0
+        self.block = block_of(**block)
+        self.verdicts = Verdicts(self.block.level, lambda: self.at)
+        self.log = RunLog(
+            self.block,
+            folder,
+            info=self.info,
+            step=lambda: self.at,
+            names=names,
+            ranks=ranks,
+            verdicts=self.verdicts,
+            tell=self.told.append,
+        )
+
+    def info(self) -> dict[str, Any]:
+        return run_info(
+            self.block,
+            HostNames(),
+            name="a run",
+            host="a loop",
+            model="m",
+            model_type="t",
+            parameters=10,
+            device="cpu",
+            seed=0,
+            trainer=TRAINER,
+            engine=ENGINE,
+        )
+
+
+def events(folder: Path, name: str) -> list[EventRecord]:
+    return [event for event in read_run(folder).events if event.name == name]
+
+
+def logprobs(gap: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.full((2, 3), -1.0), torch.full((2, 3), -1.0 - gap), torch.ones(2, 3, dtype=torch.bool)
+
+
+def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.log.event("info", "early", "before the file is open")
+    run.log.begin(None)
+    run.log.announce(Integration(trainer="a", correction="b", lr="c", kl="d"), measured="at every step")
+    run.log.observe("train", *logprobs(0.5))
+    run.at = 1
+    logged = run.log.log(1, {"reward": torch.tensor(0.25), "text": "left out"})
+    assert logged.metrics["mismatch/logp_abs_diff_mean"] == 0.5 and logged.stop is None
+    run.log.observe("train", *logprobs(0.25))
+    run.log.end("completed")
+    data = read_run(tmp_path)
+    assert data.header["run"]["host"] == "a loop" and [e.name for e in data.events] == ["early"]
+    assert data.series("reward") == ([1], [0.25])
+    # What was measured after the last log is written too.
+    assert data.steps[-1].metrics["mismatch/logp_abs_diff_mean"] == 0.25
+    assert [(end.step, end.status) for end in data.ends] == [(1, "completed")]
+    said = capsys.readouterr().out
+    assert "is active on a loop" in said and "training completed after 1 step" in said
+
+
+def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, x=STOP)
+    run.log.begin(None)
+    run.log.observe("eval/default", *logprobs(0.5))
+    logged = run.log.log(0, {"x": 9.0}, "eval/default")
+    assert logged.stop is None and logged.metrics["mismatch/tokens"] == 6 and run.told == []
+    assert read_run(tmp_path).series("x", "eval/default") == ([0], [9.0])
+
+
+@pytest.mark.parametrize(
+    ("names", "length"), [(None, "length"), (TRL, "completions/mean_length"), (VERL, "response_length/mean")]
+)
+def test_the_same_alarms_whatever_the_host_calls_a_metric(tmp_path: Path, names: HostNames | None, length: str) -> None:
+    run = Run(tmp_path, names=names, length=STOP, misspelt={"above": 1.0})
+    run.log.begin(None)
+    stops = [run.log.log(step, {length: value}).stop for step, value in enumerate((0.5, 2.0, 3.0, 0.5), 1)]
+    assert [stop is not None for stop in stops] == [False, True, False, False]
+    assert run.log.stopped == stops[1] is not None
+    run.at = 4
+    run.log.end("completed")
+    found = [(e.step, e.level, e.data["status"]) for e in events(tmp_path, "alarm")]
+    assert found == [(2, "warning", "raised"), (4, "info", "cleared")]
+    assert [e.step for e in events(tmp_path, "unwatched")] == [1]  # said once, at the first log
+    assert len(run.told) == 2 and run.told[1] == stops[1]
+    assert read_run(tmp_path).ends[-1].message == stops[1]
+
+
+def test_under_observe_an_alarm_that_stops_is_a_finding(tmp_path: Path) -> None:
+    run = Run(tmp_path, level="observe", x=STOP)
+    run.log.begin(None)
+    with pytest.warns(UserWarning, match="enforce would have stopped at step 3"):
+        assert run.log.log(3, {"x": 2.0}).stop is None
+    assert run.log.stopped is None and run.verdicts.counts["alarm"] == 1
+    assert run.log.measured(4) == {"mismatch/observed/alarm": 1.0}
+
+
+class Other:
+    """Ranks of two, of which another rank has said this."""
+
+    size = 2
+
+    def __init__(self, rank: int, said: Any = None) -> None:
+        self.rank, self.said, self.asked = rank, said, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.asked += 1
+        return [value, self.said] if self.rank == 0 else [self.said, value]
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise AssertionError
+
+
+def test_the_main_process_decides_and_all_ranks_stop_together(tmp_path: Path) -> None:
+    main, other = Other(0), Other(1, said="stop, says the main process")
+    first, second = Run(tmp_path, ranks=main, x=STOP), Run(tmp_path / "nowhere", ranks=other, x=STOP)
+    first.log.begin(None)
+    second.log.begin(None)
+    # The other rank's own metric is healthy, or broken: neither decides.
+    assert first.log.watch(1, {"x": 2.0}) is not None
+    assert second.log.watch(1, {"x": 0.0}) == second.log.stopped == "stop, says the main process"
+    other.said = None
+    assert second.log.watch(2, {"x": 9.0}) is None
+    assert main.asked == 1 and other.asked == 2 and second.told == []
+    assert not (tmp_path / "nowhere").exists()
+    # Where no rule stops, nobody waits for anybody.
+    quiet = Run(tmp_path / "b", ranks=Other(1, said="?"), x={"above": 1.0})
+    assert quiet.log.watch(1, {"x": 9.0}) is None and quiet.log.ranks.asked == 0
+
+
+def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> None:
+    rule = {"above": 1.0, "patience": 2}
+    first = Run(tmp_path, x=rule, y=rule, z=STOP)
+    first.log.begin(None)
+    first.log.observe("train", *logprobs(0.5))
+    first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
+    saved = json.loads(json.dumps(first.log.state_dict()))
+    assert saved["recorder"] == {"flushes": {"train": 1}, "created": 1} and set(saved) == {"monitor", "recorder"}
+
+    second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)
+    second.log.load_state_dict(saved, step=1)
+    second.log.begin(1)
+    logged = second.log.log(2, {"x": 2.0, "y": 2.0, "z": 2.0})
+    raised = [e.data["metric"] for e in events(tmp_path, "alarm") if e.step == 2]
+    assert raised == ["x", "z"]  # x goes on with its streak, y has another rule, z stops it again
+    assert logged.stop is not None and "z is 2" in logged.stop
+    assert [(e.step, e.data["metrics"]) for e in events(tmp_path, "alarms_anew")] == [(1, ["y"]), (1, ["z"])]
+    assert second.log.recorder.state_dict() == saved["recorder"]
+
+    third = Run(tmp_path / "anew", x=rule)
+    third.log.load_state_dict({}, step=0)  # a checkpoint of a stock host
+    third.log.begin(None)
+    assert events(tmp_path / "anew", "alarms_anew") == []
+
+
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="not writable"):
+        Run(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        Run(tmp_path, x={"above": 1.0, "action": "call", "call": "no_such_module:function"})
+
+
+def test_a_run_that_never_began_ends_without_a_file(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.log.end("failed", "before the first step")
+    assert list(tmp_path.iterdir()) == []
