@@ -77,7 +77,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     recording = {"enable_return_routed_experts": True}  # R3
     llm = LLM(path, dtype="bfloat16", enforce_eager=True, max_model_len=160, seed=0, **recording)
-    layout = moe_layout(model)  # R3: the MoE layers, experts per layer and experts per token
+    shape = moe_layout(model).shape  # R3: the MoE layers, experts per layer and experts per token
     rows = make_dataset(PROMPTS * options.steps, FAMILIAR_DIGITS, seed=1000)
     for step in tqdm(range(options.steps), unit="step"):
         problems = rows[step * PROMPTS : (step + 1) * PROMPTS]
@@ -85,8 +85,7 @@ def main() -> None:
         outputs = llm.generate(prompts, SAMPLING, use_tqdm=False)
         tokens, attention, sampled = batch(outputs)
         sampled, mask = sampled[:, 1:], ~sampled[:, 1:].isnan()
-        shape = {"layers": layout.layers, "num_experts": layout.num_experts, "top_k": layout.top_k}
-        traces = engine.to_traces(outputs, **shape, version=step)  # R3: checked, a trace per completion
+        traces = engine.to_traces(outputs, shape=shape, version=step)  # R3: checked, a trace per completion
         trace, recorded = align(traces, attention)  # R3: laid along the padded batch
 
         with torch.no_grad():  # for comparison only

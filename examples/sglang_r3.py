@@ -94,13 +94,7 @@ def main() -> None:
     transport = rollout.EngineTransport(engine)
     info = transport.server_info()
     rollout.check_server(info, config=MismatchConfig(), trainer_dtype=options.dtype).raise_for_problems()
-    layout = moe_layout(model)  # R3: the MoE layers, experts per layer and experts per token
-    shape = rollout.RoutingShape(  # R3: SGLang sends bytes without a shape
-        num_layers=model.config.num_hidden_layers,
-        layers=layout.layers,
-        num_experts=layout.num_experts,
-        top_k=layout.top_k,
-    )
+    shape = moe_layout(model).shape  # R3: the MoE layers, experts per layer and experts per token
 
     def autocast() -> Any:
         return torch.autocast(device, getattr(torch, options.dtype))

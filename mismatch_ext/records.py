@@ -7,124 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import compress
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from mismatch_ext.errors import NonFiniteLogprobError, ProvenanceError, RecordError
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.provenance import Provenance, SamplingSettings, one_provenance, to_provenance
 from mismatch_ext.routing import RoutingTrace
 
-DTYPES = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """What the engine samples with.
-
-    Args:
-        temperature: Divides the logits; > 0.
-        top_p: Nucleus mass; 1 keeps the whole vocabulary.
-        top_k: Most likely tokens kept; 0 and -1 keep all.
-        min_p: Least probability relative to the most likely token; 0 keeps all.
-        repetition_penalty: Penalty on tokens that occurred; 1 is none.
-
-    Raises:
-        RecordError: A value is out of range.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, ok, allowed in (
-            ("temperature", self.temperature > 0, "> 0"),
-            ("top_p", 0 < self.top_p <= 1, "0 < x <= 1"),
-            ("top_k", self.top_k >= -1, "an integer >= -1 (0 and -1 keep all tokens)"),
-            ("min_p", 0 <= self.min_p <= 1, "0 <= x <= 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
-        ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and ok):
-                raise RecordError(f"sampling {name}={value!r} is out of range; allowed: {allowed}.")
-
-    @property
-    def truncates_support(self) -> bool:
-        """Whether tokens that the trainer gives probability can never be sampled."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-    def ratio_bias(self, *, renormalised: bool = True) -> str | None:
-        """Say in a sentence why the importance ratio is biased, or return None when it is not.
-
-        Args:
-            renormalised: Whether the engine's log-probabilities are of the tokens that survive top_p, top_k and min_p, as
-                vLLM's processed ones are; SGLang reports those before truncation.
-        """
-        active = [f"top_p={self.top_p}"] * (self.top_p < 1)
-        active += [f"top_k={self.top_k}"] * (self.top_k > 0)
-        active += [f"min_p={self.min_p}"] * (self.min_p > 0)
-        sentences = []
-        if active and not renormalised:
-            sentences.append(
-                f"{' and '.join(active)} is active: tokens are sampled from those that survive, and the engine reports their "
-                "probability among all, so that every ratio is too large, by one over the surviving mass; sample with top_p=1, "
-                "top_k=0 and min_p=0 to be on-policy."
-            )
-        elif active:
-            sentences.append(
-                f"{' and '.join(active)} is active: the engine renormalises its log-probabilities over the tokens that "
-                "survive and the trainer does not, so every ratio is too small by the surviving mass and the gap is not "
-                "numerics alone; sample with top_p=1, top_k=0 and min_p=0 to measure it."
-            )
-        if self.repetition_penalty != 1:
-            sentences.append(
-                f"repetition_penalty={self.repetition_penalty} is active: the engine's log-probabilities contain it and "
-                "the trainer's do not; set it to 1 to measure the gap."
-            )
-        return " ".join(sentences) or None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Provenance:
-    """Where a rollout comes from.
-
-    Args:
-        engine: Name of the rollout engine.
-        engine_version: Its version.
-        dtype: Compute dtype: float32, float16 or bfloat16.
-        kv_cache_dtype: Dtype of the KV cache, or None when unknown.
-        weight_version: Number of weight updates that the engine had received.
-        patch_digest: Digest of the patches that were active.
-        sampling: Settings that the tokens were sampled with.
-        logprobs_mode: The engine's name for the kind of log-probabilities that it reports.
-
-    Raises:
-        ProvenanceError: A field is missing or malformed.
-    """
-
-    engine: str
-    engine_version: str
-    dtype: str
-    kv_cache_dtype: str | None
-    weight_version: int
-    patch_digest: str
-    sampling: SamplingSettings
-    logprobs_mode: str
-
-    def __post_init__(self) -> None:
-        for name in ("engine", "engine_version", "patch_digest", "logprobs_mode"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ProvenanceError(f"provenance {name} is {getattr(self, name)!r}; it must be a non-empty string.")
-        if self.dtype not in DTYPES:
-            raise ProvenanceError(f"provenance dtype {self.dtype!r} is not one of {', '.join(DTYPES)}.")
-        if not isinstance(self.weight_version, int) or self.weight_version < 0:
-            raise ProvenanceError(f"provenance weight_version is {self.weight_version!r}; it must be an integer >= 0.")
-        if not isinstance(self.sampling, SamplingSettings):
-            raise ProvenanceError(f"provenance sampling is {self.sampling!r}; it must be a SamplingSettings.")
+__all__ = [
+    "Provenance",
+    "RolloutBatch",
+    "RolloutRecord",
+    "SamplingSettings",
+    "collate",
+    "non_finite",
+    "to_provenance",
+    "to_records",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,18 +80,11 @@ class RolloutRecord:
             )
         if min((*self.prompt_ids, *self.response_ids), default=0) < 0:
             raise RecordError(f"rollout {self.request_id}: token ids must be >= 0, found a negative one.")
-        for position, (logprob, kept) in enumerate(zip(self.rollout_logprobs, self.response_mask, strict=True)):
-            if kept and not math.isfinite(logprob):
-                raise NonFiniteLogprobError(
-                    f"rollout {self.request_id}, token {position} (id {self.response_ids[position]}): the engine reported "
-                    f"log-probability {logprob}; its logits overflowed or its weights are broken. In float16, check the "
-                    "checkpoint with `mismatch-ext readiness`."
-                )
-        if not isinstance(self.provenance, Provenance):
-            raise ProvenanceError(
-                f"rollout {self.request_id} has no provenance (found {self.provenance!r}); rollouts of unknown origin "
-                "are not trained on."
-            )
+        if not all(map(math.isfinite, compress(self.rollout_logprobs, self.response_mask))):
+            kept = zip(self.rollout_logprobs, self.response_mask, strict=True)
+            bad = next(at for at, (logprob, counts) in enumerate(kept) if counts and not math.isfinite(logprob))
+            raise non_finite(str(self.request_id), bad, self.rollout_logprobs[bad], self.response_ids[bad])
+        one_provenance([(str(self.request_id), self.provenance)])
         self._check_routing()
 
     def _check_routing(self) -> None:
@@ -217,6 +113,7 @@ class RolloutBatch:
         rollout_logprobs: `[B, T]`, float32; 0 at padding.
         response_mask: True at tokens that the policy sampled `[B, T]`.
         provenance: The one provenance of all rows.
+        routing: Routes of each row, for `align`; None where they were not recorded.
     """
 
     prompt_ids: Tensor
@@ -225,6 +122,71 @@ class RolloutBatch:
     rollout_logprobs: Tensor
     response_mask: Tensor
     provenance: Provenance
+    routing: tuple[RoutingTrace | None, ...]
+
+
+def to_records(
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    rollout_logprobs: Sequence[Sequence[float | None]],
+    *,
+    provenance: Provenance,
+    routing: Sequence[RoutingTrace | None] | None = None,
+    finish_reasons: Sequence[str | None] | None = None,
+    names: Sequence[str] | None = None,
+) -> list[RolloutRecord]:
+    """Turn token ids and sampled tokens' log-probabilities into records, where a host keeps no more of an engine's outputs.
+
+    Args:
+        prompt_ids: One list of token ids per rollout.
+        response_ids: One list of sampled token ids per rollout.
+        rollout_logprobs: Natural-log probability of each sampled token, as the engine reported it; None where it is NaN.
+        provenance: Where the rollouts come from.
+        routing: One trace per rollout, or None when the engine did not record any.
+        finish_reasons: Why each ended; None when unknown.
+        names: What to call each in messages; None numbers them.
+
+    Raises:
+        RecordError: Lengths differ, or a log-probability is missing or not finite; names rollout and token.
+    """
+    counts = len(prompt_ids), len(response_ids), len(rollout_logprobs)
+    columns = [[None] * counts[1] if column is None else column for column in (routing, finish_reasons)]
+    if {*counts, *map(len, columns)} != {counts[0]}:
+        raise RecordError(
+            f"{counts[0]} prompts, {counts[1]} responses, {counts[2]} lists of log-probabilities and {len(columns[0])} routing "
+            "traces; the four must be equal."
+        )
+    return [
+        RolloutRecord(
+            prompt_ids=tuple(prompt),
+            response_ids=tuple(response),
+            rollout_logprobs=tuple(math.nan if value is None else float(value) for value in logprobs),
+            response_mask=(True,) * len(response),
+            finish_reason=reason,
+            provenance=provenance,
+            request_id=str(row) if names is None else names[row],
+            routing=trace,
+        )
+        for row, (prompt, response, logprobs, trace, reason) in enumerate(
+            zip(prompt_ids, response_ids, rollout_logprobs, *columns, strict=True)
+        )
+    ]
+
+
+def non_finite(rollout: str, token: int, logprob: float, token_id: int | None = None) -> NonFiniteLogprobError:
+    """Return the error for a sampled token whose log-probability is no finite number.
+
+    Args:
+        rollout: Name of the rollout.
+        token: The token's place in the response.
+        logprob: What the engine reported.
+        token_id: Its id, if known.
+    """
+    known = "" if token_id is None else f" (id {token_id})"
+    return NonFiniteLogprobError(
+        f"rollout {rollout}, token {token}{known}: the engine reported log-probability {logprob}; its logits overflowed or its "
+        "weights are broken. In float16, check the checkpoint with `mismatch-ext readiness`."
+    )
 
 
 def collate(records: Sequence[RolloutRecord], pad_token_id: int) -> RolloutBatch:
@@ -238,25 +200,15 @@ def collate(records: Sequence[RolloutRecord], pad_token_id: int) -> RolloutBatch
         RecordError: There is no record.
         ProvenanceError: Provenance differs; names the field, the rows and both values.
     """
-    if not records:
-        raise RecordError("a batch needs at least one rollout record, found none.")
-    first = records[0].provenance
-    for row, record in enumerate(records):
-        if record.provenance != first:
-            field = next(
-                f.name for f in fields(Provenance) if getattr(record.provenance, f.name) != getattr(first, f.name)
-            )
-            raise ProvenanceError(
-                f"rollouts of mixed provenance: row 0 has {field}={getattr(first, field)!r}, row {row} has "
-                f"{field}={getattr(record.provenance, field)!r}; split them into batches of one provenance."
-            )
+    provenance = one_provenance((f"row {row}", record.provenance) for row, record in enumerate(records))
     return RolloutBatch(
         prompt_ids=_pad([r.prompt_ids for r in records], pad_token_id, torch.int64, left=True),
         prompt_mask=_pad([(True,) * len(r.prompt_ids) for r in records], False, torch.bool, left=True),
         response_ids=_pad([r.response_ids for r in records], pad_token_id, torch.int64),
         rollout_logprobs=_pad([r.rollout_logprobs for r in records], 0.0, torch.float32),
         response_mask=_pad([r.response_mask for r in records], False, torch.bool),
-        provenance=first,
+        provenance=provenance,
+        routing=tuple(record.routing for record in records),
     )
 
 

@@ -4,12 +4,15 @@ from mismatch_ext.adapters.sglang.engine import EngineTransport
 from mismatch_ext.adapters.sglang.http import HttpTransport
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
-from mismatch_ext.adapters.sglang.response import parse_response, to_records
-from mismatch_ext.adapters.sglang.routes import RoutingShape, decode_routes, to_trace
-from mismatch_ext.adapters.sglang.server import ServerVerdict, check_server, read_server, to_provenance
+from mismatch_ext.adapters.sglang.response import parse_response, to_records, to_traces
+from mismatch_ext.adapters.sglang.routes import decode_routes, to_trace
+from mismatch_ext.adapters.sglang.server import ServerVerdict, check_server, read_server
 from mismatch_ext.adapters.sglang.server_checks import ServerProblem
 from mismatch_ext.adapters.sglang.transport import Transport
 from mismatch_ext.adapters.sglang.weights import VerifiedWeights, checkpoint_parameters, update_weights
+
+from mismatch_ext.provenance import to_provenance
+from mismatch_ext.routing import RoutingShape
 
 __all__ = [
     "EngineTransport",
@@ -29,5 +32,6 @@ __all__ = [
     "to_provenance",
     "to_records",
     "to_trace",
+    "to_traces",
     "update_weights",
 ]

@@ -73,6 +73,8 @@ def count(value: object, request: str, field: str) -> int:
 def token_ids(value: object, request: str, field: str) -> tuple[int, ...]:
     """Return a field that must be a list of token ids."""
     ids = sequence(value, request, field)
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
+        return tuple(ids)
     for position, token in enumerate(ids):
         if not is_integer(token) or not 0 <= int(token) <= MAX_TOKEN_ID:
             raise refuse(request, f"{field}[{position}]", token, f"a token id from 0 to {MAX_TOKEN_ID}")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import NoneType
 from typing import Any
 
 from mismatch_ext.adapters.sglang.fields import (
-    MAX_TOKEN_ID,
     brief,
     is_integer,
     mapping,
@@ -27,10 +25,12 @@ from mismatch_ext.adapters.sglang.response_checks import (
     check_weights,
     finish_reason,
 )
-from mismatch_ext.adapters.sglang.routes import RoutingShape, to_trace
+from mismatch_ext.adapters.sglang.routes import to_trace
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError
 from mismatch_ext.records import Provenance, RolloutRecord
+from mismatch_ext.routing import RoutingShape, RoutingTrace
+from mismatch_ext.routing.shape import starts_of
 
 LOGPROBS = "meta_info.output_token_logprobs"
 LOWEST = (-65504.0, -3.3e38)
@@ -45,7 +45,7 @@ def to_records(
     prompt_ids: Sequence[Sequence[int]],
     provenance: Provenance,
     shape: RoutingShape | None = None,
-    routed_experts_start: int = 0,
+    routed_experts_start: int | Sequence[int] = 0,
     n: int = 1,
     weight_version: str | None = None,
     allow_abort: bool = False,
@@ -58,7 +58,7 @@ def to_records(
         prompt_ids: One list of token ids per prompt.
         provenance: Where the rollouts come from.
         shape: The model's routing shape when routing was requested; None reads none.
-        routed_experts_start: As it was in the request.
+        routed_experts_start: As it was in the request, one for all or one per prompt.
         n: Responses per prompt.
         weight_version: The server's stamp of its weights that every response must have; None accepts any one.
         allow_abort: Keep what aborted requests had sampled.
@@ -68,24 +68,61 @@ def to_records(
         RoutingError: Routing is missing or malformed.
         EngineError: A request was aborted.
     """
-    items = [outputs] if isinstance(outputs, Mapping) else sequence(outputs, "of the batch", "response")
-    if n < 1 or len(items) != n * len(prompt_ids):
-        raise RecordError(
-            f"{len(items)} responses for {len(prompt_ids)} prompts with n={n}; allowed: {n * len(prompt_ids)}, n per prompt."
-        )
+    starts = starts_of(routed_experts_start, len(prompt_ids))
     return [
         parse_response(
             output,
             prompt_ids=prompt_ids[row // n],
             provenance=provenance,
             shape=shape,
-            routed_experts_start=routed_experts_start,
+            routed_experts_start=starts[row // n],
             weight_version=weight_version,
             request_id=str(row),
             allow_abort=allow_abort,
         )
-        for row, output in enumerate(items)
+        for row, output in enumerate(_responses(outputs, len(prompt_ids), n))
     ]
+
+
+def to_traces(
+    outputs: Any,
+    *,
+    prompt_ids: Sequence[Sequence[int]],
+    shape: RoutingShape,
+    version: int,
+    routed_experts_start: int | Sequence[int] = 0,
+    n: int = 1,
+) -> list[RoutingTrace]:
+    """Turn the routes of a batch's responses into traces, in the order of the prompts; `to_records` has them in its records.
+
+    Args:
+        outputs: The list that SGLang returned, of finished requests.
+        prompt_ids: One list of token ids per prompt.
+        shape: The routing shape of the model that replays.
+        version: Weight version that the server sampled with.
+        routed_experts_start: As it was in the request, one for all or one per prompt.
+        n: Responses per prompt.
+
+    Raises:
+        RecordError: A response has no tokens, or their number is wrong.
+        RoutingError: Routing is missing or malformed; names request, row and layer.
+    """
+    starts, traces = starts_of(routed_experts_start, len(prompt_ids)), []
+    for row, output in enumerate(_responses(outputs, len(prompt_ids), n)):
+        fields = mapping(output, str(row), "response")
+        meta = mapping(fields.get("meta_info"), str(row), "meta_info")
+        ids = token_ids(fields.get("output_ids"), str(row), "output_ids")
+        traces.append(_trace(meta, prompt_ids[row // n], ids, shape, starts[row // n], version, str(row)))
+    return traces
+
+
+def _responses(outputs: Any, prompts: int, n: int) -> Sequence[Any]:
+    items = [outputs] if isinstance(outputs, Mapping) else sequence(outputs, "of the batch", "response")
+    if n < 1 or len(items) != n * prompts:
+        raise RecordError(
+            f"{len(items)} responses for {prompts} prompts with n={n}; allowed: {n * prompts}, n per prompt."
+        )
+    return items
 
 
 def parse_response(
@@ -140,53 +177,28 @@ def parse_response(
         request_id=request,
         routing=None
         if shape is None
-        else to_trace(
-            meta.get("routed_experts"),
-            prompt_tokens=len(prompt_ids),
-            output_tokens=len(ids),
-            shape=shape,
-            start=routed_experts_start,
-            version=provenance.weight_version,
-            request=request,
-        ).of_tokens((*prompt_ids, *ids)),
+        else _trace(meta, prompt_ids, ids, shape, routed_experts_start, provenance.weight_version, request),
     )
 
 
-def is_plain(output: Any, prompt_tokens: int) -> bool:
-    """Tell, many times faster than by parsing it, that an answer is without any doubt one that `parse_response` accepts.
-
-    Args:
-        output: A response.
-        prompt_tokens: Tokens of its prompt.
-
-    Returns:
-        False where something is unusual, which parsing then accepts or names; routes are not looked at.
-    """
-    meta = output.get("meta_info") if isinstance(output, dict) else None
-    if not isinstance(meta, dict):
-        return False
-    ids, entries, reason = output.get("output_ids"), meta.get("output_token_logprobs"), meta.get("finish_reason")
-    if not (isinstance(ids, list) and isinstance(entries, list) and isinstance(reason, dict)):
-        return False
-    counts = [meta.get(name, 0) for name in ("prompt_tokens", "completion_tokens", "output_token_logprobs_length")]
-    if any(type(found) is not int for found in counts) or counts[:2] != [prompt_tokens, len(ids)]:
-        return False
-    if "output_token_logprobs_length" in meta and counts[2] != len(ids) or len(entries) != len(ids):
-        return False
-    kind, prompt = reason.get("type"), meta.get("input_token_logprobs")
-    if not (isinstance(kind, str) and kind in ("stop", "length")) or not isinstance(prompt, (list, NoneType)) or prompt:
-        return False
-    if not isinstance(meta.get("weight_version"), (str, NoneType)) or meta.get("weight_versions") is not None:
-        return False
-    if not all(type(entry) in (list, tuple) and len(entry) in (2, 3) for entry in entries):
-        return False
-    values, tokens = [entry[0] for entry in entries], [entry[1] for entry in entries]
-    if not set(map(type, values)) <= {float} or not set(map(type, ids)) | set(map(type, tokens)) <= {int}:
-        return False
-    # A comparison with NaN is false.
-    return (
-        ids == tokens and all(LOWEST[0] < value <= 0 for value in values) and all(0 <= i <= MAX_TOKEN_ID for i in ids)
-    )
+def _trace(
+    meta: Mapping[Any, Any],
+    prompt: Sequence[int],
+    response: Sequence[int],
+    shape: RoutingShape,
+    start: int,
+    version: int,
+    request: str,
+) -> RoutingTrace:
+    return to_trace(
+        meta.get("routed_experts"),
+        prompt_tokens=len(prompt),
+        output_tokens=len(response),
+        shape=shape,
+        start=start,
+        version=version,
+        request=request,
+    ).of_tokens((*prompt, *response))
 
 
 def _name(meta: Mapping[Any, Any]) -> str:
@@ -201,8 +213,25 @@ def _logprobs(meta: Mapping[Any, Any], ids: tuple[int, ...], request: str) -> tu
     entries = sequence(found if found is not None else (), request, LOGPROBS)
     if len(entries) != len(ids):
         raise refuse(request, LOGPROBS, entries, f"{len(ids)} entries, one per token of output_ids, not {len(entries)}")
+    if (usual := _usual(entries, ids)) is not None:
+        return usual
     pairs = enumerate(zip(entries, ids, strict=True))
     return tuple(_logprob(entry, token, position, request) for position, (entry, token) in pairs)
+
+
+def _usual(entries: Sequence[Any], ids: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Return the log-probabilities of entries that are beyond doubt, several times faster than one after the other.
+
+    A server of verl's parses every answer in the process that hands tokens on. None where `_logprob` has to look, which then
+    accepts the entries or says what is wrong.
+    """
+    if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
+        return None
+    values, tokens = tuple(entry[0] for entry in entries), tuple(entry[1] for entry in entries)
+    if set(map(type, values)) != {float} or set(map(type, tokens)) != {int} or tokens != ids:
+        return None
+    # A comparison with NaN is false.
+    return values if all(LOWEST[0] < value <= 0 for value in values) else None
 
 
 def _logprob(entry: Any, token: int, position: int, request: str) -> float:

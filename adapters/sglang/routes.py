@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing import RoutingShape, RoutingTrace
 from mismatch_ext.versions import PEERS
 
 FLAG = "--enable-return-routed-experts"
@@ -27,42 +26,9 @@ WIRE = np.dtype("<i4")
 NARROWER = {1: "8-bit", 2: "16-bit", 8: "64-bit"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutingShape:
-    """What the routes of a model look like; take it from the model that replays, for the bytes do not say.
-
-    Args:
-        num_layers: Decoder layers L, dense ones included (`num_hidden_layers`): SGLang has a row of every layer.
-        layers: Absolute indices of the MoE layers, ascending.
-        num_experts: Experts per layer.
-        top_k: Experts per token K.
-
-    Raises:
-        RoutingError: A value is out of range.
-    """
-
-    num_layers: int
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        last = max(self.layers, default=0)
-        ascending = list(self.layers) == sorted(set(self.layers)) and bool(self.layers)
-        for name, value, ok, allowed in (
-            ("num_experts", self.num_experts, 1 <= self.num_experts <= 65536, "1 to 65536"),
-            ("top_k", self.top_k, 1 <= self.top_k <= self.num_experts, f"1 to num_experts ({self.num_experts})"),
-            ("layers", self.layers, ascending and self.layers[0] >= 0, "ascending decoder indices >= 0, at least one"),
-            ("num_layers", self.num_layers, self.num_layers > last, f"more than {last}, the last MoE layer's index"),
-        ):
-            if not ok:
-                raise RoutingError(f"routing shape {name}={brief(value)} is out of range; allowed: {allowed}.")
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token's row on the wire."""
-        return self.num_layers * self.top_k * WIRE.itemsize
+def row_bytes(shape: RoutingShape) -> int:
+    """Return the bytes of a token's row on the wire."""
+    return shape.num_layers * shape.top_k * WIRE.itemsize
 
 
 def to_trace(
@@ -129,7 +95,7 @@ def decode_routes(value: Any, *, rows: int, full_rows: int, shape: RoutingShape,
 
 
 def _from_text(text: str, allowed: tuple[int, ...], shape: RoutingShape, request: str) -> bytes:
-    wanted = [4 * -(-rows * shape.row_bytes // 3) for rows in allowed]
+    wanted = [4 * -(-rows * row_bytes(shape) // 3) for rows in allowed]
     if len(text) not in wanted:
         _check_bytes(len(text) // 4 * 3 - text[-2:].count("="), allowed, shape, request)
         raise RoutingError(
@@ -145,18 +111,18 @@ def _from_text(text: str, allowed: tuple[int, ...], shape: RoutingShape, request
 
 
 def _check_bytes(found: int, allowed: tuple[int, ...], shape: RoutingShape, request: str) -> None:
-    if found in [rows * shape.row_bytes for rows in allowed]:
+    if found in [rows * row_bytes(shape) for rows in allowed]:
         return
     where = f"request {request}, {FIELD}: {found} bytes"
     for size, name in NARROWER.items():
-        if found and found * WIRE.itemsize in [rows * shape.row_bytes * size for rows in allowed]:
+        if found and found * WIRE.itemsize in [rows * row_bytes(shape) * size for rows in allowed]:
             raise RoutingError(
                 f"{where}, which is the length of {name} ids; allowed: 32-bit ids, as sglang "
                 f"{PEERS['sglang'].supports} sends them."
             )
-    meant = " or ".join(f"{rows * shape.row_bytes} ({rows} rows)" for rows in allowed)
-    rows, rest = divmod(found, shape.row_bytes)
-    kind = f"{rows} rows" if not rest else f"no whole number of rows of {shape.row_bytes} bytes"
+    meant = " or ".join(f"{rows * row_bytes(shape)} ({rows} rows)" for rows in allowed)
+    rows, rest = divmod(found, row_bytes(shape))
+    kind = f"{rows} rows" if not rest else f"no whole number of rows of {row_bytes(shape)} bytes"
     raise RoutingError(
         f"{where}, {kind}; allowed: {meant} of {shape.num_layers} layers x {shape.top_k} experts x 4 bytes. The server ran "
         "another model, another prompt, or a version that counts rows otherwise."

@@ -28,7 +28,6 @@ from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.precision.names import spelled
 from mismatch_ext.precision.policy import PrecisionPolicy
-from mismatch_ext.records import Provenance, SamplingSettings
 from mismatch_ext.versions import PEERS
 
 
@@ -102,32 +101,6 @@ def read_server(info: Any, *, original_logprobs: bool | None = None) -> EngineRe
         kv_cache_dtype=spelled(_text(fields, "kv_cache_dtype")),
         logprobs_mode="raw_logprobs" if original_logprobs else "processed_logprobs",
         quantization=_quantization(fields),
-    )
-
-
-def to_provenance(
-    reading: EngineReading, *, sampling: SamplingSettings, weight_version: int, patch_digest: str = "none"
-) -> Provenance:
-    """Describe where a rollout of a server comes from.
-
-    Args:
-        reading: What the server reports.
-        sampling: Settings that the request was built with.
-        weight_version: Number of weight updates that the server had received.
-        patch_digest: Digest of the patches that are active.
-
-    Raises:
-        ProvenanceError: The server's dtype is unknown, for example "auto".
-    """
-    return Provenance(
-        engine=reading.engine,
-        engine_version=reading.version,
-        dtype=reading.model_dtype,
-        kv_cache_dtype=reading.kv_cache_dtype,
-        weight_version=weight_version,
-        patch_digest=patch_digest,
-        sampling=sampling,
-        logprobs_mode=reading.logprobs_mode,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError
 from mismatch_ext.fingerprint import fingerprint
-from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import TensorComparison
@@ -190,15 +189,11 @@ class CheckedGeneration:
 
     def provenance(self) -> Provenance:
         """Describe where a rollout made now comes from."""
-        return Provenance(
-            engine=self.reading.engine,
-            engine_version=self.reading.version,
-            dtype=self.reading.model_dtype,
-            kv_cache_dtype=self.reading.kv_cache_dtype,
+        return engine.to_provenance(
+            self.reading,
+            sampling=self.sampling,
             weight_version=self.weight_version,
             patch_digest=self.patch_digest,
-            sampling=self.sampling,
-            logprobs_mode=self.reading.logprobs_mode,
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -226,12 +221,12 @@ class CheckedGeneration:
             with self.verdicts.checking("routes"):
                 routing = self._routing(outputs or [], len(completion_ids))
             self.records.extend(
-                engine.to_records(
+                to_records(
                     prompt_ids,
                     completion_ids,
-                    [[math.nan if top[0] is None else top[0] for top in row] for row in logprobs],
-                    self.provenance(),
-                    routing,
+                    [[top[0] for top in row] for row in logprobs],
+                    provenance=self.provenance(),
+                    routing=routing,
                 )
             )
         return result
@@ -245,13 +240,7 @@ class CheckedGeneration:
                 f"{completions} completions, but {len(outputs)} outputs of LLM.generate were seen: something else stands in for "
                 "it, so the routes of the completions are not known. Remove it, or mismatch.routing."
             )
-        return engine.to_traces(
-            outputs,
-            layers=self.layout.layers,
-            num_experts=self.layout.num_experts,
-            top_k=self.layout.top_k,
-            version=self.weight_version,
-        )
+        return engine.to_traces(outputs, shape=self.layout.shape, version=self.weight_version)
 
     def take_records(self) -> list[RolloutRecord]:
         """Return the rollouts since the last call and forget them."""

@@ -257,7 +257,9 @@ class PreflightMixin(_Host):
             self._warn("vocabulary", str(surplus), vars(surplus))
 
     def _header(self) -> dict[str, Any]:
-        return run_header(self, self._readings, self._patches, self._audit_report)
+        found = run_header(self, self._readings, self._patches, self._audit_report)
+        wrapped = self.use_vllm and isinstance(self.vllm_generation, CheckedGeneration)
+        return found | {"provenance": dataclasses.asdict(self.vllm_generation.provenance())} if wrapped else found
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()

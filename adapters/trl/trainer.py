@@ -40,6 +40,7 @@ from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.provenance import expect_present
 from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
 from mismatch_ext.records import RolloutBatch, collate
 from mismatch_ext.verdicts import Verdicts
@@ -258,11 +259,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
                 self._recorder.event(self.state.global_step, "info", "records", message)
             return None
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
-        if batch.provenance.weight_version != self.vllm_generation.weight_version:
-            raise RecordError(
-                f"rollouts of weight version {batch.provenance.weight_version}, but the engine is at "
-                f"{self.vllm_generation.weight_version}; generate again after the weight update."
-            )
+        expect_present(batch.provenance, self.vllm_generation.weight_version)
         trained = output["completion_ids"][:, : batch.response_ids.shape[1]].cpu()
         mask = batch.response_mask
         if not torch.equal(trained[mask], batch.response_ids[mask]):

@@ -8,6 +8,8 @@ from mismatch_ext.adapters.vllm.routing import captured_outputs, require_routing
 from mismatch_ext.adapters.vllm.verified import InProcess, VerifiedWeights
 from mismatch_ext.adapters.vllm.weights import Sending, compare_tensors, is_comparable, sample_rows, update_weights
 
+from mismatch_ext.provenance import to_provenance
+
 __all__ = [
     "InProcess",
     "Sending",
@@ -23,6 +25,7 @@ __all__ = [
     "sample_rows",
     "score_tokens",
     "shutdown",
+    "to_provenance",
     "to_records",
     "to_traces",
     "update_weights",

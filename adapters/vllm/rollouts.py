@@ -1,45 +1,97 @@
-"""Rollouts of vLLM as rollout records."""
+"""What vLLM's `LLM.generate` returned, as rollout records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.vllm.routing import to_traces
+
+from mismatch_ext import records
+from mismatch_ext.errors import EngineError, RecordError
 from mismatch_ext.records import Provenance, RolloutRecord
-from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing import RoutingShape, RoutingTrace
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 
 def to_records(
+    outputs: Sequence[RequestOutput],
+    *,
     prompt_ids: Sequence[Sequence[int]],
-    response_ids: Sequence[Sequence[int]],
-    rollout_logprobs: Sequence[Sequence[float]],
     provenance: Provenance,
-    routing: Sequence[RoutingTrace] | None = None,
+    shape: RoutingShape | None = None,
+    routed_experts_start: int | Sequence[int] = 0,
+    n: int = 1,
+    allow_abort: bool = False,
 ) -> list[RolloutRecord]:
-    """Turn token ids and sampled-token log-probabilities into records.
+    """Turn the outputs of a batch of prompts into records, in the order of the prompts.
 
     Args:
-        prompt_ids: One list of token ids per rollout.
-        response_ids: One list of sampled token ids per rollout.
-        rollout_logprobs: Natural-log probability of each sampled token, as the engine reported it.
-        provenance: Where the rollouts come from.
-        routing: One trace per rollout (`to_traces`), or None when the engine did not record any.
+        outputs: What `LLM.generate` returned for requests with `logprobs=0` or more.
+        prompt_ids: One list of token ids per prompt.
+        provenance: Where the rollouts come from; its weight version is that of the routes too.
+        shape: The model's routing shape when the engine records routing; None reads none.
+        routed_experts_start: As it was in the requests (`routed_experts_prompt_start`), one for all or one per prompt.
+        n: Responses per prompt.
+        allow_abort: Keep what aborted requests had sampled.
 
     Raises:
-        RecordError: Lengths differ, or a log-probability is missing or not finite; names rollout and token.
+        RecordError: An output is malformed or unfinished, or their number is wrong; names request, field, value and what is
+            allowed.
+        NonFiniteLogprobError: A log-probability is NaN or infinite.
+        RoutingError: Routing is missing or malformed.
+        EngineError: A request was aborted.
     """
-    traces: Sequence[RoutingTrace | None] = [None] * len(response_ids) if routing is None else routing
-    return [
-        RolloutRecord(
-            prompt_ids=tuple(prompt),
-            response_ids=tuple(response),
-            rollout_logprobs=tuple(float("nan") if value is None else float(value) for value in logprobs),
-            response_mask=(True,) * len(response),
-            finish_reason=None,
-            provenance=provenance,
-            request_id=str(row),
-            routing=trace,
+    found = sum(len(output.outputs) for output in outputs)
+    if n < 1 or len(outputs) != len(prompt_ids) or any(len(output.outputs) != n for output in outputs):
+        raise RecordError(
+            f"{found} responses for {len(prompt_ids)} prompts with n={n}; allowed: {n * len(prompt_ids)}, n per prompt."
         )
-        for row, (prompt, response, logprobs, trace) in enumerate(
-            zip(prompt_ids, response_ids, rollout_logprobs, traces, strict=True)
+    completions = list(_completions(outputs, prompt_ids, allow_abort))
+    routing: Sequence[RoutingTrace] | None = None
+    if shape is not None:
+        start, version = routed_experts_start, provenance.weight_version
+        routing = to_traces(
+            outputs, prompt_ids=prompt_ids, shape=shape, version=version, routed_experts_start=start, n=n
         )
-    ]
+    return records.to_records(
+        [ids for ids in prompt_ids for _ in range(n)],
+        [completion.token_ids for completion in completions],
+        [_logprobs(completion, row) for row, completion in enumerate(completions)],
+        provenance=provenance,
+        routing=routing,
+        finish_reasons=[completion.finish_reason for completion in completions],
+    )
+
+
+def _completions(outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]], allow_abort: bool) -> Iterator[Any]:
+    """Yield the responses, each of which has ended."""
+    for output, ids in zip(outputs, prompt_ids, strict=True):
+        if list(output.prompt_token_ids or ()) != list(ids):
+            raise RecordError(
+                f"request {output.request_id}: vLLM's output is of another prompt ({len(output.prompt_token_ids or ())} tokens) "
+                f"than the one given ({len(ids)} tokens); give prompts in the order of the outputs, as token ids."
+            )
+        for completion in output.outputs:
+            name, reason = f"request {output.request_id}/{completion.index}", completion.finish_reason
+            if reason is None:
+                raise RecordError(f"{name}: finish_reason is None; allowed: that of a finished request.")
+            if reason not in ("stop", "length") and not (reason == "abort" and allow_abort):
+                raise EngineError(
+                    f"{name}: vLLM ended it with finish_reason {reason!r}; sample the prompt again, or keep what an aborted "
+                    "request had sampled with allow_abort=True."
+                )
+            yield completion
+
+
+def _logprobs(completion: Any, row: int) -> list[float]:
+    ids, tops = completion.token_ids, completion.logprobs
+    if tops is None or len(tops) != len(ids):
+        found = "none" if tops is None else len(tops)
+        raise RecordError(
+            f"rollout {row}: {len(ids)} response tokens and {found} log-probabilities; allowed: one for each. Send "
+            "SamplingParams(logprobs=0)."
+        )
+    return [top[token].logprob for token, top in zip(ids, tops, strict=True)]

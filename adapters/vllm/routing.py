@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from mismatch_ext.errors import EngineError, RoutingError
-from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing import RoutingShape, RoutingTrace
+from mismatch_ext.routing.shape import starts_of
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -120,11 +121,11 @@ def _forget_other_versions(llm: LLM, version: int) -> None:
 def to_traces(
     outputs: Sequence[RequestOutput],
     *,
-    layers: Sequence[int],
-    num_experts: int,
-    top_k: int,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
+    shape: RoutingShape,
     version: int,
-    prompt_start: int | Sequence[int] = 0,
+    routed_experts_start: int | Sequence[int] = 0,
+    n: int | None = None,
 ) -> list[RoutingTrace]:
     """Turn vLLM's outputs into one trace per completion, in the order of the outputs.
 
@@ -135,28 +136,28 @@ def to_traces(
 
     Args:
         outputs: What `LLM.generate` returned, finished requests only.
-        layers: Absolute indices of the model's MoE layers; the engine's other layers are dropped. Ids alone cannot tell two
-            layers that were swapped: take the layers from the model that replays (`moe_layout(model).layers`).
-        num_experts: Experts per layer.
-        top_k: Experts per token.
+        prompt_ids: Token ids of each prompt; None takes those that the outputs come with.
+        shape: The routing shape of the model that replays.
         version: Weight version that the engine sampled with; that its prefix cache held no others is up to
             `captured_outputs(llm, version=...)` or `reset_prefix_cache`.
-        prompt_start: What the requests had as `SamplingParams.routed_experts_prompt_start`, one for all or one per output:
-            prompt rows before it are absent.
+        routed_experts_start: What the requests had as `SamplingParams.routed_experts_prompt_start`, one for all or one per
+            prompt: prompt rows before it are absent.
+        n: Completions per prompt; None takes as many as there are.
 
     Raises:
         RoutingError: Routing is missing or malformed; names request, row and layer.
     """
-    starts = [prompt_start] * len(outputs) if isinstance(prompt_start, int) else prompt_start
-    if len(starts) != len(outputs):
-        raise RoutingError(
-            f"{len(starts)} values of prompt_start for {len(outputs)} outputs; allowed: one, or one per output."
-        )
+    starts = starts_of(routed_experts_start, len(outputs))
+    given = [None] * len(outputs) if prompt_ids is None else prompt_ids
+    if len(given) != len(outputs) or (n is not None and any(len(output.outputs) != n for output in outputs)):
+        found = sum(len(output.outputs) for output in outputs)
+        raise RoutingError(f"{found} responses for {len(given)} prompts with n={n}; allowed: n per prompt.")
     traces = []
-    for output, start in zip(outputs, starts, strict=True):
+    for output, ids, start in zip(outputs, given, starts, strict=True):
         for completion in output.outputs:
             request = f"{output.request_id}/{completion.index}"
-            if output.prompt_token_ids is None:
+            prompt = output.prompt_token_ids if ids is None else ids
+            if prompt is None:
                 raise RoutingError(
                     f"request {request}: its prompt has no token ids (prompt embeddings?), so its rows cannot be counted; prompt "
                     "with token ids."
@@ -166,12 +167,12 @@ def to_traces(
             traces.append(
                 RoutingTrace.ingest(
                     completion.routed_experts,
-                    num_experts=num_experts,
-                    layers=layers,
-                    tokens=[*output.prompt_token_ids, *completion.token_ids],
+                    num_experts=shape.num_experts,
+                    layers=shape.layers,
+                    tokens=[*prompt, *completion.token_ids],
                     version=version,
                     request=request,
-                    top_k=top_k,
+                    top_k=shape.top_k,
                     start=start,
                     last_row=False,
                 )

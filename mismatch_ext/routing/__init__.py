@@ -4,6 +4,7 @@ from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES, Agree
 from mismatch_ext.routing.align import align, align_packed
 from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.plausibility import check_plausible, expert_overlap
+from mismatch_ext.routing.shape import RoutingShape
 from mismatch_ext.routing.sharing import Shared, share_prompts
 from mismatch_ext.routing.trace import RoutingTrace, traces_nbytes
 
@@ -11,6 +12,7 @@ __all__ = [
     "OTHER_PASSES",
     "ROUTING_MEASURES",
     "Agreement",
+    "RoutingShape",
     "RoutingTrace",
     "Shared",
     "agreement",

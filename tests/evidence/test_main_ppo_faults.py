@@ -39,7 +39,7 @@ def test_a_logprob_that_is_not_a_number(tmp_path: Path) -> None:
     model = tiny_model("dense", tmp_path / "model")
     run = failed(tmp_path, "+mismatch.monitor={}", model=model, fault="nonfinite_logprob")
     assert "NonFiniteLogprobError" in run.log
-    assert "token 1: the engine reported log-probability nan at step 1" in run.log
+    assert " of step 1, token 1: the engine reported log-probability nan;" in run.log
     assert shape(run.reports) == shape(recorded("dense"))
 
 

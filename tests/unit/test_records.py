@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from mismatch_ext.errors import NonFiniteLogprobError, ProvenanceError, RecordError
-from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, collate
+from mismatch_ext.origins import sampled_by
+from mismatch_ext.patching import active_patches, digest_of
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.provenance import expect_present
+from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, collate, to_provenance, to_records
 from mismatch_ext.routing import RoutingTrace
 
 ORIGIN = Provenance(
@@ -58,6 +62,54 @@ def test_missing_provenance_is_refused() -> None:
         dataclasses.replace(ORIGIN, patch_digest="")
     with pytest.raises(ProvenanceError, match="float8.*float32, float16, bfloat16"):
         dataclasses.replace(ORIGIN, dtype="float8")
+
+
+def test_a_batch_carries_each_rows_routes_for_the_loop_to_lay() -> None:
+    traces = [
+        RoutingTrace(parts=(torch.full((4, 1, 1), row, dtype=torch.uint8),), layers=(0,), num_experts=4)
+        for row in range(2)
+    ]
+    rows = [record(routing=traces[0]), record(), record(routing=traces[1])]
+    assert collate(rows, pad_token_id=0).routing == (traces[0], None, traces[1])
+
+
+def test_rollouts_of_other_weights_than_the_present_are_refused() -> None:
+    expect_present(ORIGIN, 3)
+    for version in (2, 4):
+        with pytest.raises(ProvenanceError, match=f"rollouts of weight version 3, but the engine is at {version}; gen"):
+            expect_present(ORIGIN, version)
+
+
+def test_what_an_engine_says_of_its_weights_makes_a_rollouts_provenance() -> None:
+    assert sampled_by("r1", ORIGIN, 5, 5) == dataclasses.replace(ORIGIN, weight_version=5)
+    assert sampled_by("r1", ORIGIN, 4, 5, allow_mixed=True).weight_version == 5
+    with pytest.raises(ProvenanceError, match="r1 was sampled with weight_version=4 and weight_version=5"):
+        sampled_by("r1", ORIGIN, 4, 5)
+    for versions in ((None, 5), (5, None), (None, None)):
+        with pytest.raises(ProvenanceError, match="rollout r1 has no weight version"):
+            sampled_by("r1", ORIGIN, *versions, allow_mixed=True)
+    with pytest.raises(ProvenanceError, match="rollout r1 has no provenance"):
+        sampled_by("r1", None, 5, 5)
+
+
+def test_an_engines_reading_gives_the_provenance_with_the_patches_of_this_process() -> None:
+    reading = EngineReading(
+        engine="vllm", version="0.30.0", model_dtype="float16", parameter_dtypes={}, kv_cache_dtype="float16",
+        logprobs_mode="processed_logprobs", quantization=None,
+    )  # fmt: skip
+    assert to_provenance(reading, sampling=SamplingSettings(), weight_version=3, patch_digest="ab") == ORIGIN
+    assert to_provenance(reading, sampling=SamplingSettings(), weight_version=3).patch_digest == digest_of(
+        active_patches()
+    )
+
+
+def test_ids_alone_make_records_and_their_numbers_are_checked() -> None:
+    made = to_records([[5, 6]], [[7, 8, 9]], [[-0.5, -1.0, -2.0]], provenance=ORIGIN, finish_reasons=["stop"])
+    assert made == [record(request_id="0")]
+    with pytest.raises(NonFiniteLogprobError, match="rollout 0, token 1"):
+        to_records([[5, 6]], [[7, 8]], [[-0.5, None]], provenance=ORIGIN)
+    with pytest.raises(RecordError, match="1 prompts, 2 responses"):
+        to_records([[5]], [[7], [8]], [[-0.5], [-0.5]], provenance=ORIGIN)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])

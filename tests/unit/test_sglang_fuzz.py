@@ -8,14 +8,15 @@ import json
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, to_records
+from mismatch_ext.adapters.sglang import response as parsing
 from mismatch_ext.adapters.sglang.fields import brief
-from mismatch_ext.adapters.sglang.response import is_plain
 
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.records import RolloutRecord
@@ -79,16 +80,17 @@ def change(output: Any, path: tuple[Any, ...], kind: str, hostile: Any) -> Any:
 def attempt(output: Any, prompt: list[int], **changes: Any) -> RolloutRecord | None:
     """Parse; return None when one of our errors was raised, with a message of bounded length that names the request."""
     arguments: dict[str, Any] = {"prompt_ids": prompt, "provenance": provenance(), "shape": SHAPE, "request_id": "r9"}
-    plain = is_plain(output, len(prompt))
+    arguments |= changes
     try:
-        found = parse_response(output, **(arguments | changes))
+        found = parse_response(output, **arguments)
     except RoutingError:
-        found = None
-        assert not plain or parse_response(output, **(arguments | changes | {"shape": None}))
+        return None
     except MismatchError as error:
         assert len(str(error)) < 1500 and "r9" in str(error)
-        found = None
-        assert not plain
+        return None
+    # What is read all at once is what is read token by token.
+    with mock.patch.object(parsing, "_usual", lambda *_: None):
+        assert parse_response(output, **arguments).rollout_logprobs == found.rollout_logprobs
     return found
 
 
@@ -110,13 +112,9 @@ def sound(record: RolloutRecord | None, prompt: list[int], start: int = 0) -> No
     assert bool((pairs[..., 0] != pairs[..., 1]).all())
 
 
-def test_usual_answers_are_plain() -> None:
-    # The recordings have log-probabilities of their prompts, which must be looked at.
-    assert [is_plain(output, len(prompt)) for prompt, output in CORPUS] == [False] * (len(CORPUS) - 1) + [True]
-    for prompt, output in CORPUS[:-1]:
-        usual = {k: v for k, v in output["meta_info"].items() if k not in ("input_token_logprobs", "weight_versions")}
-        assert is_plain({**output, "meta_info": usual}, len(prompt))
-        assert not is_plain({**output, "meta_info": usual}, len(prompt) + 1)
+def test_recorded_answers_are_read_all_at_once() -> None:
+    for _, output in CORPUS:
+        assert parsing._usual(output["meta_info"]["output_token_logprobs"], tuple(output["output_ids"])) is not None
 
 
 KINDS = ("replace", "replace", "drop", "double", "empty", "halve")

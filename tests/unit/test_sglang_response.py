@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,16 @@ def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:
     trace = RoutingTrace.ingest(
         routes(6), num_experts=8, layers=(0, 1), tokens=7, version=3, request="0", top_k=2, last_row=False
     )
-    (theirs,) = vllm.to_records([PROMPT], [[21, 22, 23]], [[-0.5, -1.5, -2.5]], provenance(), [trace])
+    logprobs = zip((21, 22, 23), (-0.5, -1.5, -2.5), strict=True)
+    completion = SimpleNamespace(
+        index=0,
+        token_ids=[21, 22, 23],
+        logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in logprobs],
+        routed_experts=trace.experts.numpy(),
+        finish_reason="stop",
+    )
+    output: Any = SimpleNamespace(request_id="0", prompt_token_ids=list(PROMPT), outputs=[completion])
+    (theirs,) = vllm.to_records([output], prompt_ids=[PROMPT], provenance=provenance(), shape=SHAPE)
     (ours,) = to_records([response()], prompt_ids=[PROMPT], provenance=provenance(), shape=SHAPE)
     for name in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask", "provenance", "request_id"):
         assert getattr(ours, name) == getattr(theirs, name)
@@ -128,6 +138,8 @@ MALFORMED: list[tuple[dict[str, Any], type[MismatchError], str]] = [
     ({"output_token_logprobs": [[-1, 21], [-1, 22], [-1, 23], [-1, 23]]}, RecordError, "allowed: 3 entries, .*not 4"),
     ({"output_token_logprobs": [[-1, 21], [-1, 22], -1]}, RecordError, r"logprobs\[2\]: found -1; allowed: \[log"),
     ({"output_token_logprobs": [[-1, 21], [-1, 99], [-1, 23]]}, RecordError, r"\[1\]\[1\]: found 99; allowed: 22"),
+    ({"output_token_logprobs": [[-1.0, 21], [-1.0, 99], [-1.0, 23]]}, RecordError, r"\[1\]\[1\]: found 99; allowed: 22"),
+    ({"output_token_logprobs": [[-1.0, 21], [0.5, 22], [-1.0, 23]]}, RecordError, r"\[1\]\[0\]: found 0.5; .*<= 0"),
     ({"output_token_logprobs": [[-1, 21.0], [-1, 22], [-1, 23]]}, RecordError, r"\[0\]\[1\]: found 21.0; allowed: 21"),
     ({"output_token_logprobs": [["-1", 21], [-1, 22], [-1, 23]]}, RecordError, r"\[0\]\[0\]: found '-1'; .*a number"),
     ({"output_token_logprobs": [[-1, 21], [0.5, 22], [-1, 23]]}, RecordError, r"\[1\]\[0\]: found 0.5; allowed: .*<= 0"),

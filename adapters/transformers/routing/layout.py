@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from mismatch_ext.adapters.transformers.routing.source import calls_topk, chooses_by
 from torch import nn
 
 from mismatch_ext.errors import ReplayError
-from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 # What families call the number of experts and the number of them per token; the first that a router has. LongCat's has both of
 # the first two since transformers 5.17, and leaves its zero experts out of the second.
@@ -49,22 +49,33 @@ class MoeLayout:
     """The routers of a model.
 
     Args:
-        layers: Absolute decoder indices of the MoE layers, ascending.
-        num_experts: Experts that a router ranks.
-        top_k: Experts per token.
+        shape: Its layers, the experts that a router ranks, and experts per token.
         routers: The routers; several of one layer are alternatives, of which a forward pass runs one (PEFT's copies).
         decoder: The module that runs the layers: one call of it is one forward pass, however the model is wrapped.
         caller: The module that embeds the tokens for it, in a model that mixes them with other inputs; else None.
         family: `model_type` of the config, for messages.
     """
 
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
+    shape: RoutingShape
     routers: tuple[Router, ...]
     decoder: nn.Module
     caller: nn.Module | None
     family: str
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Absolute decoder indices of the MoE layers, ascending."""
+        return self.shape.layers
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that a router ranks."""
+        return self.shape.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.shape.top_k
 
     def places(self) -> tuple[tuple[int, ...], ...]:
         """Return what tells whether two layouts are of the same objects."""
@@ -118,11 +129,15 @@ def moe_layout(model: nn.Module) -> MoeLayout:
         )
     _refuse_two_in_a_layer(routers, family)
     num_experts, top_k = shapes.pop()
-    decoder = stacks.pop().rpartition(".")[0]
+    stack = stacks.pop()
+    decoder = stack.rpartition(".")[0]
     return MoeLayout(
-        layers=tuple(sorted({router.layer for router in routers})),
-        num_experts=num_experts,
-        top_k=top_k,
+        shape=RoutingShape(
+            num_layers=len(cast(nn.ModuleList, names[stack])),
+            layers=tuple(sorted({router.layer for router in routers})),
+            num_experts=num_experts,
+            top_k=top_k,
+        ),
         routers=tuple(sorted(routers, key=lambda router: router.layer)),
         decoder=names[decoder],
         caller=_caller(names, decoder),

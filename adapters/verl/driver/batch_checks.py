@@ -8,12 +8,22 @@ import transfer_queue as tq
 from mismatch_ext.adapters.verl.worker.replay import FIELD
 from torch import Tensor
 
-from mismatch_ext.errors import NonFiniteLogprobError, RoutingError
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.records import non_finite
 
 
 def sampled_rows(batch: Any) -> list[int]:
     """Return the rows of a batch that verl has not filled it up with."""
     return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+
+
+def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
+    """Return each sampled rollout's key, and the versions of the weights at its first and last token; None when unknown.
+
+    verl stamps a weight update with its step, and its servers their answers with the stamp of the weights that they have.
+    """
+    rows = ((batch.keys[row], batch.tags[row]) for row in sampled_rows(batch))
+    return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
 
 
 def check_routes(batch: Any, step: int) -> None:
@@ -57,8 +67,4 @@ def check_logprobs(batch: Any, rollout: Tensor, mask: Tensor, step: int) -> None
     bad = (~rollout.isfinite() & mask).nonzero()
     if len(bad):
         row, token = (int(x) for x in bad[0])
-        raise NonFiniteLogprobError(
-            f"rollout {batch.keys[sampled_rows(batch)[row]]}, token {token}: the engine reported log-probability "
-            f"{float(rollout[row, token])} at step {step}; its logits overflowed or its weights are broken. In float16, check "
-            "the checkpoint with `mismatch-ext readiness`."
-        )
+        raise non_finite(f"{batch.keys[sampled_rows(batch)[row]]} of step {step}", token, float(rollout[row, token]))

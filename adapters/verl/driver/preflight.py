@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.verl.driver.header import run_header, seams_of
-from mismatch_ext.adapters.verl.driver.reports import Checked, check_reports, check_vocabulary, compute_dtype
+from mismatch_ext.adapters.verl.driver.reports import (
+    Checked,
+    check_reports,
+    check_vocabulary,
+    compute_dtype,
+    engine_answers,
+)
 from mismatch_ext.adapters.verl.driver.saving import Note
 from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
@@ -20,6 +27,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
+from mismatch_ext.origins import Origins
 from mismatch_ext.patching import PatchSet, active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.recorder import RunRecorder
@@ -46,6 +54,7 @@ class PreflightMixin(_Host):
     _checked: Checked
     _weights: RolloutWeights | None = None
     _resumed: tuple[dict[str, Any], list[Note]]
+    _origins: Origins
     _patches: PatchSet
     _surplus: Mapping[str, Any] | None = None
 
@@ -72,6 +81,16 @@ class PreflightMixin(_Host):
         self._surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
         with self._verdicts.checking("vocabulary"):
             check_vocabulary(self._surplus)
+
+    def _follow_weights(self) -> None:
+        """Ask every rollout server which weights it has, after an update.
+
+        Raises:
+            EngineError: One does not answer.
+            ProvenanceError: One has others than were sent, or runs with something else than the others.
+        """
+        answers = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
+        self._origins.sent(self.global_steps, engine_answers(answers))
 
     def _draw_probes(self) -> torch.Tensor:
         """Draw the fixed probe sequences `[N, T]`."""
@@ -184,7 +203,9 @@ class PreflightMixin(_Host):
         if self._verdicts.observes and not hasattr(self, "_checked"):
             # Nothing is known of the processes, which is a finding; what else is measured is written all the same.
             return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
-        return run_header(self.config, self._block, self._checked, active_patches(), self._sampling())
+        found = run_header(self.config, self._block, self._checked, active_patches(), self._sampling())
+        present = self._origins.present
+        return found if present is None else found | {"provenance": dataclasses.asdict(present)}
 
     def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Say it, and keep it in the run's metrics file."""

@@ -17,6 +17,7 @@ from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
+from mismatch_ext.origins import EngineAnswer
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.verdicts import Verdicts
@@ -155,6 +156,27 @@ def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
         f"(allowed: {SURPLUS_MASS:g}), so that all log-probabilities differ by that mass. Resize the model's embeddings to the "
         "tokenizer."
     )
+
+
+def engine_answers(rollouts: Sequence[RolloutAnswer]) -> list[EngineAnswer]:
+    """Return what the rollout servers say of themselves after a weight update.
+
+    Raises:
+        EngineError: One does not.
+    """
+    found = []
+    for number, answer in enumerate(rollouts):
+        _check_answer(number, answer)
+        found += [
+            EngineAnswer(
+                name=f"rollout server {number}",
+                reading=EngineReading(**report["reading"]),
+                patch_digest=report["patch_digest"],
+                weight_version=report["weight_version"],
+            )
+            for report in answer.reports
+        ]
+    return found
 
 
 def _check_answer(number: int, answer: RolloutAnswer) -> None:

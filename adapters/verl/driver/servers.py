@@ -115,12 +115,18 @@ def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, Sums]]
 
 
 def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
-    """Call a method on all vLLM workers of a server, from within it, and return what they return: verl's own call drops it."""
+    """Call a method on all vLLM workers of a server, from within it, and return what they return: verl's own call drops it.
+
+    To a report is added what the server alone knows, the version of its weights.
+    """
     if server.node_rank:
         return []  # without an engine of its own: the first node's reaches the workers of all
     # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
     loop = server._server_task.get_loop()
-    return list(asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method, args), loop).result(timeout))
+    found = asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method, args), loop).result(timeout)
+    if method != "mismatch_report":
+        return list(found)
+    return [{**report, "weight_version": server.global_steps} for report in found]
 
 
 async def _every_engine(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:

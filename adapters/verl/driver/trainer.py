@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.block import active_block, early_findings
-from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs, check_routes, sampled_rows
+from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs, check_routes, sampled_rows, versions
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
@@ -35,6 +35,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
+from mismatch_ext.origins import Origins
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
 from mismatch_ext.verdicts import Verdicts
 
@@ -72,6 +73,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         self._updated_step = self._saved_step = 0
         self._updating = False
         super().__init__(config)
+        self._origins = Origins(self._sampling())
         self._begin_objective()
 
     def _new_watchdog(self) -> Watchdog:
@@ -115,6 +117,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             self._prepare_weights()
             self._look_at_weights()
         super().on_init_end()
+        with self._verdicts.checking("records"):
+            self._follow_weights()
         with self._verdicts.checking("weight_sync"):
             self._verify_weights()
         with self._verdicts.checking("metrics"):
@@ -133,6 +137,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             self._look_at_weights()
         self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
         super().on_step_end()
+        with self._verdicts.checking("records"):
+            self._follow_weights()
         with self._verdicts.checking("weight_sync"):
             self._verify_weights()
         self._watchdog.phase(f"finishing step {self.global_steps}")
@@ -159,6 +165,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
         with self._verdicts.checking("rollouts"):
             self._raise_refused("rollouts")
+        with self._verdicts.checking("records"):
+            self._origins.check(versions(batch))
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)

@@ -19,13 +19,13 @@ import ray
 import sglang
 import torch
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
-from mismatch_ext.adapters.sglang.response import is_plain
 from mismatch_ext.adapters.sglang.routes import decode_routes
 from mismatch_ext.adapters.sglang.server_checks import ORIGINAL_LOGPROB
 from mismatch_ext.adapters.verl.block import active_block, digest
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from mismatch_ext.errors import MismatchError, RoutingError
+from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.verdicts import Verdicts
@@ -61,6 +61,8 @@ class MismatchSGLangServer(SGLangHttpServer):
             "block": digest(active_block()),
             "records_routing": bool(info.get("enable_return_routed_experts")),
             "reading": dataclasses.asdict(read_server(info)),
+            "patch_digest": digest_of(active_patches()),
+            "weight_version": self.global_steps,
             "server": info,
         }
 
@@ -115,7 +117,7 @@ class MismatchSGLangServer(SGLangHttpServer):
         prompt, name, meta = list(request.input_ids), str(request.rid), output["meta_info"]
         # A turn that has no room left is asked for no token, and comes with the log-probability of none.
         empty = request.sampling_params.get("max_new_tokens") == 0
-        if request.return_logprob and not empty and not is_plain(output, len(prompt)):
+        if request.return_logprob and not empty:
             parse_response(output, prompt_ids=prompt, provenance=self._provenance, request_id=name, allow_abort=True)
         ids = output.get("output_ids") or []
         routes = meta.get("routed_experts")

@@ -11,6 +11,7 @@ from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.vllm.routing import records_routing
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.versions import on_cpu_build, require
@@ -49,6 +50,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         return {
             "block": digest(block),
             "records_routing": records_routing(config),
+            "patch_digest": digest_of(active_patches()),
             "reading": asdict(reading),
         }
 

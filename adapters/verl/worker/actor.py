@@ -42,6 +42,7 @@ register_engine()
 F = TypeVar("F", bound=Callable[..., Any])
 # verl adds the members of Dispatch as it is imported.
 on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+started_on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[attr-defined]
 
 
 class MismatchWorker(ActorRolloutRefWorker):
@@ -111,6 +112,16 @@ class MismatchWorker(ActorRolloutRefWorker):
     def mismatch_readiness(self) -> str | None:
         """Return what this rank's shards of the weights are to be warned of, if anything."""
         return self._readiness
+
+    @started_on_all_ranks
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """Send the weights as verl does; routes that come with rollouts from then on have to be of this version."""
+        metrics = await super().update_weights(global_steps=global_steps, mode=mode)
+        for part in (self.actor, self.ref):
+            if part is not None:
+                engine: Any = part.engine
+                engine.weight_version = global_steps
+        return metrics
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import OTHER_PASSES, Agreement, RoutingTrace, agreement, align, align_packed, check_plausible
 from mismatch_ext.routing.tokens import PADDING, TokenRows
+from mismatch_ext.routing.versions import Span, stamped
 
 FIELD = "routed_experts"
 TOKENS = "routed_tokens"
@@ -103,6 +104,7 @@ class EngineReplay:
     def __init__(self, config: RoutingConfig, model: nn.Module, seed: int, sharing: int = 1) -> None:
         self.config, self._sharing = config, sharing
         self.layout = moe_layout(model)
+        self.weight_version: int | None = None  # that the rollout engine was sent last
         self._model = model
         self._random = random.Random(seed)
         self._agreement: Agreement | None = None
@@ -126,7 +128,12 @@ class EngineReplay:
             load_random_state(self._random, ranks[rank])
 
     def ingest(
-        self, arrays: Sequence[Any], tokens: Sequence[Tensor], needed: Sequence[int], names: Sequence[str]
+        self,
+        arrays: Sequence[Any],
+        tokens: Sequence[Tensor],
+        needed: Sequence[int],
+        names: Sequence[str],
+        versions: Sequence[Span | None] | None = None,
     ) -> list[SampleRoutes]:
         """Check the routes of a batch's samples.
 
@@ -135,14 +142,22 @@ class EngineReplay:
             tokens: Token ids of each sample `[T]`.
             needed: Rows of each sample, from the first on, that its loss depends on.
             names: What to call each sample in messages.
+            versions: Versions of the weights that each sample's first and last token were sampled with; None when unknown.
 
         Raises:
-            RoutingError: Routes are missing or malformed; names sample, row and layer.
+            RoutingError: Routes are missing, malformed or of other weights; names sample, row and layer.
         """
         read = self._recorded if self.config.mode == "R3" else self._complete
         counts = [len(ids) for ids in tokens]
         found = [read(*sample) for sample in zip(arrays, counts, needed, names, strict=True)]
-        return [replace(routes, trace=routes.trace.of_tokens(ids)) for routes, ids in zip(found, tokens, strict=True)]
+        sent = self.weight_version
+        spans = [None] * len(found) if versions is None else versions
+        if self.config.mode == "R2" and sent is not None:
+            spans = [(sent, sent)] * len(found)  # recorded here, whoever sampled the tokens
+        return [
+            replace(routes, trace=stamped(routes.trace, span, sent, name).of_tokens(ids))
+            for routes, ids, span, name in zip(found, tokens, spans, names, strict=True)
+        ]
 
     def _complete(self, array: Any, tokens: int, needed: int, name: str) -> SampleRoutes:
         """Read what a pass of this engine has recorded: a row for every token."""
@@ -186,7 +201,7 @@ class EngineReplay:
             num_experts=layout.num_experts,
             layers=layout.layers,
             tokens=tokens,
-            version=0,
+            version=0,  # `ingest` stamps it
             request=name,
             top_k=layout.top_k,
             last_row=True,

@@ -34,6 +34,7 @@ class RoutingMixin(_Host):
     _replay: EngineReplay | None = None
     _watched_replay: EngineReplay | None = None  # compares routes, and replays none
     verdicts: Verdicts
+    weight_version: int | None = None  # that the rollout engine was sent last; None where this process has sent none
     _routes: list[SampleRoutes] | None = None  # of the mini-batch that runs
     _recording = False
     _adapter_off = False
@@ -74,9 +75,7 @@ class RoutingMixin(_Host):
         else:
             try:
                 others = self._is_of_other_tokens(data, forward_only)
-                self._routes = replay.ingest(
-                    samples.routes(data), samples.tokens(data), samples.needed(data), samples.names(data, self.rank)
-                )
+                self._routes = self._ingested(replay, data)
             except RoutingError as failure:
                 error = failure
         try:
@@ -92,13 +91,16 @@ class RoutingMixin(_Host):
         finally:
             self._routes, self._recording = None, False
 
+    def _ingested(self, replay: EngineReplay, data: Any) -> list[SampleRoutes]:
+        replay.weight_version = self.weight_version
+        rows, names = samples.needed(data), samples.names(data, self.rank)
+        return replay.ingest(samples.routes(data), samples.tokens(data), rows, names, samples.versions(data))
+
     def _compared(self, replay: EngineReplay, data: Any, loss_function: Callable[..., Any]) -> Any:
         """Score a mini-batch as the parent does, and compare the routes that came with its samples with the model's own."""
         with self.verdicts.checking("routes"):
             self._is_of_other_tokens(data, forward_only=False)
-            self._routes = replay.ingest(
-                samples.routes(data), samples.tokens(data), samples.needed(data), samples.names(data, self.rank)
-            )
+            self._routes = self._ingested(replay, data)
         try:
             data = data.exclude(FIELD, TOKENS)
             data[ROW] = torch.arange(len(data))

@@ -10,6 +10,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.versions import Span
 
 ALTERED = (
     "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples): input_ids were changed "
@@ -89,6 +90,16 @@ def needed(data: Any) -> list[int]:
         else:
             found.append(tokens - 1 if start is None else int(start + trained[-1]))
     return found
+
+
+def versions(data: Any) -> list[Span | None]:
+    """Return the versions of the weights that sampled each sample, as verl's servers stamp them; None when unknown."""
+    found = data.get("extra_fields", None)
+    rows = found.tolist() if hasattr(found, "tolist") else found
+    if not isinstance(rows, (list, tuple)) or len(rows) != len(data):
+        return [None] * len(data)
+    pairs = ((row.get("min_global_steps"), row.get("max_global_steps")) for row in rows)
+    return [None if first is None or last is None else (int(first), int(last)) for first, last in pairs]
 
 
 def names(data: Any, rank: int) -> list[str]:

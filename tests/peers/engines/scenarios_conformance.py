@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from mismatch_ext.errors import WeightSyncError
-from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.records import RolloutRecord, SamplingSettings, collate
+from mismatch_ext.routing import RoutingShape
 
 
 def described(record: RolloutRecord) -> dict[str, Any]:
@@ -31,6 +33,26 @@ def described(record: RolloutRecord) -> dict[str, Any]:
         "versions": trace.versions,
     }
     return fields
+
+
+def turned(
+    engine: Any,
+    outputs: Any,
+    rows: list[list[int]],
+    reading: EngineReading,
+    sampling: SamplingSettings,
+    shape: RoutingShape,
+) -> list[dict[str, Any]]:
+    """Turn what an engine returned into records, by the functions that every engine's adapter has under the same names."""
+    provenance = engine.to_provenance(reading, sampling=sampling, weight_version=0)
+    records = engine.to_records(outputs, prompt_ids=rows, provenance=provenance, shape=shape)
+    traces = engine.to_traces(outputs, prompt_ids=rows, shape=shape, version=0)
+    batch = collate(records, pad_token_id=0)
+    assert batch.provenance == provenance
+    return [
+        described(record) | {"same_traces": routes is record.routing and bool(routes and routes.same_as(trace))}
+        for record, trace, routes in zip(records, traces, batch.routing, strict=True)
+    ]
 
 
 def vllm(model: str, sampling: dict[str, Any], rows: list[list[int]], count: int, **options: Any) -> dict[str, Any]:
@@ -55,33 +77,13 @@ def vllm(model: str, sampling: dict[str, Any], rows: list[list[int]], count: int
     engine.attach_cpu_routes(llm)
     parameters = SamplingParams(max_tokens=count, logprobs=0, **sampling, **options)
     outputs = llm.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
-    reading = engine.read_engine(llm)
-    shape = {"layers": layout.layers, "num_experts": layout.num_experts, "top_k": layout.top_k}
-    records = engine.to_records(
-        [output.prompt_token_ids for output in outputs],
-        [output.outputs[0].token_ids for output in outputs],
-        [
-            [top[token].logprob for token, top in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]
-            for o in outputs
-        ],
-        Provenance(
-            engine=reading.engine,
-            engine_version=reading.version,
-            dtype=reading.model_dtype,
-            kv_cache_dtype=reading.kv_cache_dtype,
-            weight_version=0,
-            patch_digest="none",
-            sampling=settings,
-            logprobs_mode=reading.logprobs_mode,
-        ),
-        engine.to_traces(outputs, **shape, version=0),
-    )
+    records = turned(engine, outputs, rows, engine.read_engine(llm), settings, layout.shape)
     verified = engine.VerifiedWeights(
         llm, trained.named_parameters, lambda ids: score_tokens(trained, ids), probes=PROBES, dtype="float32"
     )
     updates = updated(verified, trained)
     engine.shutdown(llm)
-    return {"records": [described(record) for record in records], "updates": updates}
+    return {"records": records, "updates": updates}
 
 
 PROBES = torch.randint(2, 16, (8, 24), generator=torch.Generator().manual_seed(9))

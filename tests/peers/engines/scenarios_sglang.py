@@ -19,8 +19,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from mismatch_ext.adapters import sglang
 from mismatch_ext.adapters.sglang import (
-    RoutingShape,
     check_server,
     generate_request,
     read_server,
@@ -43,7 +43,7 @@ from mismatch_ext.errors import MismatchError
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import agreement, align
 from tests.oracle import float32_error
-from tests.peers.engines.scenarios_conformance import PROBES, described, updated
+from tests.peers.engines.scenarios_conformance import PROBES, turned, updated
 
 # The share of memory is no reservation, max_total_tokens is; a small one fails when others take memory during the start.
 OPTIONS: dict[str, Any] = {
@@ -170,13 +170,7 @@ class Rollouts:
 
     def __init__(self, engine: Transport, model: nn.Module) -> None:
         self.engine, self.model = engine, model
-        layout = moe_layout(model)
-        self.shape = RoutingShape(
-            num_layers=model.config.num_hidden_layers,
-            layers=layout.layers,
-            num_experts=layout.num_experts,
-            top_k=layout.top_k,
-        )
+        self.shape = moe_layout(model).shape
         self.reading = read_server(engine.server_info())
         self.version = 0
         self.found: dict[str, Any] = {}
@@ -400,8 +394,9 @@ def conformance(
 ) -> list[dict[str, Any]]:
     """Return the records of greedy rollouts, field by field."""
 
-    records, _ = rollouts.records(rows, options.pop("count"), sampling=SamplingSettings(**sampling), **options)
-    return [described(record) for record in records]
+    settings = SamplingSettings(**sampling)
+    _, outputs = rollouts.records(rows, options.pop("count"), sampling=settings, **options)
+    return turned(sglang, outputs, rows, rollouts.reading, settings, rollouts.shape)
 
 
 def exact(model: str, way: str, requests: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, VOCABULARY, make_token
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.patching import applied
 from mismatch_ext.routing import (
+    RoutingShape,
     RoutingTrace,
     agreement,
     share_prompts,
@@ -140,8 +142,10 @@ def generate(llm: LLM, ids: list[list[int]], settings: list[SamplingParams]) -> 
 
 def traces_of(outputs: list[Any], layout: MoeLayout, version: int = 0, **options: Any) -> list[RoutingTrace]:
     """Return an engine's routes as the model's traces."""
-    shape = {"layers": layout.layers, "num_experts": layout.num_experts, "top_k": layout.top_k, **options}
-    return engine.to_traces(outputs, version=version, **shape)
+    of_shape = {name: value for name, value in options.items() if hasattr(layout.shape, name)}
+    shape = replace(layout.shape, **of_shape)
+    others = {name: value for name, value in options.items() if name not in of_shape}
+    return engine.to_traces(outputs, shape=shape, version=version, **others)
 
 
 @torch.no_grad()
@@ -225,11 +229,11 @@ def starts(llm: LLM, model: nn.Module, first: list[Any]) -> tuple[dict[str, Any]
         parameters.routed_experts_prompt_start = start
     second = generate(llm, turns, settings)
     layout = moe_layout(model)
-    pairs = zip(traces_of(first, layout), traces_of(second, layout, prompt_start=at), strict=True)
+    pairs = zip(traces_of(first, layout), traces_of(second, layout, routed_experts_start=at), strict=True)
     joined = [RoutingTrace.concat(pair) for pair in pairs]
     whole = [native(model, ids).slice(0, len(ids) - 1) for ids in sequences(second)]
     counts = [agreement(a, b) for a, b in zip(joined, whole, strict=True)]
-    return compared(alone, model, prompt_start=20), {
+    return compared(alone, model, routed_experts_start=20), {
         "tokens": sum(c.tokens for c in counts),
         "differing": sum(c.token_mismatches for c in counts),
     }
@@ -362,11 +366,11 @@ def held_blocks(llm: LLM, ids: list[list[int]]) -> dict[str, Any]:
     """Reset the prefix cache, and generate under a new version, while a request holds blocks of it."""
     llm.llm_engine.add_request("held", {"prompt_token_ids": ids[-1]}, SamplingParams(max_tokens=50))
     (unfinished,) = llm.llm_engine.step()
-    shape = {"layers": (0, 2, 3), "num_experts": 16, "top_k": 4, "version": 2}
+    shape = RoutingShape(num_layers=4, layers=(0, 2, 3), num_experts=16, top_k=4)
     found = {
         "stock": llm.reset_prefix_cache(),
         "ours": refusal(lambda: engine.reset_prefix_cache(llm)),
-        "unfinished": refusal(lambda: engine.to_traces([unfinished], **shape)),
+        "unfinished": refusal(lambda: engine.to_traces([unfinished], shape=shape, version=2)),
     }
     with engine.captured_outputs(llm, version=3) as outputs:
         found["capture"] = refusal(lambda: generate(llm, ids[:1], sampling(1)))
@@ -494,8 +498,8 @@ def faults(out: str) -> dict[str, Any]:
         "extra row": of(spoiled(lambda ids: np.concatenate([ids, ids[-1:]]))),
         "a token cut off": of([outputs[0], short, outputs[2]]),
         "another request's": of(spoiled(lambda _: outputs[2].outputs[0].routed_experts)),
-        "wrong prompt_start": of(outputs, prompt_start=1),
-        "prompt_start of too few": of(outputs, prompt_start=[0]),
+        "wrong start": of(outputs, routed_experts_start=1),
+        "starts of too few": of(outputs, routed_experts_start=[0]),
         "layers rotated": of(spoiled(lambda ids: np.roll(ids, 1, axis=1))),
         "dense layer swapped with the next": of(spoiled(lambda ids: ids[:, [0, 2, 1, 3]])),
         "layers in another order": of(outputs, layers=(2, 0, 3)),

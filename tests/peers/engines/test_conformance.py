@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from mismatch_ext.adapters import sglang, vllm
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing
 from transformers import AutoModelForCausalLM
 
@@ -106,7 +108,8 @@ class TestRecords:
         names = {field.name for field in dataclasses.fields(RolloutRecord)}
         sources = {field.name for field in dataclasses.fields(Provenance)}
         for record in records[engine]:
-            assert set(record) == names | {"types"} and set(record["provenance"]) == sources
+            assert set(record) == names | {"types", "same_traces"} and record["same_traces"]
+            assert set(record["provenance"]) == sources
             types = record["types"]
             assert {types[n] for n in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")} == {"tuple"}
             assert types["routing"] == "RoutingTrace" and types["request_id"] == "str"
@@ -148,6 +151,15 @@ class TestRecords:
             }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["to_records", "to_traces", "to_provenance"])
+def test_both_engines_functions_take_the_same_arguments(name: str) -> None:
+    ours, theirs = (inspect.signature(getattr(engine, name)).parameters for engine in (vllm, sglang))
+    # The stamp that SGLang's answers carry.
+    assert list(ours) == [parameter for parameter in theirs if parameter != "weight_version" or name == "to_provenance"]
+    assert all(ours[parameter].kind == theirs[parameter].kind for parameter in ours)
+    assert vllm.to_provenance is sglang.to_provenance
+
+
 def test_some_responses_stopped_and_some_were_cut(expected: list[dict[str, Any]]) -> None:
     lengths = [len(e["response"]) for e in expected]
     assert min(lengths) < COUNT == max(lengths)
@@ -157,8 +169,7 @@ def test_some_responses_stopped_and_some_were_cut(expected: list[dict[str, Any]]
 def test_both_engines_make_the_same_record(
     records: dict[str, Records], expected: list[dict[str, Any]], engine: str
 ) -> None:
-    # What names the engine, and SGLang's reason why a response ended, which vLLM's records leave out.
-    own = {"provenance", "finish_reason", "types", "rollout_logprobs", "routing"}
+    own = {"provenance", "rollout_logprobs", "routing"}
     gaps = []
     for one, other in zip(records["vllm"], records[engine], strict=True):
         assert {k: v for k, v in one.items() if k not in own} == {k: v for k, v in other.items() if k not in own}

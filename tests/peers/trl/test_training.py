@@ -17,6 +17,7 @@ from tests.cpu import packs_linears, without_float16_packing
 from tests.models import tiny_model
 from tests.oracle import expect_float32
 from tests.peers.conformance import readiness
+from tests.peers.conformance.origins import check_header
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def test_uniform_fp16_is_active_on_both_sides(run: Run, risky: Path, tmp_path: P
     assert "uniform float16: audited on both sides" in ran.stdout
     header = read_run(tmp_path / "mismatch").header
     assert header["trainer"]["autocast_dtype"] == header["engine"]["model_dtype"] == "float16"
+    check_header(header, "vllm")
     assert set(header["trainer"]["parameter_dtypes"]) == {"float32"}
     readiness.expect_told(read_run(tmp_path / "mismatch"))
 

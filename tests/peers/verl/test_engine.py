@@ -186,6 +186,24 @@ def test_tokens_without_a_loss_need_no_routes(faulty: Result) -> None:
     assert faulty["filler"] == faulty["tool_answer"] == "nothing was refused"
 
 
+def test_routes_of_other_weights_than_were_sent_last_are_refused_and_all_are_stamped_with_theirs(
+    faulty: Result,
+) -> None:
+    assert faulty["of_present"] == "nothing was refused"
+    nobody = "nobody says which weights its routes were recorded with"
+    for fault, sample, words in (
+        ("of_older", 1, "row 0 of a routing trace is of policy version 2, expected 3"),
+        ("of_two", 2, "row 0 of a routing trace is of policy version 2, expected 3"),
+        ("of_nobody", 0, nobody),
+        ("of_one_unknown", 3, nobody),
+    ):
+        name = "abcd"[sample]
+        said = f"RoutingError: request {sample} of rank 0's mini-batch (uid {name}): {words}"
+        assert faulty[fault].startswith(said), faulty[fault]
+    lengths = [sum(pair) for pair in zip((6, 5, 4, 6), (8, 7, 6, 3), strict=True)]
+    assert faulty["stamps"] == [[[0, 5]], [[0, 5]], [[0, 5], [lengths[2] - 1, 6]], [[0, 5]]]
+
+
 def test_other_tokens_are_routed_by_the_model_and_never_trained_on(run: Run, moe: Path) -> None:
     found = run(replaying.other_tokens, model=moe, timeout=300).expect()
     native, altered = found.pop("native"), found.pop("native_altered")

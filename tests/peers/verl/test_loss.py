@@ -275,9 +275,9 @@ def test_micro_batches_of_padding_and_missing_fields(direct: Any) -> None:
 
 def test_a_logprob_that_is_not_a_number_is_refused_where_a_token_was_sampled(direct: Any) -> None:
     found = direct["unfit"]
-    said = "NonFiniteLogprobError: rollout {}: the engine reported log-probability {} at step 4"
-    assert found["sampled"].startswith(said.format("prompt_2, token 1", "nan"))
-    assert found["infinite"].startswith(said.format("prompt_1, token 2", "-inf"))
+    said = "NonFiniteLogprobError: rollout {}: the engine reported log-probability {}; its logits overflowed"
+    assert found["sampled"].startswith(said.format("prompt_2 of step 4, token 1", "nan"))
+    assert found["infinite"].startswith(said.format("prompt_1 of step 4, token 2", "-inf"))
     assert found["not sampled"] == ""
 
 

@@ -19,6 +19,7 @@ import torch
 from mismatch_ext.report import render
 from mismatch_ext.rundata import read_run
 from tests.peers.conformance import readiness
+from tests.peers.conformance.origins import check_header
 from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import (
@@ -145,6 +146,7 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     patched = {patch["name"] for patch in data.header["patches"]}
     assert {"verl/validate_config", "verl/runtime_env", "torch/reentrant_checkpoint"} <= patched
     assert all(f"\n  patch      {name} on " in run.log for name in patched)
+    check_header(data.header, "vllm")
     (alarm,) = [event for event in data.events if event.name == "alarm"]
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")
 

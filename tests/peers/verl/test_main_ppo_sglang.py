@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mismatch_ext.rundata import read_run
+from tests.peers.conformance.origins import check_header
 from tests.peers.engines.sglang_environment import OLDEST, stub_uses
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import VerlRun, lasting
@@ -46,6 +47,7 @@ def test_every_section_is_active_in_one_run(ran: tuple[VerlRun, Path]) -> None:
     assert f"\n  engine     sglang {OLDEST}, float32" in run.log and "recorded by sglang, replayed in" in run.log
     data = read_run(work / "checkpoints/mismatch")
     assert data.header["engine"]["engine"] == "sglang" and data.header["versions"]["sglang"] == OLDEST
+    check_header(data.header, "sglang")
     used = stub_uses(work / "kernel-stub.log")
     assert used["fetched"] > 0 and used["called"] == 0
 

@@ -17,7 +17,7 @@ from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards
 from safetensors.torch import load_file
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.utils import tensordict_utils as tu
@@ -290,6 +290,22 @@ def faults(model: str) -> dict[str, Any]:
     ends = {"loss_mask": nested(masks), "response_mask": nested(masks)}
     found["tool_answer"] = tried(0, lambda row: put(row, slice(9, None), 0), **ends)
     found["tool_answer_short"] = tried(0, lambda row: put(row, slice(8, None), 0), **ends)
+    # From here on the engine has sent weights, of version 3.
+    built.engine.weight_version = 3
+    found["of_nobody"] = tried(0, torch.clone)
+    for name, spans in (
+        ("of_present", [(3, 3)] * 4),
+        ("of_older", [(3, 3), (2, 2), (3, 3), (3, 3)]),
+        ("of_two", [(3, 3), (3, 3), (2, 3), (3, 3)]),
+        ("of_one_unknown", [(3, 3), (3, 3), (3, 3), (None, None)]),
+    ):
+        stamps = [{"min_global_steps": first, "max_global_steps": last} for first, last in spans]
+        found[name] = tried(0, torch.clone, extra_fields=NonTensorStack(*stamps))
+    built.engine.weight_version = None
+    stamps = [{"min_global_steps": 5, "max_global_steps": last} for last in (5, 5, 6, 5)]
+    data = batch(routed_experts=nested(routes), extra_fields=NonTensorStack(*stamps))
+    assert built.engine._replay is not None
+    found["stamps"] = [sample.trace.versions for sample in built.engine._ingested(built.engine._replay, data)]
     return found
 
 

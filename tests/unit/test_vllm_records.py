@@ -1,0 +1,72 @@
+"""Outputs of vLLM become records, or an error that names what is wrong; what a real engine returns is held elsewhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mismatch_ext.adapters.vllm import to_records, to_traces
+
+from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.routing import RoutingShape
+from tests.unit.sglang_recorded import PROMPT, SHAPE, provenance
+
+
+def output(prompt: Any = PROMPT, logprobs: Any = (-0.5, -1.5), reason: str | None = "stop", count: int = 1) -> Any:
+    """Return what vLLM answers, as far as it is read."""
+    ids = [21, 22]
+    tops = logprobs and [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, logprobs, strict=False)]
+    of = [
+        SimpleNamespace(index=index, token_ids=ids, logprobs=tops, finish_reason=reason, routed_experts=None)
+        for index in range(count)
+    ]
+    return SimpleNamespace(request_id="7", prompt_token_ids=prompt, outputs=of)
+
+
+def test_every_completion_of_a_prompt_is_a_record_in_order() -> None:
+    records = to_records(
+        [output(count=2), output(list(PROMPT[:2]), count=2)],
+        prompt_ids=[PROMPT, PROMPT[:2]],
+        provenance=provenance(),
+        n=2,
+    )
+    assert [r.prompt_ids for r in records] == [tuple(PROMPT)] * 2 + [tuple(PROMPT[:2])] * 2
+    assert [r.request_id for r in records] == ["0", "1", "2", "3"]
+    assert {(r.response_ids, r.rollout_logprobs, r.finish_reason) for r in records} == {
+        ((21, 22), (-0.5, -1.5), "stop")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "error", "message"),
+    [
+        ({"prompt": [1, 2]}, {}, RecordError, "request 7: vLLM's output is of another prompt"),
+        ({"reason": None}, {}, RecordError, "request 7/0: finish_reason is None"),
+        ({"reason": "abort"}, {}, EngineError, "request 7/0: vLLM ended it with finish_reason 'abort'"),
+        ({"reason": "error"}, {"allow_abort": True}, EngineError, "finish_reason 'error'"),
+        ({"logprobs": None}, {}, RecordError, "2 response tokens and none log-probabilities"),
+        ({"logprobs": (-0.5,)}, {}, RecordError, "2 response tokens and 1 log-probabilities"),
+        ({"logprobs": (-0.5, float("nan"))}, {}, NonFiniteLogprobError, "rollout 0, token 1"),
+        ({"count": 2}, {}, RecordError, "2 responses for 1 prompts with n=1; allowed: 1"),
+        ({}, {"n": 2}, RecordError, "1 responses for 1 prompts with n=2; allowed: 2"),
+        ({}, {"shape": SHAPE}, RoutingError, "request 7/0: vLLM returned no routing"),
+        ({}, {"shape": SHAPE, "routed_experts_start": [0, 1]}, RoutingError, "2 values of routed_experts_start for 1"),
+    ],
+)
+def test_what_is_malformed_is_refused_by_name(
+    changed: dict[str, Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        to_records([output(**changed)], prompt_ids=[PROMPT], provenance=provenance(), **options)
+
+
+def test_an_aborted_request_is_kept_where_that_is_allowed() -> None:
+    (record,) = to_records([output(reason="abort")], prompt_ids=[PROMPT], provenance=provenance(), allow_abort=True)
+    assert record.finish_reason == "abort"
+
+
+def test_traces_of_another_number_of_completions_are_refused() -> None:
+    shape = RoutingShape(num_layers=2, layers=(0, 1), num_experts=8, top_k=2)
+    with pytest.raises(RoutingError, match="1 responses for 1 prompts with n=2"):
+        to_traces([output()], prompt_ids=[PROMPT], shape=shape, version=0, n=2)
