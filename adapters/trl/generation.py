@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.routing import MoeLayout
+from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.vllm.engine import is_cpu
 from mismatch_ext.adapters.vllm.weights import SentTensor
 from torch import Tensor
@@ -88,7 +89,7 @@ class CheckedGeneration:
         self.checker = WeightSyncChecker(self.reading.model_dtype, trainer_dtype=trainer.compute_dtype)
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
-        self.records: list[RolloutRecord] = []
+        self._kept: list[RolloutRecord] | None = None
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
@@ -211,7 +212,7 @@ class CheckedGeneration:
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Generate as TRL does, and keep the rollouts as records with their provenance.
+        """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` has them.
 
         Raises:
             EngineError: The engine failed.
@@ -234,15 +235,15 @@ class CheckedGeneration:
             routing = None
             with self.verdicts.checking("routes"):
                 routing = self._routing(outputs or [], len(completion_ids))
-            self.records.extend(
-                engine.to_records(
-                    prompt_ids,
-                    completion_ids,
-                    [[math.nan if top[0] is None else top[0] for top in row] for row in logprobs],
-                    self.provenance(),
-                    routing,
-                )
+            records = engine.to_records(
+                prompt_ids,
+                completion_ids,
+                [[math.nan if top[0] is None else top[0] for top in row] for row in logprobs],
+                self.provenance(),
+                routing,
             )
+            if self._kept is not None:
+                self._kept += records
         return result
 
     def _routing(self, outputs: Sequence[Any], completions: int) -> list[RoutingTrace] | None:
@@ -262,10 +263,15 @@ class CheckedGeneration:
             version=self.weight_version,
         )
 
-    def take_records(self) -> list[RolloutRecord]:
-        """Return the rollouts since the last call and forget them."""
-        records, self.records = self.records, []
-        return records
+    @contextmanager
+    def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
+        """Add to a list what is generated in a block.
+
+        Args:
+            records: Takes the rollouts, in their order.
+        """
+        with overridden(self, _kept=records):
+            yield
 
 
 def _probe_tokens(monitor: MonitorConfig, vocabulary: Tensor, max_model_len: int) -> Tensor:

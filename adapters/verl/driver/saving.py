@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,6 @@ from mismatch_ext.banner import print_closing
 from mismatch_ext.checkpoint import (
     STATE_FILE,
     changed_settings,
-    load_random_state,
-    random_state,
     read_state,
     write_state,
 )
@@ -27,6 +24,7 @@ from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, S
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.routing import MeasuredPasses
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
@@ -44,7 +42,7 @@ class SavingMixin(_Host):
     _recorder: RunRecorder | None
     _monitor: Monitor
     _kl: KlTerm | None
-    _random: random.Random
+    _draws: MeasuredPasses | None
     _watchdog: Watchdog
     _run_dir: Path
     _updated_step: int
@@ -86,7 +84,7 @@ class SavingMixin(_Host):
         return {
             "config": self._block.to_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
-            "routing": {"random": random_state(self._random)},
+            "routing": None if self._draws is None else self._draws.state_dict(),
         }
 
     def _logged(self) -> None:
@@ -123,8 +121,8 @@ class SavingMixin(_Host):
         said = [changed_settings(state.get("config"), self._block.to_dict())]
         if self._kl is not None and state.get("kl") is not None:
             said.append(self._kl.load_state_dict(state["kl"]))
-        if state.get("routing") is not None:
-            load_random_state(self._random, state["routing"].get("random"))
+        if self._draws is not None and state.get("routing") is not None:
+            self._draws.load_state_dict(state["routing"])
         if state.get("monitor") is not None:
             if anew := self._monitor.load_state_dict(state["monitor"]):
                 said.append(f"alarms begin anew, because their rules have changed: {', '.join(anew)}.")
