@@ -20,7 +20,8 @@ from transformers.utils import is_peft_available
 
 from mismatch_ext.errors import ConfigError, ReplayError, RoutingError
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.routing import REFERENCE, Agreement, RoutingTrace
+from mismatch_ext.routing import Agreement, RoutingTrace
+from mismatch_ext.routing.replaying import REFERENCE
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.generation import CheckedGeneration

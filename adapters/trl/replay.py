@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RouteReplay, RoutingTrace, align, share_prompts
+from mismatch_ext.routing import RoutingTrace, align, share_prompts
+from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]

@@ -4,17 +4,13 @@ from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES, Agree
 from mismatch_ext.routing.align import align, align_packed
 from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.plausibility import check_plausible, expert_overlap
-from mismatch_ext.routing.replaying import REFERENCE, MeasuredPasses, RouteReplay
 from mismatch_ext.routing.sharing import Shared, share_prompts
 from mismatch_ext.routing.trace import RoutingTrace, traces_nbytes
 
 __all__ = [
     "OTHER_PASSES",
-    "REFERENCE",
     "ROUTING_MEASURES",
     "Agreement",
-    "MeasuredPasses",
-    "RouteReplay",
     "RoutingTrace",
     "Shared",
     "agreement",

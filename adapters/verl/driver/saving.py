@@ -24,7 +24,7 @@ from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, S
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
-from mismatch_ext.routing import MeasuredPasses
+from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 

@@ -35,8 +35,8 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
-from mismatch_ext.routing import MeasuredPasses
 from mismatch_ext.routing.agreement import of_layer
+from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.verdicts import Verdicts
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"

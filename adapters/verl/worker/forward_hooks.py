@@ -14,7 +14,7 @@ from mismatch_ext.adapters.verl.worker.ulysses import Share
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import REFERENCE
+from mismatch_ext.routing.replaying import REFERENCE
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

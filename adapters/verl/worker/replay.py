@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RouteReplay, RoutingTrace, align, align_packed
+from mismatch_ext.routing import RoutingTrace, align, align_packed
+from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.routing.tokens import PADDING, TokenRows
 
 FIELD = "routed_experts"

@@ -9,7 +9,7 @@ from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.verl.driver.trainer import actor_seed
 
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.routing import MeasuredPasses
+from mismatch_ext.routing.replaying import MeasuredPasses
 from tests.peers.conformance.batch_lived import batch_lived
 from tests.peers.conformance.routes import FAULTS
 from tests.peers.verl.in_process.losses import host_config

@@ -14,7 +14,8 @@ from torch import Tensor
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.ranks import ONE_PROCESS, OneProcess
-from mismatch_ext.routing import OTHER_PASSES, REFERENCE, RouteReplay, RoutingTrace
+from mismatch_ext.routing import OTHER_PASSES, RoutingTrace
+from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
 from tests.peers.conformance.routes import FAULTS
 from tests.peers.scenarios import ROOT
 from tests.peers.transformers.test_plausible import engine, traced
