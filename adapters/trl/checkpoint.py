@@ -173,7 +173,7 @@ class CheckpointMixin(_Host):
     @property
     def _verified(self) -> bool:
         """Whether TRL's engine wrapper is behind ours, which it is not where that failed and the run is observed."""
-        return isinstance(self.vllm_generation, CheckedGeneration)
+        return bool(self.use_vllm) and isinstance(self.vllm_generation, CheckedGeneration)
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""
