@@ -9,12 +9,12 @@ asked, never a subclass's: what a subclass adds depends on log-probabilities too
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.trl.overridden import overridden, shadowed
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
@@ -24,33 +24,6 @@ OwnLoss = Callable[[Any, Any, Any], Tensor]
 
 # exp(ref - logp) is exactly 0 here, so that the derivative of TRL's k3 term is exactly 1.
 FAR_BELOW = -1.0e4
-
-
-@contextmanager
-def overridden(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object for the time of a block."""
-    before = {name: getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
-
-
-@contextmanager
-def shadowed(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Put functions before an object's methods for the time of a block, also before those of its subclasses."""
-    own = vars(target)
-    before = {name: own[name] for name in methods if name in own}
-    own.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del own[name]
-        own.update(before)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import OwnLoss, shadowed
+from mismatch_ext.adapters.trl.aggregation import OwnLoss
 from mismatch_ext.adapters.trl.correction import native_options
-from mismatch_ext.adapters.trl.routing import RoutingMixin
+from mismatch_ext.adapters.trl.forward_hooks import RoutingMixin
+from mismatch_ext.adapters.trl.overridden import shadowed
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from torch import Tensor
 from transformers import TrainerCallback

@@ -14,7 +14,7 @@ from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.whole import resumable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.readings import step_of_checkpoint
-from mismatch_ext.adapters.trl.replay import RoutingReplay
+from mismatch_ext.adapters.trl.replay import ScoreReplay
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.utils import RepeatSampler
 
@@ -41,7 +41,7 @@ class CheckpointMixin(_Host):
     _recorder: RunRecorder
     _kl: KlTerm | None
     _lr: LrCallback | None
-    _routing: RoutingReplay | None
+    _routing: ScoreReplay | None
     _alarms: AlarmCallback
     _run_dir: Path
     _saved_step: int
@@ -86,7 +86,7 @@ class CheckpointMixin(_Host):
         if self._kl is not None:
             self._kl.reset()
         if self._routing is not None:
-            self._routing.begin_anew()
+            self._routing.draws.begin_anew()
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
@@ -173,7 +173,7 @@ class CheckpointMixin(_Host):
     @property
     def _verified(self) -> bool:
         """Whether TRL's engine wrapper is behind ours, which it is not where that failed and the run is observed."""
-        return isinstance(self.vllm_generation, CheckedGeneration)
+        return bool(self.use_vllm) and isinstance(self.vllm_generation, CheckedGeneration)
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.routing import MoeLayout
+from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.vllm.engine import is_cpu
 from torch import Tensor
 
@@ -105,7 +106,7 @@ class CheckedGeneration:
         self.reading = engine.read_engine(inner.llm)
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
-        self.records: list[RolloutRecord] = []
+        self._kept: list[RolloutRecord] | None = None
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
@@ -197,7 +198,7 @@ class CheckedGeneration:
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Generate as TRL does, and keep the rollouts as records with their provenance.
+        """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` has them.
 
         Raises:
             EngineError: The engine failed.
@@ -220,15 +221,15 @@ class CheckedGeneration:
             routing = None
             with self.verdicts.checking("routes"):
                 routing = self._routing(outputs or [], len(completion_ids))
-            self.records.extend(
-                to_records(
-                    prompt_ids,
-                    completion_ids,
-                    [[top[0] for top in row] for row in logprobs],
-                    provenance=self.provenance(),
-                    routing=routing,
-                )
+            records = to_records(
+                prompt_ids,
+                completion_ids,
+                [[top[0] for top in row] for row in logprobs],
+                provenance=self.provenance(),
+                routing=routing,
             )
+            if self._kept is not None:
+                self._kept += records
         return result
 
     def _routing(self, outputs: Sequence[Any], completions: int) -> list[RoutingTrace] | None:
@@ -242,7 +243,12 @@ class CheckedGeneration:
             )
         return engine.to_traces(outputs, shape=self.layout.shape, version=self.weight_version)
 
-    def take_records(self) -> list[RolloutRecord]:
-        """Return the rollouts since the last call and forget them."""
-        records, self.records = self.records, []
-        return records
+    @contextmanager
+    def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
+        """Add to a list what is generated in a block.
+
+        Args:
+            records: Takes the rollouts, in their order.
+        """
+        with overridden(self, _kept=records):
+            yield

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
-from mismatch_ext.adapters.trl.aggregation import OwnLoss, overridden, read_aggregation
+from mismatch_ext.adapters.trl.aggregation import OwnLoss, read_aggregation
 from mismatch_ext.adapters.trl.arrival import ArrivalMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.kl import KlReward, kl_loss
-from mismatch_ext.adapters.trl.passes import Passes, Scored, watched_loss
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import Scored, watched_loss
 from torch import Tensor
 from trl.trainer.utils import use_adapter
 
@@ -34,32 +35,30 @@ class ObjectiveMixin(ArrivalMixin):
     _kl_reward: KlReward | None = None
     _ranks: Ranks
     _correction: CorrectionTerm | None = None
-    # Passes of the batch that is being generated, where they are needed.
-    _passes: Passes | None = None
 
     @property
     def _reinforces(self) -> bool:
         return self._correction is not None and self._correction.reinforces
 
-    def _set_kl_rewards(self, completion_ids: Sequence[Sequence[int]]) -> None:
-        """Compute the KL penalty of each fresh completion, from TRL's passes over its tokens.
+    def _kl_penalties(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        """Return the KL penalty of each fresh completion, from TRL's passes over its tokens.
 
         Raises:
             ConfigError: The reference was not scored on the completions that get a reward.
         """
-        assert self._kl is not None and self._kl_reward is not None and self._passes is not None
-        prompts = self._passes.prompts
+        assert self._kl is not None and self._rollout_pass is not None
+        batch, prompts = self._rollout_pass, self._rollout_pass.prompts
 
         def is_of(scored: Scored) -> bool:
             return scored.is_of_rows(prompts, completion_ids)
 
-        reference = self._passes.of_reference(is_of)
+        reference = batch.of_reference(is_of)
         if reference is None:
             raise ConfigError(
                 f"mismatch.kl.reward_path='rewards' with {type(self).__name__}: no pass of the reference is of the prompts and "
                 "completions that are rewarded; something changes them after they are generated. Use reward_path='surrogate'."
             )
-        policy = self._passes.of_policy(self.model, is_of)
+        policy = batch.of_policy(self.model, is_of)
         if policy is None:
             with torch.no_grad(), torch.random.fork_rng():
                 old = self._get_per_token_logps_and_entropies(
@@ -69,7 +68,8 @@ class ObjectiveMixin(ArrivalMixin):
             old = policy.scores[0]
         lengths = torch.tensor([len(ids) for ids in completion_ids], device=old.device)
         mask = torch.arange(old.size(1), device=old.device) < lengths[:, None]
-        self._kl_reward.penalties = self._kl.penalty(old, reference.scores[0], mask).sum(-1).tolist()
+        penalties: list[float] = self._kl.penalty(old, reference.scores[0], mask).sum(-1).tolist()
+        return penalties
 
     def _with_terms(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
         """Compute TRL's own loss, with the block's terms in the place of TRL's."""

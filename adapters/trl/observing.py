@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.replay import RoutingReplay, share
+from mismatch_ext.adapters.trl.passes import RolloutPass
+from mismatch_ext.adapters.trl.replay import ScoreReplay, share
 from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
@@ -43,7 +44,7 @@ class ObservingMixin(_Host):
     # What would correct, penalise and replay, and is asked for its measurements alone.
     _watched_correction: CorrectionTerm | None = None
     _watched_kl: KlTerm | None = None
-    _watched_routing: RoutingReplay | None = None
+    _watched_routing: ScoreReplay | None
     _no_reference_told = False
 
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
@@ -53,36 +54,35 @@ class ObservingMixin(_Host):
 
         @property
         def _verified(self) -> bool: ...
-        def _check_records(self, output: dict[str, Any]) -> Any: ...
+        def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> Any: ...
         def _recorded_logprobs(self, records: Any, mask: Tensor) -> Tensor: ...
         def _old_logprobs(self, output: dict[str, Any]) -> Tensor: ...
         def _steer_by_rollouts(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None: ...
 
-    def _measured(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _measured(self, inputs: list[dict[str, Any]], rollouts: RolloutPass) -> dict[str, Any]:
         """Generate and score a batch as TRL does, and look at what came of it."""
         refused = self._verdicts.counts["records"]
-        if self._verified:
-            self.vllm_generation.take_records()  # of a batch that failed on the way
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         with self._verdicts.checking("measuring"):
-            self._measure(output, compared=self._verified and self._verdicts.counts["records"] == refused)
+            self._measure(output, rollouts, compared=self._verified and self._verdicts.counts["records"] == refused)
         return output
 
-    def _measure(self, output: Mapping[str, Any], *, compared: bool) -> None:
+    def _measure(self, output: Mapping[str, Any], rollouts: RolloutPass, *, compared: bool) -> None:
         """Measure a batch that TRL has generated and scored.
 
         Args:
             output: What TRL made of it.
+            rollouts: What was kept of it.
             compared: Whether its records were kept, and none was refused.
         """
         seen = dict(output)  # entries are added for our own functions, and none of TRL's tensors is changed
         training = self.model.training
         split = "train" if training else self._eval_split
         mask = seen["completion_mask"] * seen.get("tool_mask", 1)
-        batch, gap, records = None, None, list(self.vllm_generation.records) if compared else []
+        batch, gap = None, None
         if compared:
             with self._verdicts.checking("records"):
-                batch = self._check_records(seen)
+                batch = self._check_records(seen, rollouts)
         if self.use_vllm:
             with self._verdicts.checking("gap"):
                 if ROLLOUT not in seen:
@@ -94,7 +94,7 @@ class ObservingMixin(_Host):
             gap = None  # what follows is over all ranks
         if self._watched_routing is not None and batch is not None:
             with self._verdicts.checking("routes"):
-                self._compare_routes(self._watched_routing, seen, records, split)
+                self._compare_routes(self._watched_routing, seen, rollouts.records, split)
         if self._watched_correction is not None and gap is not None:
             self._would_correct(self._watched_correction, gap, "train" if training else "eval")
         if training:
@@ -104,17 +104,17 @@ class ObservingMixin(_Host):
             self._would_penalise(self._watched_kl, seen, gap, mask, training)
 
     def _compare_routes(
-        self, routing: RoutingReplay, seen: Mapping[str, Any], records: Sequence[Any], split: str
+        self, routing: ScoreReplay, seen: Mapping[str, Any], records: Sequence[Any], split: str
     ) -> None:
         """Compare the engine's experts with those that the trainer chooses for the same tokens, in a pass of our own."""
-        if not routing.compares():
+        if not routing.draws.comparison():
             return
         routes = [record.routing for record in records if record.routing is not None]
         if len(routes) < len(records):
             return  # not recorded, or refused already
         traces = share(routes, [record.prompt_ids for record in records])
         size = self.args.per_device_train_batch_size if split == "train" else self.args.per_device_eval_batch_size
-        routing.compare(
+        routing.compare_scored(
             self._get_per_token_logps_and_entropies,
             self.model,
             torch.cat([seen["prompt_ids"], seen["completion_ids"]], dim=1),

@@ -1,4 +1,4 @@
-"""Scoring passes of a trainer, bound to the tokens that they are of: never "the last one"."""
+"""One batch from generation to its loss, and its scoring passes, bound to the tokens that they are of: never "the last one"."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import shadowed
-from mismatch_ext.adapters.trl.replay import prompts_of
+from mismatch_ext.adapters.trl.overridden import shadowed
+from mismatch_ext.adapters.trl.replay import Scores, matching, prompts_of
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.records import RolloutRecord
+from mismatch_ext.routing import RoutingTrace
 
-Scores = tuple[Tensor, Tensor | None, Tensor | None]
 LEADING = ("model", "input_ids", "attention_mask", "logits_to_keep")
 """What `_get_per_token_logps_and_entropies` takes first, in TRL's order."""
 
@@ -67,15 +68,32 @@ def _scored(arguments: tuple[Any, ...], named: dict[str, Any], reference: bool, 
 
 
 @dataclass
-class Passes:
-    """The passes of one batch while it is generated and scored.
+class RolloutPass:
+    """What is known of a batch of rollouts while it is generated and scored, or of a micro-batch while its loss is computed.
+
+    It ends with that: what the loss needs of a batch travels with TRL's inputs, row by row.
 
     Attributes:
+        fresh: Whether the batch is being generated and scored.
         prompts: Token ids of the prompts of the latest generation.
+        records: What the engine returned, in its order.
+        routes: Routes of the rows: the sampler's; with R2 those of each scoring pass that was recorded, whatever tokens it was
+            over; or those that travelled with the micro-batch.
+        scored: The host's scoring passes, where they are kept.
+        policy: The policy's log-probabilities `[B, T]` by a pass of our own, where the host takes none.
     """
 
-    scored: list[Scored] = field(default_factory=list)
+    fresh: bool = True
     prompts: list[list[int]] = field(default_factory=list)
+    records: list[RolloutRecord] = field(default_factory=list)
+    routes: list[list[RoutingTrace]] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    policy: Tensor | None = None
+
+    def routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:
+        """Return the routes of each row of a scoring pass; None where they are of other tokens."""
+        found = (matching(routes, tokens, attention_mask, length) for routes in self.routes)
+        return next((routes for routes in found if routes is not None), None)
 
     def of_policy(self, model: Any, is_of: Callable[[Scored], bool]) -> Scored | None:
         """Return the first pass of the policy over some tokens, or None."""
@@ -88,28 +106,28 @@ class Passes:
 
 
 @contextmanager
-def watched_batch(trainer: Any) -> Iterator[Passes]:
+def watched_batch(trainer: Any, batch: RolloutPass) -> Iterator[None]:
     """Keep what the host scores, and the prompts that it scores it for, as the host sees both.
 
     Args:
-        trainer: The trainer, while it generates and scores a batch.
+        trainer: The trainer, while it generates and scores the batch.
+        batch: Takes both.
     """
-    passes = Passes()
     score, generate = trainer._get_per_token_logps_and_entropies, trainer._generate
 
     def watched_score(*arguments: Any, **named: Any) -> Scores:
         scores: Scores = score(*arguments, **named)
         model = arguments[0] if arguments else named["model"]
-        passes.scored.append(_scored(arguments, named, trainer._is_reference(model), scores))
+        batch.scored.append(_scored(arguments, named, trainer._is_reference(model), scores))
         return scores
 
     def watched_generate(*arguments: Any, **named: Any) -> Any:
         output = generate(*arguments, **named)
-        passes.prompts = [list(ids) for ids in output[0]]
+        batch.prompts = [list(ids) for ids in output[0]]
         return output
 
     with shadowed(trainer, _get_per_token_logps_and_entropies=watched_score, _generate=watched_generate):
-        yield passes
+        yield
 
 
 @contextmanager

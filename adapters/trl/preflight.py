@@ -19,7 +19,7 @@ from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.header import FIXES, SEAMS, run_header
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
-from mismatch_ext.adapters.trl.replay import RoutingReplay
+from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
@@ -55,7 +55,7 @@ class PreflightMixin(_Host):
     # The sections that may change something: under `observe` none.
     _acting: MismatchConfig
     _verdicts: Verdicts
-    _watched_routing: RoutingReplay | None
+    _watched_routing: ScoreReplay | None
     _run_dir: Path
     _recorder: RunRecorder
     _readings: dict[str, Any]
@@ -63,7 +63,7 @@ class PreflightMixin(_Host):
     _audit_report: AuditReport | None
     _sync_audited: bool
     _unwritten: list[str]
-    _routing: RoutingReplay | None
+    _routing: ScoreReplay | None
     # Whether TRL's constructor runs; what is to be warned of the weights, once there is a run to warn in.
     _constructing = False
     _readiness: str | None = None
@@ -135,7 +135,7 @@ class PreflightMixin(_Host):
             self._check_reference(args.beta != 0.0 and not is_peft_model(self.model))
         if self._config.routing is not None:
             with self._verdicts.checking("routing"), RoutingRefusals(self._config.routing):
-                found = RoutingReplay(self._config.routing, self.model, self.args.seed)
+                found = ScoreReplay(self._config.routing, self.model, self.args.seed)
                 if self._verdicts.observes:
                     self._watched_routing = found
                 else:

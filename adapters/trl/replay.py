@@ -1,98 +1,46 @@
-"""Records or replays routing around TRL's scoring passes, over padded batches cut into chunks as TRL cuts them."""
+"""Replay over TRL's scoring passes: padded batches, cut into chunks as TRL cuts them, each under the routes of its rows."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
+from mismatch_ext.adapters.transformers import routing as backend
 from torch import Tensor, nn
 
-from mismatch_ext.checkpoint import load_random_state, random_state
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import Agreement, RoutingTrace, agreement, align, check_plausible, share_prompts
+from mismatch_ext.routing import RoutingTrace, align, share_prompts
+from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Score = Callable[..., Scores]
 
 
-class RoutingReplay:
-    """Records or replays routing around TRL's scoring passes, and counts how far it differs from the model's own.
+class ScoreReplay(RouteReplay):
+    """Records or replays routing around TRL's scoring passes.
+
+    A rank that refuses routes raises by itself, because a pass over other tokens may be one rank's alone; the launcher ends the
+    others.
 
     Args:
         config: The `routing` section.
         model: The trainer's model.
-        seed: Seed of the choice of passes that are measured; the same on every rank.
-
-    Attributes:
-        in_batch: Whether a batch is being sampled and scored.
-        traces: Routes of its completions, a row of the batch each; None until they are known.
-        recorded: With R2, the same of each scoring pass of the batch that was recorded, whatever tokens it was over.
-        forwards: Forward passes that were replayed.
-        others: Forward passes over other tokens than were recorded, which the model routed itself, by split.
+        seed: TRL's own, `args.seed`.
 
     Raises:
         ReplayError: The model's routing cannot be replayed.
     """
 
     def __init__(self, config: RoutingConfig, model: nn.Module, seed: int) -> None:
-        self.config = config
-        self.layout = moe_layout(model)
-        self.in_batch = False
-        self.traces: list[RoutingTrace] | None = None
-        self.recorded: list[list[RoutingTrace]] = []
-        self.forwards = 0
-        self.others: Counter[str] = Counter()
-        self._seed, self._random = seed, random.Random(seed)
-        self._agreement: dict[str, Agreement] = {}
-        self._checked = config.mode == "R2"  # the model's own routes need no such check
+        super().__init__(config, backend, model, seed=seed)
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Hold the routes of one batch while it is sampled and scored."""
-        self.in_batch, self.traces, self.recorded = True, None, []
-        try:
-            yield
-        finally:
-            self.in_batch, self.traces, self.recorded = False, None, []
-
-    def begin_anew(self) -> None:
-        """Measure the passes of a training as if it were the first of this trainer."""
-        self._random = random.Random(self._seed)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what chooses the passes that are measured, as JSON-able data: a resumed run measures the same ones."""
-        return {"random": random_state(self._random)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
-
-        Raises:
-            RecordError: It is damaged.
-        """
-        load_random_state(self._random, state.get("random"))
-
-    def compares_gap(self) -> bool:
-        """Draw whether a rollout batch is scored without replay as well."""
-        return self._random.random() < self.config.native_gap_rate
-
-    def compares(self) -> bool:
-        """Draw whether the routes of a batch that is not replayed are compared with the model's own; the first always are."""
-        return not self._checked or self._random.random() < self.config.agreement_rate
-
-    def agreements(self, split: str) -> Agreement | None:
-        """Return what was measured in a split since the last call, and forget it."""
-        return self._agreement.pop(split, None)
-
-    @contextmanager
-    def replaying(
-        self, model: nn.Module, attention_mask: Tensor, length: int, traces: Sequence[RoutingTrace], split: str | None
+    def over_rows(
+        self, model: nn.Module, attention_mask: Tensor, length: int, traces: Sequence[RoutingTrace], split: str
     ) -> Iterator[None]:
         """Run the forward pass of a padded micro-batch under the routes of its rows.
 
@@ -101,22 +49,15 @@ class RoutingReplay:
             attention_mask: 1 for tokens that are not padding `[B, S]`.
             length: Completion positions per row, padding included.
             traces: Routes of each row.
-            split: "train" or "eval/<name>", which the agreement is counted for; None counts none.
+            split: What the pass counts for, as for `replaying`.
 
         Raises:
-            RoutingError: Routes do not fit their tokens.
+            RoutingError: Routes do not fit their tokens, or cannot be this model's.
             ReplayError: A forward pass did not obey them.
         """
         trace, recorded = _aligned(traces, attention_mask, length)
-        measured = split is not None and self._random.random() < self.config.agreement_rate
-        # Whoever is asked for a score may run the model on other tokens too.
-        with replay_routing(model, trace, recorded, native=measured, others="native") as replay:
+        with self.replaying(model, trace, recorded, real=attention_mask.bool().flatten(), split=split):
             yield
-        self.forwards += replay.forwards
-        self.others[split or "reference"] += replay.others
-        if split is not None and measured:
-            new = agreement(trace, replay.native, recorded, real=attention_mask.bool().flatten())
-            self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
 
     def replay(
         self,
@@ -128,7 +69,7 @@ class RoutingReplay:
         batch_size: int | None,
         *,
         traces: Sequence[RoutingTrace],
-        split: str | None,
+        split: str,
         **options: Any,
     ) -> Scores:
         """Run TRL's scoring pass, a chunk of rows at a time, each under the routes of its rows.
@@ -141,14 +82,14 @@ class RoutingReplay:
             length: Completion positions per row, padding included.
             batch_size: Rows per forward pass; None for all at once.
             traces: Routes of each row.
-            split: "train" or "eval/<name>", which the agreement is counted for; None counts none.
+            split: What the pass counts for, as for `replaying`.
             options: What else TRL passes.
 
         Returns:
             Log-probabilities `[B, T]`, entropies or None, auxiliary loss or None, as TRL returns them.
 
         Raises:
-            RoutingError: Routes do not fit their tokens.
+            RoutingError: Routes do not fit their tokens, or cannot be this model's.
             ReplayError: A forward pass did not obey them.
         """
         _refuse_multimodal(options)
@@ -156,15 +97,11 @@ class RoutingReplay:
             raise RoutingError(f"{len(traces)} routing traces for {len(tokens)} completions; one of each is needed.")
         parts = []
         for rows in _chunks(len(tokens), batch_size):
-            if not self._checked and split is not None:
-                # Once: another layer's routes are valid ids too, and only the policy can tell them apart.
-                self._check(score, model, tokens[rows], attention_mask[rows], length, traces[rows])
-                self._checked = True
-            with self.replaying(model, attention_mask[rows], length, traces[rows], split):
+            with self.over_rows(model, attention_mask[rows], length, traces[rows], split):
                 parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
         return _joined(parts)
 
-    def compare(
+    def compare_scored(
         self,
         score: Score,
         model: nn.Module,
@@ -176,11 +113,10 @@ class RoutingReplay:
         traces: Sequence[RoutingTrace],
         split: str,
     ) -> None:
-        """Compare recorded routes with those that the model chooses by itself, and replay nothing.
+        """Compare recorded routes with those that the model chooses in passes of our own, which leave no trace.
 
         Args:
-            score, model, tokens, attention_mask, length, batch_size, traces: As for `replay`.
-            split: "train" or "eval/<name>", which the agreement is counted for.
+            score, model, tokens, attention_mask, length, batch_size, traces, split: As for `replay`.
 
         Raises:
             RoutingError: Routes do not fit their tokens, or cannot be this model's.
@@ -188,33 +124,10 @@ class RoutingReplay:
         for rows in _chunks(len(tokens), batch_size):
             ids, mask = tokens[rows], attention_mask[rows]
             trace, recorded = _aligned(traces[rows], mask, length)
-            native = self._native(score, model, ids, mask, length)
-            if not self._checked:
-                self._checked = True
-                check_plausible(trace, native, recorded)
-            new = agreement(trace, native, recorded, real=mask.bool().flatten())
-            self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
-
-    def _native(
-        self, score: Score, model: nn.Module, tokens: Tensor, attention_mask: Tensor, length: int
-    ) -> RoutingTrace:
-        """Return the routes that the model chooses by itself for a padded batch, by a pass that leaves no trace."""
-        with torch.no_grad(), torch.random.fork_rng(), record_routing(model) as recording:
-            score(model, tokens, attention_mask, length, len(tokens))
-        return _of_pass(recording.passes, tokens, attention_mask)
-
-    def _check(
-        self,
-        score: Score,
-        model: nn.Module,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        length: int,
-        traces: Sequence[RoutingTrace],
-    ) -> None:
-        native = self._native(score, model, tokens, attention_mask, length)
-        trace, recorded = _aligned(traces, attention_mask, length)
-        check_plausible(trace, native, recorded)
+            with torch.no_grad(), torch.random.fork_rng(), backend.record_routing(model) as recording:
+                score(model, ids, mask, length, len(ids))
+            native = _of_pass(recording.passes, ids, mask)
+            self.compare(trace, native, recorded, real=mask.bool().flatten(), split=split)
 
     def record(
         self,
@@ -227,8 +140,8 @@ class RoutingReplay:
         *,
         version: int,
         **options: Any,
-    ) -> Scores:
-        """Run TRL's scoring pass as `replay` does, and keep the model's own routes among those of the present batch.
+    ) -> tuple[Scores, list[RoutingTrace]]:
+        """Run TRL's scoring pass as `replay` does, and return its scores and the model's own routes of each row.
 
         Args:
             score, model, tokens, attention_mask, length, batch_size, options: As for `replay`.
@@ -238,11 +151,10 @@ class RoutingReplay:
         parts: list[Scores] = []
         traces: list[RoutingTrace] = []
         for rows in _chunks(len(tokens), batch_size):
-            with record_routing(model, version=version) as recording:
+            with backend.record_routing(model, version=version) as recording:
                 parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
             traces += rows_of(_of_pass(recording.passes, tokens[rows], attention_mask[rows]), attention_mask[rows])
-        self.recorded.append(share(traces, prompts_of(tokens, attention_mask, length)))
-        return _joined(parts)
+        return _joined(parts), share(traces, prompts_of(tokens, attention_mask, length))
 
 
 def matching(

@@ -17,20 +17,20 @@ from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr
 from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
-from mismatch_ext.adapters.trl.aggregation import overridden
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
+from mismatch_ext.adapters.trl.forward_hooks import KEY
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.observing import ObservingMixin
-from mismatch_ext.adapters.trl.passes import watched_batch
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.readings import ratio_bias
 from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_peers, check_stitching
-from mismatch_ext.adapters.trl.routing import KEY
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -59,6 +59,8 @@ else:
     _Host = object
 
 
+# In any order: no two of these override the same method but for `compute_loss`, where the routes must be in place before TRL's
+# runs, and its result is proven afterwards. `ArrivalMixin` derives from `RoutingMixin` for that.
 class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, ObjectiveMixin, LrMixin, _Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
@@ -181,39 +183,36 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         """Generate, then measure the gap between the engine's log-probabilities and the trainer's."""
         if self._block is None:
             return super()._generate_and_score_completions(inputs)
-        if self._verdicts.observes:
-            return self._measured(inputs)
-        if self.use_vllm:
-            self.vllm_generation.take_records()  # of a batch that failed on the way
-        with contextlib.nullcontext() if self._routing is None else self._routing.batch():
-            return self._generated(inputs)
+        batch = RolloutPass()
+        keeping = self.vllm_generation.keeping(batch.records) if self._verified else contextlib.nullcontext()
+        with overridden(self, _rollout_pass=batch), keeping:
+            return self._measured(inputs, batch) if self._verdicts.observes else self._generated(inputs, batch)
 
-    def _generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generated(self, inputs: list[dict[str, Any]], batch: RolloutPass) -> dict[str, Any]:
         """Generate and score a batch as TRL does, then measure it, correct it and adapt to it."""
-        self._own_scores, self._passes = None, None
         if self._kl is not None and self.model.training:
             self._kl.begin()
         rewarded = self._kl_reward is not None
         # RLOO does not return its log-probabilities at sampling time.
-        with watched_batch(self) if rewarded or isinstance(self, RLOOTrainer) else contextlib.nullcontext() as passes:
-            self._passes = passes
+        watched = rewarded or isinstance(self, RLOOTrainer)
+        with watched_batch(self, batch) if watched else contextlib.nullcontext():
             output = super()._generate_and_score_completions(inputs)
         if self._routing is not None:
-            output[KEY] = self._batch_routes(output)
+            output[KEY] = self._batch_routes(batch, output)
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
         training = self.model.training
         gap = None
         if self.use_vllm:
-            records = self._check_records(output)
+            records = self._check_records(output, batch)
             if ROLLOUT not in output:
                 output[ROLLOUT] = self._recorded_logprobs(records, mask)
             old_logprobs = self._old_logprobs(output)
             split = "train" if training else self._eval_split
             gap = (old_logprobs, output[ROLLOUT], mask.bool())
             self._recorder.observe(split, *gap)
-            if self._routing is not None and self._routing.compares_gap():
+            if self._routing is not None and self._routing.draws.native_gap():
                 with overridden(self, _routing=None):
                     native = self._score_again(output)
                 self._recorder.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
@@ -230,7 +229,6 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         if self._kl is not None and self._kl.adaptive and training:
             old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
             self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self._ranks)
-        self._own_scores, self._passes = None, None
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -238,19 +236,19 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         if self._kl_reward is None:
             stock: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             return stock
-        self._set_kl_rewards(completion_ids_list)
-        rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with overridden(self._kl_reward, penalties=self._kl_penalties(completion_ids_list)):
+            rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         column = next(i for i, function in enumerate(self.reward_funcs) if function is self._kl_reward)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards
 
-    def _check_records(self, output: dict[str, Any]) -> RolloutBatch | None:
+    def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> RolloutBatch | None:
         """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on.
 
         None where completions are stitched from several generations.
         """
-        records = self.vllm_generation.take_records()
+        records = rollouts.records
         if len(records) != len(output["completion_ids"]):
             # Tools or a rollout_func stitch several generations into one completion.
             if not getattr(self, "_stitched_told", False):
@@ -283,14 +281,15 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         if OLD in output:
             found: Tensor = output[OLD]
             return found
-        if self._passes is not None:
+        batch = self._rollout_pass
+        if batch is not None and batch.scored:
             tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
             attention_mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
             length = output["completion_ids"].size(1)
-            own = self._passes.of_policy(self.model, lambda scored: scored.is_of(tokens, attention_mask, length))
+            own = batch.of_policy(self.model, lambda scored: scored.is_of(tokens, attention_mask, length))
             if own is not None:
                 return own.scores[0]  # the host's, which returns their sums only
-        return self._score_again(output) if self._own_scores is None else self._own_scores
+        return self._score_again(output) if batch is None or batch.policy is None else batch.policy
 
     def _score_again(self, output: dict[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities `[B, T]` by a pass of our own."""

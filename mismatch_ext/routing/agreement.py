@@ -5,6 +5,7 @@ Shapes: R rows, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,14 @@ ROUTING_MEASURES: dict[str, str] = {
 
 OTHER_PASSES = "routing/other_passes"
 """Name of the count of forward passes over other tokens than were recorded, which the model routed itself."""
+
+LAYER = "routing/layer_{}_set_mismatch"
+"""Name of the share of tokens whose sets of experts differ in a layer; a host's loggers get the worst layer's alone."""
+
+
+def of_layer(name: str) -> bool:
+    """Tell whether a metric, with or without prefix, is a layer's, which belongs in a run's metrics file alone."""
+    return re.search(LAYER.format(r"\d+") + "$", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +100,7 @@ class Agreement:
 
     def layer_metrics(self) -> dict[str, float]:
         """Return `by_layer` under the names that a run's metrics file holds them by."""
-        return {f"routing/layer_{layer}_set_mismatch": share for layer, share in self.by_layer().items()}
+        return {LAYER.format(layer): share for layer, share in self.by_layer().items()}
 
     def by_layer(self) -> dict[int, float]:
         """Return the share of tokens whose sets of experts differ, by layer; empty where no token was compared."""

@@ -5,6 +5,8 @@ Shapes: R rows, L MoE layers, K experts per token, E experts.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -55,11 +57,15 @@ def check_plausible(recorded: RoutingTrace, native: RoutingTrace, mask: Tensor |
 
     Numerics make a few per cent of choices differ. Another layer's routes agree about K / E of the time, which is chance; those
     of another token agree more often, the more so the more alike tokens are to the model. Hence two limits: half-way between
-    chance and full agreement in every layer, and more agreement than with the row before or after.
+    chance and full agreement in every layer, and in the first no more agreement with the row before or after.
+
+    Layers are judged from the first on, and the first that is wrong is named: the model's own choice there follows from layers
+    whose routes are right, also where the recorded routes are replayed meanwhile, and above it from wrong ones.
 
     Args:
         recorded: Routes from elsewhere, R rows.
-        native: What the model chose itself, without replay, for the same tokens.
+        native: What the model chose itself for the same tokens, in a pass without replay or in one that replays `recorded`. In
+            the second, what the engine's numerics changed below does not count again in the layers above.
         mask: True where `recorded` holds a route `[R]`; None compares all rows.
 
     Returns:
@@ -69,31 +75,38 @@ def check_plausible(recorded: RoutingTrace, native: RoutingTrace, mask: Tensor |
         RoutingError: A layer agrees too little, or a neighbouring row more; names it, the figures, and what it agrees with.
     """
     overlap = expert_overlap(recorded, native, mask)
+    own = overlap.diagonal()
+    rows = recorded.rows if mask is None else int(mask.sum())
+    for shift in (1, -1) if recorded.rows > 1 else ():
+        # Layers above the first would be the model's choice after other tokens' experts.
+        shifted = float(expert_overlap(recorded, native, mask, shift=shift)[0, 0])
+        if shifted - float(own[0]) > _noise(float(own[0]), shifted, min(rows, SAMPLE) * recorded.top_k):
+            raise RoutingError(
+                f"layer {recorded.layers[0]} of the routing trace shares {own[0]:.0%} of its experts with the model's own choice "
+                f"for the same tokens, but {shifted:.0%} with that for the token {'after' if shift > 0 else 'before'}: rows are "
+                "shifted by one."
+            )
     chance = recorded.top_k / recorded.num_experts
     limit = (1 + chance) / 2
-    own = overlap.diagonal()
-    worst = int(own.argmin())
-    if own[worst] < limit:
-        layers = recorded.layers
-        best = int(overlap[worst].argmax())
+    for wrong, layer in enumerate(recorded.layers):
+        if own[wrong] >= limit:
+            continue
+        best = int(overlap[:, wrong].argmax())
         other = (
-            f"It agrees to {overlap[worst, best]:.0%} with layer {layers[best]}: layers are swapped."
-            if best != worst and overlap[worst, best] >= limit
+            f"The trace's layer {recorded.layers[best]} shares {overlap[best, wrong]:.0%} with it: layers are swapped."
+            if best != wrong and overlap[best, wrong] >= limit
             else "No other layer fits either: are these routes of other tokens (rows shifted or shuffled), or of other weights?"
         )
         raise RoutingError(
-            f"layer {layers[worst]} of the routing trace shares {own[worst]:.0%} of its experts with the model's own choice for "
+            f"layer {layer} of the routing trace shares {own[wrong]:.0%} of its experts with the model's own choice for "
             f"the same tokens; chance is {chance:.0%}, allowed is {limit:.0%} or more. {other}"
         )
-    for shift in (1, -1):
-        shifted = expert_overlap(recorded, native, mask, shift=shift).diagonal() if recorded.rows > 1 else own
-        if shifted.mean() > own.mean():
-            raise RoutingError(
-                f"the rows of the routing trace share {own.mean():.0%} of their experts with the model's own choice for the "
-                f"same tokens, but {shifted.mean():.0%} with that for the token {'after' if shift > 0 else 'before'}: rows are "
-                "shifted by one."
-            )
     return own
+
+
+def _noise(one: float, other: float, count: int) -> float:
+    """Return three standard errors of the difference of two shares that are near 1: a model may send all tokens alike."""
+    return float(3 * math.sqrt((2 - one - other) / count))
 
 
 def _one_hot(trace: RoutingTrace, rows: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import transfer_queue as tq
 from mismatch_ext.adapters.verl.driver.steering import Gap, leading_statistics, merged
 from mismatch_ext.adapters.verl.settings.correction import settings_of
 from mismatch_ext.adapters.verl.settings.kl import coefficient
+from mismatch_ext.adapters.verl.worker.forward_hooks import OBSERVED
 from mismatch_ext.adapters.verl.worker.lr import EngineLr
-from mismatch_ext.adapters.verl.worker.routing import OBSERVED
 
 from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.correction import correct, of_weights

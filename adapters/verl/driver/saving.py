@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ from mismatch_ext.banner import print_closing
 from mismatch_ext.checkpoint import (
     STATE_FILE,
     changed_settings,
-    load_random_state,
-    random_state,
     read_state,
     write_state,
 )
@@ -28,6 +25,7 @@ from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, S
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.monitor import ANEW, Monitor
 from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
@@ -49,7 +47,7 @@ class SavingMixin(_Host):
     _recorder: RunRecorder | None
     _monitor: Monitor
     _kl: KlTerm | None
-    _random: random.Random
+    _draws: MeasuredPasses | None
     _watchdog: Watchdog
     _weights: RolloutWeights | None
     _run_dir: Path
@@ -93,7 +91,7 @@ class SavingMixin(_Host):
         return {
             "config": self._block.to_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
-            "routing": {"random": random_state(self._random)},
+            "routing": None if self._draws is None else self._draws.state_dict(),
         }
 
     def _logged(self) -> None:
@@ -130,8 +128,8 @@ class SavingMixin(_Host):
         said = [changed_settings(state.get("config"), self._block.to_dict())]
         if self._kl is not None and state.get("kl") is not None:
             said.append(self._kl.load_state_dict(state["kl"]))
-        if state.get("routing") is not None:
-            load_random_state(self._random, state["routing"].get("random"))
+        if self._draws is not None and state.get("routing") is not None:
+            self._draws.load_state_dict(state["routing"])
         if state.get("monitor") is not None:
             anew = self._monitor.resume(state["monitor"])
             notes += [("info", ANEW, message, {"metrics": metrics}) for message, metrics in anew]

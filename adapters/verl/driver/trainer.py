@@ -7,7 +7,6 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from mismatch_ext.adapters.verl.driver.steering import Gap, leading_statistics, 
 from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
 from mismatch_ext.adapters.verl.settings.prepare import TRAINER
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
-from mismatch_ext.adapters.verl.worker.routing import NATIVE
-from omegaconf import DictConfig, open_dict
+from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -37,6 +36,8 @@ from mismatch_ext.host_names import VERL
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.origins import Origins
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
+from mismatch_ext.routing.agreement import of_layer
+from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.verdicts import Verdicts
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
@@ -67,7 +68,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         self._recorder: RunRecorder | None = None
         self._gap: Gap | None = None
         self._watchdog = self._new_watchdog()
-        self._random = random.Random(0)
+        routing = block.routing
+        self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
         self._stopped: str | None = None
         self._looked = False
         self._updated_step = self._saved_step = 0
@@ -195,9 +197,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
                 self._recorder.observe("train", *part)
             if not self._verdicts.observes:
                 self._measure_native(batch, found[MASK])
-            elif (routing := self._block.routing) is not None and self._has_routes():
-                # The first step is compared in any case.
-                if self._updated_step == 0 or self._random.random() < routing.agreement_rate:
+            elif self._draws is not None and self._has_routes():
+                if self._draws.comparison():
                     with self._verdicts.checking("routes"):
                         metrics.update(self._compare_routes(batch))
 
@@ -221,8 +222,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
 
     def _measure_native(self, batch: Any, mask: Tensor) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
-        routing = self._block.routing
-        if routing is None or self._random.random() >= routing.native_gap_rate:
+        if self._draws is None or not self._draws.native_gap():
             return
         assert self._gap is not None and self._recorder is not None
         temperature = self.config.actor_rollout_ref.rollout.temperature
@@ -297,6 +297,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             metrics[PREFIX + "weight_sync_gap"] = gap
         metrics.update({PREFIX + name: value for name, value in self._verdicts.metrics().items()})
         numbers = {name: getattr(value, "item", lambda v=value: v)() for name, value in metrics.items()}
+        for name in [name for name in metrics if of_layer(name)]:
+            del metrics[name]  # verl's loggers get the worst layer alone
         self._recorder.step("train", global_steps, numbers)
         if not self._looked:
             self._looked = True
@@ -326,3 +328,10 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             super().fit(agent_loop_manager)
         with self._verdicts.checking("metrics"):
             self._end("completed", self._stopped or "")
+
+
+def actor_seed(config: DictConfig) -> int:
+    """Return the seed of the actor's engines."""
+    actor = config.actor_rollout_ref.actor
+    engine = "megatron" if actor.strategy == "megatron" else "fsdp_config"
+    return int(OmegaConf.select(actor, f"{engine}.seed", default=0))  # under `observe` any engine may run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mismatch_ext.errors import MismatchError
 
@@ -30,3 +31,31 @@ def agree(error: MismatchError | None) -> None:
     for rank, found in enumerate(gathered(error)):
         if found is not None:
             raise error if error is not None else type(found)(f"rank {rank}: {found}")
+
+
+class WorldRanks:
+    """`Ranks` of the processes of torch.distributed's world."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's value, in the order of their ranks; all of them must call it."""
+        return gathered(value)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes; all of them must call it."""
+        total = values.clone()
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+
+WORLD = WorldRanks()

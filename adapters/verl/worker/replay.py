@@ -1,4 +1,4 @@
-"""The `routing` section in verl's FSDP engine: which routes belong to which forward pass.
+"""Replay over the micro-batches of verl's FSDP engine: the routes of each sample, checked, and laid out as its tokens are.
 
 R3: the routes of the rollout engine come with the samples, in verl's own field `routed_experts`. R2: the pass that computes
 old log-probabilities records them, and returns them as an output of that name, so that verl's batch holds them for the update.
@@ -9,27 +9,27 @@ Shapes: T tokens of a sample, L MoE layers, K experts per token, R rows of a for
 
 from __future__ import annotations
 
-import functools
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
-from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
+from mismatch_ext.adapters.transformers import routing as backend
+from mismatch_ext.adapters.verl.worker.ranks import WORLD, agree
 from mismatch_ext.adapters.verl.worker.ulysses import Share
 from torch import Tensor, nn
 
-from mismatch_ext.checkpoint import load_random_state, random_state
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import OTHER_PASSES, Agreement, RoutingTrace, agreement, align, align_packed, check_plausible
+from mismatch_ext.routing import RoutingTrace, align, align_packed
+from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.routing.tokens import PADDING, TokenRows
 from mismatch_ext.routing.versions import Span, stamped
 
 FIELD = "routed_experts"
+TRAIN = "train"
+"""Split of all passes of the policy: verl's engines do not validate."""
 TOKENS = "routed_tokens"
 """Field of the token ids that R2 recorded the routes of; those of R3 are of `prompts` and `responses`."""
 
@@ -88,13 +88,15 @@ class Rows:
         return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
 
 
-class EngineReplay:
-    """Records or replays routing around an engine's forward passes, and counts how far it differs from the model's own.
+class EngineReplay(RouteReplay):
+    """Records or replays routing around an engine's forward passes.
+
+    Ranks refuse routes together: one that failed alone would leave the others waiting for it in a collective.
 
     Args:
         config: The `routing` section.
         model: The engine's model, wrapped as the engine runs it.
-        seed: Seed of the choice of passes that are measured.
+        seed: The engine's.
         sharing: Ranks that share a pass, each with a piece of its rows.
 
     Raises:
@@ -102,30 +104,9 @@ class EngineReplay:
     """
 
     def __init__(self, config: RoutingConfig, model: nn.Module, seed: int, sharing: int = 1) -> None:
-        self.config, self._sharing = config, sharing
-        self.layout = moe_layout(model)
+        super().__init__(config, backend, model, seed=seed, ranks=WORLD)
+        self._model, self._sharing = model, sharing
         self.weight_version: int | None = None  # that the rollout engine was sent last
-        self._model = model
-        self._random = random.Random(seed)
-        self._agreement: Agreement | None = None
-        self.others = 0  # passes over other tokens, which the model routed itself
-        self._checked = config.mode == "R2"  # the model's own routes need no such check
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what chooses the passes that are measured, on each rank, as JSON-able data; all ranks must call this."""
-        return {"random": gathered(random_state(self._random))}
-
-    def load_state_dict(self, state: Mapping[str, Any], rank: int) -> None:
-        """Go on from what `state_dict` returned; ranks that were not there keep a choice of their own.
-
-        Raises:
-            RecordError: It is damaged.
-        """
-        ranks = state.get("random")
-        if not isinstance(ranks, list):
-            load_random_state(self._random, ranks)  # says what is wrong with it
-        elif rank < len(ranks):
-            load_random_state(self._random, ranks[rank])
 
     def ingest(
         self,
@@ -178,10 +159,14 @@ class EngineReplay:
                 f"request {name}: routing has {len(ids)} rows for {tokens} tokens; allowed: one for each, or all but the last. "
                 "They were lost on the way from the rollout engine, or are another sample's."
             )
-        # With one expert per token a row of zeros is a route, and only the last one's place says that it is none.
-        zero = (ids == 0).flatten(1).all(1) if self.layout.top_k > 1 else torch.arange(len(ids)) == tokens - 1
-        routed = (~zero).nonzero()
-        recorded = int(routed[-1]) + 1 if len(routed) else 0
+        recorded = len(ids)
+        if self.layout.top_k > 1:
+            # From the end: a whole scan would take longer than all other checks, and rows of zeros before are refused anyway.
+            while recorded and not bool(ids[recorded - 1].any()):
+                recorded -= 1
+        elif recorded == tokens:
+            # With one expert per token a row of zeros is a route, and only the last one's place says that it is none.
+            recorded -= 1
         if recorded < needed:
             raise RoutingError(
                 f"request {name}: routing has {recorded} rows for {tokens} tokens, and zeros from there on, but its loss depends "
@@ -214,13 +199,13 @@ class EngineReplay:
         return filler.expand(rows, len(self.layout.layers), -1).contiguous()
 
     @contextmanager
-    def replaying(self, samples: Sequence[SampleRoutes], rows: Rows, *, measured: bool, share: Share) -> Iterator[None]:
+    def over_samples(self, samples: Sequence[SampleRoutes], rows: Rows, *, split: str, share: Share) -> Iterator[None]:
         """Run the forward pass of a micro-batch under the routes of its samples.
 
         Args:
             samples: Routes of its samples, in its order.
             rows: Where their tokens lie.
-            measured: Whether this pass may count in the agreement; the reference's says nothing about the gap.
+            split: What the pass counts for, as for `replaying`.
             share: Which of these rows this rank's model sees.
 
         Raises:
@@ -228,29 +213,9 @@ class EngineReplay:
             ReplayError: The forward pass did not obey them.
         """
         trace, mask = self._laid(samples, rows)
-        trace, mask, real = share.trace(trace), share.rows(mask), share.rows(rows.real())
-        checks = not self._checked and measured
-        drawn = measured and self._random.random() < self.config.agreement_rate
-        # Whoever extends verl's step may run the model on other tokens too.
-        with replay_routing(self._model, trace, mask, native=checks or drawn, others="native") as replay:
+        real = share.rows(rows.real())
+        with self.replaying(self._model, share.trace(trace), share.rows(mask), real=real, split=split):
             yield
-        self.others += replay.others
-        if checks:
-            self._check(trace, replay.native, mask)
-        if drawn:
-            new = agreement(trace, replay.native, mask, real=real)
-            self._agreement = new if self._agreement is None else self._agreement.merge(new)
-
-    def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
-        """Check routes once against the model's own: another layer's are valid ids too, which only the model can tell."""
-        error = None
-        try:
-            if bool(mask.any()):
-                check_plausible(trace, native, mask)
-        except RoutingError as failure:
-            error = failure
-        agree(error)
-        self._checked = all(gathered(bool(mask.any())))
 
     def _laid(self, samples: Sequence[SampleRoutes], rows: Rows) -> tuple[RoutingTrace, Tensor]:
         """Return the routes of a forward pass, a row per token, and where they were recorded."""
@@ -279,7 +244,7 @@ class EngineReplay:
             RoutingError: No forward pass was over these tokens.
         """
         found: list[Tensor] = []
-        with record_routing(self._model) as recording:
+        with backend.record_routing(self._model) as recording:
             yield found
         wanted, passes = share.tokens(rows.token_rows(ids)), recording.passes
         own = [trace for trace in passes if _is_over(trace, wanted)]
@@ -293,7 +258,7 @@ class EngineReplay:
             agree(error)
         elif error is not None:
             raise error
-        self.others += len(passes) - 1
+        self.others[TRAIN] += len(passes) - 1
         experts = own[-1].experts
         # Neither torch's pickles nor its nested tensors take unsigned 16 bits.
         if experts.dtype == torch.uint8:
@@ -303,7 +268,7 @@ class EngineReplay:
         found += [experts[place : place + length] for place, length in zip(rows.places, rows.lengths, strict=True)]
 
     @contextmanager
-    def comparing(self, samples: Sequence[SampleRoutes], rows: Rows, ids: Sequence[Tensor]) -> Iterator[None]:
+    def comparing_samples(self, samples: Sequence[SampleRoutes], rows: Rows, ids: Sequence[Tensor]) -> Iterator[None]:
         """Compare the routes of a micro-batch's samples with those that the model chooses for itself in a forward pass.
 
         No rank waits for another: where one refuses its routes, the others go on.
@@ -316,7 +281,7 @@ class EngineReplay:
         Raises:
             RoutingError: Routes do not fit their tokens, or cannot be this model's; the pass has run then.
         """
-        with record_routing(self._model) as recording:
+        with backend.record_routing(self._model) as recording:
             yield
         trace, mask = self._laid(samples, rows)
         own = [found for found in recording.passes if _is_over(found, rows.token_rows(ids))]
@@ -324,23 +289,12 @@ class EngineReplay:
             raise RoutingError(
                 f"{len(recording.passes)} forward passes of a micro-batch, none of them over its tokens."
             )
-        if not self._checked and bool(mask.any()):
-            self._checked = True
-            check_plausible(trace, own[-1], mask)
-        new = agreement(trace, own[-1], mask, real=rows.real())
-        self._agreement = new if self._agreement is None else self._agreement.merge(new)
+        self.compare(trace, own[-1], mask, real=rows.real(), split=TRAIN)
 
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this."""
-        found, self._agreement = self._agreement, None
-        others, self.others = self.others, 0
-        told = gathered((None if found is None else found.state_dict(), others))
-        counts = {OTHER_PASSES: sum(count for _, count in told) / self._sharing}
-        states = [state for state, _ in told if state is not None]
-        if not states:
-            return counts
-        merged = functools.reduce(Agreement.merge, map(Agreement.from_state, states))
-        return {**merged.metrics(), **merged.layer_metrics(), **counts}
+        found, counts = self.take_agreement(TRAIN, WORLD), self.take_others(TRAIN, WORLD, sharing=self._sharing)
+        return counts if found is None else {**found.metrics(), **found.layer_metrics(), **counts}
 
 
 def _padded(trace: RoutingTrace, filler: Tensor) -> RoutingTrace:

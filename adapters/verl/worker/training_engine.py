@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.worker.forward_hooks import RoutingMixin
 from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
 from mismatch_ext.adapters.verl.worker.lr import EngineLr, warmup_steps
 from mismatch_ext.adapters.verl.worker.replay import EngineReplay
-from mismatch_ext.adapters.verl.worker.routing import RoutingMixin
 from mismatch_ext.adapters.verl.worker.scaler import (
     check_precision,
     loss_scaler,

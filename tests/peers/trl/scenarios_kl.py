@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
-from mismatch_ext.adapters.trl.aggregation import overridden
+from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 

@@ -21,7 +21,7 @@ from mismatch_ext.adapters.trl import (
 )
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.passes import watched_batch
+from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
@@ -449,12 +449,14 @@ def rewarded(model: str, out: str) -> dict[str, float]:
     rloo.model.train()
     data = next(iter(rloo.get_train_dataloader()))
     # The engine alone asks for them, and none is needed for that.
-    with torch.no_grad(), watched_batch(rloo) as rloo._passes:
+    rollouts = RolloutPass()
+    rloo._rollout_pass = rollouts
+    with torch.no_grad(), watched_batch(rloo, rollouts):
         batch = super(MismatchTrainerMixin, rloo)._generate_and_score_completions(data)
     mask = batch["completion_mask"].bool()
     rloo_error = float((rloo._old_logprobs(batch) - plainly(rloo, batch))[mask].abs().max())
     return {"kl_error": error, "spread": float(logps.sum(1).std()), "rloo_error": rloo_error,
-            "rloo_passes": len(rloo._passes.scored)}  # fmt: skip
+            "rloo_passes": len(rollouts.scored)}  # fmt: skip
 
 
 def first(trainer: Any) -> Inputs:

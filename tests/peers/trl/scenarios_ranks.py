@@ -109,8 +109,10 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
         difference = (old - rollout)[mask].double()
         heard["gap"].append([int(mask.sum()), float(difference.abs().sum()), float(difference.abs().max())])
 
-    def agreement(result: Any, split: str) -> None:
-        heard["agreement"].append(None if result is None else result.state_dict())
+    def agreement(split: str, ranks: Any) -> Any:
+        mine = trainer._routing._agreement.get(split)
+        heard["agreement"].append(None if mine is None else mine.state_dict())
+        return merged(split, ranks)
 
     def kl(_: Any, logps: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, reduce: Any) -> None:
         log_ratio = (logps - reference)[mask.bool()].detach().double()
@@ -122,7 +124,8 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
     spy(trainer._recorder, "observe", gap)
     spy(trainer, "_generate_and_score_completions", lengths)
     if trainer._routing is not None:
-        spy(trainer._routing, "agreements", agreement)
+        merged = trainer._routing.take_agreement
+        trainer._routing.take_agreement = agreement
     if trainer._kl is not None:
         spy(trainer._kl, "_measure", kl)
     return heard

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
-from mismatch_ext.adapters.trl.aggregation import overridden
+from mismatch_ext.adapters.trl.overridden import overridden
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -328,7 +328,6 @@ def faults(model: str, out: str) -> dict[str, Any]:
     def attempt() -> dict[str, Any]:
         trainer.model.train()
         trainer._buffered_inputs, trainer._step = None, 0
-        trainer.vllm_generation.take_records()
         found: dict[str, Any] = {"error": "", "message": "", "seconds": 0.0}
         try:
             trainer.training_step(trainer.model, batch, None)
@@ -351,7 +350,6 @@ def faults(model: str, out: str) -> dict[str, Any]:
         result[name] = attempt()
     llm.generate = generate
     with overridden(trainer.vllm_generation, weight_version=7):
-        trainer.vllm_generation.records = []
         plain = trainer.vllm_generation.generate
 
         def older(*args: Any, **kwargs: Any) -> Any:

@@ -165,7 +165,7 @@ FAULTS = {
     "missing row": r"routing has \d+ rows for \d+ tokens, 1 missing",
     "extra row": r"routing has \d+ rows for \d+ tokens, 1 surplus",
     "swapped layers": r"layer \d of the routing trace .* layers are swapped",
-    "shifted rows": "routes of other tokens",
+    "shifted rows": "rows are shifted by one",
     "all zeros": "layer 0: all expert ids are zero",
     "duplicate ids": r"row 2, layer 1: duplicate expert ids",
     "id out of range": r"row 3, layer 0: expert id 16 is out of range; allowed: 0 to 15",

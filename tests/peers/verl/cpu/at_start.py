@@ -12,6 +12,9 @@ from tests.peers.verl.cpu.after_import import AfterImport, Missing
 REPORTS = "VERL_CPU_REPORTS"
 """Environment variable that names the file for what workers and rollout servers report to the driver."""
 
+LEFT = "VERL_CPU_LEFT"
+"""Environment variable that names the file for what verl's driver still holds of a batch once its step is over."""
+
 
 def leave_out_other_backends() -> None:
     """Let verl do without the backends that it tries to import and does not need here: a fifth of every process's start.
@@ -46,6 +49,34 @@ def keep_reports(file: Path) -> None:
     AfterImport("mismatch_ext.adapters.verl.driver.reports", change)
 
 
+def look_for_leftovers(file: Path) -> None:
+    """Write, step by step, what the driver holds of the batch before and after its update."""
+
+    def change(module: Any) -> None:
+        kind = module.MismatchTrainer
+        update, metrics = kind._update_actor, kind._compute_metrics
+
+        def look(trainer: Any, when: str) -> None:
+            from tests.peers.conformance.batch_lived import batch_lived
+
+            with file.open("a", encoding="utf-8") as lines:
+                # Answers of a step, as `main_ppo.py` sets them.
+                lines.write(json.dumps({"when": when, "found": batch_lived(trainer, 16)}) + "\n")
+
+        def _update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
+            look(self, "before")
+            return update(self, *args, **kwargs)
+
+        def _compute_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = metrics(self, *args, **kwargs)
+            look(self, "after")
+            return result
+
+        kind._update_actor, kind._compute_metrics = _update_actor, _compute_metrics
+
+    AfterImport("mismatch_ext.adapters.verl.driver.trainer", change)
+
+
 def _without_paths(found: Any) -> Any:
     """Return plain data in which a path is only its last part: folders are this machine's."""
     if isinstance(found, dict):
@@ -58,5 +89,7 @@ def _without_paths(found: Any) -> Any:
 leave_out_other_backends()
 if name := os.environ.get(REPORTS):
     keep_reports(Path(name))
+if name := os.environ.get(LEFT):
+    look_for_leftovers(Path(name))
 if os.environ.get("VERL_CPU_FAULT"):
     import tests.peers.verl.cpu.faults  # noqa: F401

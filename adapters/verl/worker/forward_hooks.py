@@ -1,4 +1,4 @@
-"""The `routing` section in verl's FSDP engine: which passes are replayed, recorded, or left to the model."""
+"""The methods of verl's FSDP engine that run its model: which passes are replayed, recorded, or left to the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.verl.worker import samples
 from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
-from mismatch_ext.adapters.verl.worker.replay import FIELD, TOKENS, EngineReplay, SampleRoutes
+from mismatch_ext.adapters.verl.worker.replay import FIELD, TOKENS, TRAIN, EngineReplay, SampleRoutes
 from mismatch_ext.adapters.verl.worker.ulysses import Share
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing.replaying import REFERENCE
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class RoutingMixin(_Host):
             agree(error)
             if any(gathered(others)):
                 # Scores of altered samples, which somebody asks for beside those that are trained on.
-                replay.others += 1
+                replay.others[TRAIN] += 1
                 self._routes, self._recording = None, False
                 return super().forward_backward_batch(data, loss_function, forward_only)
             data = data.exclude(FIELD, TOKENS)  # a copy: what has been ingested need not be cut, or moved to the device
@@ -131,7 +132,7 @@ class RoutingMixin(_Host):
         if self._watched_replay is not None and self._routes is not None:
             rows = samples.rows_of(micro_batch, self._get_packed_pad_size(int(micro_batch["input_ids"].offsets()[-1])))
             routes = [self._routes[row] for row in micro_batch[ROW].tolist()]
-            comparing = self._watched_replay.comparing(routes, rows, samples.tokens(micro_batch))
+            comparing = self._watched_replay.comparing_samples(routes, rows, samples.tokens(micro_batch))
             with self.verdicts.around("routes", comparing):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         if replay is None or not (self._recording or self._routes is not None):
@@ -141,7 +142,8 @@ class RoutingMixin(_Host):
         rows = samples.rows_of(micro_batch, padding + share.filling(packed + padding))
         if self._routes is not None:
             routes = [self._routes[row] for row in micro_batch[ROW].tolist()]
-            with replay.replaying(routes, rows, measured=not self._is_reference, share=share):
+            split = REFERENCE if self._is_reference else TRAIN
+            with replay.over_samples(routes, rows, split=split, share=share):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         ids = samples.tokens(micro_batch)
         with replay.recording(rows, ids, share) as recorded:

@@ -1,4 +1,4 @@
-"""The `routing` section in TRL: which routes belong to which forward pass.
+"""The methods of TRL that run its model, under the routes that belong to each forward pass.
 
 R3: the routes of whoever sampled travel with the completions, as `inputs["routing"]`, through TRL's shuffling and splitting,
 and are replayed in the old-logprob pass and in every update. R2: the trainer's old-logprob pass records them instead.
@@ -6,21 +6,22 @@ and are replayed in the old-logprob pass and in every update. R2: the trainer's 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.routing.generate import record_generation
-from mismatch_ext.adapters.trl.aggregation import overridden
-from mismatch_ext.adapters.trl.replay import RoutingReplay, Scores, matching, on_cpu, share
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass
+from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, matching, on_cpu, share
 from torch import Tensor, nn
 from transformers.utils import is_peft_available
 
 from mismatch_ext.errors import ConfigError, ReplayError, RoutingError
-from mismatch_ext.routing import OTHER_PASSES, Agreement, RoutingTrace
+from mismatch_ext.ranks import Ranks
+from mismatch_ext.routing import Agreement, RoutingTrace
+from mismatch_ext.routing.replaying import REFERENCE
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.generation import CheckedGeneration
@@ -39,14 +40,13 @@ _OTHER_TOKENS = (
 class RoutingMixin(_Host):
     """Overrides the methods of GRPOTrainer that run its model; `MismatchTrainerMixin` sets what is active."""
 
-    _routing: RoutingReplay | None = None
+    _routing: ScoreReplay | None = None
     # What compares routes and replays none.
-    _watched_routing: RoutingReplay | None = None
-    # Routes of the micro-batch whose loss is being computed.
-    _routes: Sequence[RoutingTrace] | None = None
+    _watched_routing: ScoreReplay | None = None
+    # The batch that is generated and scored, or the micro-batch whose loss is computed; None between them.
+    _rollout_pass: RolloutPass | None = None
     _eval_split: str
-    # Log-probabilities of the pass that R2 records where TRL takes none over the batch's tokens.
-    _own_scores: Tensor | None = None
+    _ranks: Ranks
     _score_again: Callable[[Any], Tensor]
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
     # From construction on there is one.
@@ -58,30 +58,26 @@ class RoutingMixin(_Host):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as TRL does; where the trainer's own model generates, record its routes."""
-        routing = self._routing
-        if routing is None or routing.config.mode != "R3" or self.use_vllm:
+        routing, batch = self._routing, self._rollout_pass
+        if routing is None or routing.config.mode != "R3" or self.use_vllm or batch is None:
             return super()._generate_single_turn(*args, **kwargs)
         with record_generation(self.model, version=self.state.global_step) as recording:
             output = super()._generate_single_turn(*args, **kwargs)
         prompts = kwargs["prompt_ids"] if "prompt_ids" in kwargs else args[0]
-        routing.traces = share([on_cpu(trace) for trace in recording.traces], prompts)
+        batch.routes = [share([on_cpu(trace) for trace in recording.traces], prompts)]
         return output
 
-    def _known_routes(self) -> Sequence[Sequence[RoutingTrace]]:
-        """Return the routes of the batch that was just sampled: the sampler's, or those of each pass that R2 recorded."""
-        routing = self._routing
-        assert routing is not None
-        if routing.config.mode == "R2":
-            return routing.recorded
-        if routing.traces is None:
-            records, version = self.vllm_generation.records, self.vllm_generation.weight_version
-            routes = []
-            for record in records:
-                assert record.routing is not None  # recorded, or refused, where CheckedGeneration has a layout
-                record.routing.expect_version(version)
-                routes.append(record.routing)
-            routing.traces = share(routes, [record.prompt_ids for record in records])
-        return [routing.traces]
+    def _take_engines_routes(self, batch: RolloutPass) -> None:
+        """Take the routes of a batch from the engine's records of it, once."""
+        assert self._routing is not None
+        if batch.routes or not batch.records or self._routing.config.mode != "R3":
+            return
+        routes, version = [], self.vllm_generation.weight_version
+        for record in batch.records:
+            assert record.routing is not None  # recorded, or refused, where CheckedGeneration has a layout
+            record.routing.expect_version(version)
+            routes.append(record.routing)
+        batch.routes = [share(routes, [record.prompt_ids for record in batch.records])]
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -104,32 +100,29 @@ class RoutingMixin(_Host):
         reference = routing is not None and self._is_reference(model)
         if routing is None or (reference and not routing.config.reference):
             return score(model, *given, **options)
-        if self._routes is None and not routing.in_batch:
+        batch = self._rollout_pass
+        if batch is None:
             return score(model, *given, **options)  # somebody's own pass, over tokens that have no routes
-        rows = (input_ids, attention_mask, logits_to_keep)
-        routes = self._routes_of(*rows)
-        if routes is None and self._routes is None and routing.config.mode == "R2":
+        self._take_engines_routes(batch)
+        rows, version = (input_ids, attention_mask, logits_to_keep), self.state.global_step
+        routes = batch.routes_of(*rows)
+        if routes is None and batch.fresh and routing.config.mode == "R2":
             if not reference:
-                return routing.record(score, model, *given, version=self.state.global_step, **options)
+                scores, recorded = routing.record(score, model, *given, version=version, **options)
+                batch.routes.append(recorded)
+                return scores
             self._refuse_early_reference(model)
             with torch.random.fork_rng():  # TRL takes no such pass
-                routing.record(score, self.model, *given, version=self.state.global_step, **options)
-            routes = self._routes_of(*rows)
+                batch.routes.append(routing.record(score, self.model, *given, version=version, **options)[1])
+            routes = batch.routes_of(*rows)
+        split = REFERENCE if reference else self._split
         if routes is None:
             # Somebody's own pass over other tokens: what they would be given are the experts of the batch's.
-            routing.others["reference" if reference else self._split] += 1
+            routing.others[split] += 1
             return score(model, *given, **options)
-        # The reference's own choice says nothing about the gap between engine and trainer.
-        return routing.replay(score, model, *given, traces=routes, split=None if reference else self._split, **options)
+        return routing.replay(score, model, *given, traces=routes, split=split, **options)
 
-    def _routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:
-        """Return the routes of a scoring pass, of the micro-batch or else of the present batch; None where they have none."""
-        assert self._routing is not None
-        recorded = [self._routes] if self._routes is not None else self._known_routes()
-        found = (matching(routes, tokens, attention_mask, length) for routes in recorded)
-        return next((routes for routes in found if routes is not None), None)
-
-    def _batch_routes(self, output: Mapping[str, Any]) -> list[RoutingTrace]:
+    def _batch_routes(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RoutingTrace]:
         """Return the routes of a batch, a row of it each, when it has been scored.
 
         Raises:
@@ -137,14 +130,16 @@ class RoutingMixin(_Host):
         """
         routing = self._routing
         assert routing is not None
-        rows = _rows(output)
-        if (routes := self._routes_of(*rows)) is None and routing.config.mode == "R2":
+        self._take_engines_routes(batch)
+        rows, recorded = _rows(output), routing.config.mode == "R2"
+        if (routes := batch.routes_of(*rows)) is None and recorded:
             # TRL took no pass over the batch's tokens that R2 could record.
-            self._own_scores = self._score_again(output)
-            routes = self._routes_of(*rows)
+            batch.policy = self._score_again(output)
+            routes = batch.routes_of(*rows)
         if routes is None:
             raise RoutingError(_OTHER_TOKENS.format("recorded while the batch was sampled", routing.config.mode))
-        routing.others[self._split] += max(len(routing.recorded) - 1, 0)
+        if recorded:
+            routing.others[self._split] += max(len(batch.routes) - 1, 0)
         return routes
 
     def _is_reference(self, model: Any) -> bool:
@@ -184,7 +179,8 @@ class RoutingMixin(_Host):
         if matching(inputs[KEY], *_rows(inputs)) is None:
             raise RoutingError(_OTHER_TOKENS.format("that travelled with the micro-batch", routing.config.mode))
         before = routing.forwards
-        with overridden(self, _routes=inputs[KEY]):
+        micro_batch = RolloutPass(fresh=False, routes=[inputs[KEY]])
+        with overridden(self, _rollout_pass=micro_batch):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         if routing.forwards == before:
             raise ReplayError(
@@ -200,30 +196,18 @@ class RoutingMixin(_Host):
         reference = routing is not None and self._is_reference(model)
         if routing is None or (reference and not routing.config.reference):
             return nullcontext()
-        assert self._routes is not None
-        return routing.replaying(model, attention_mask, length, self._routes, None if reference else self._split)
+        assert self._rollout_pass is not None
+        split = REFERENCE if reference else self._split
+        return routing.over_rows(model, attention_mask, length, self._rollout_pass.routes[0], split)
 
     def _other_passes(self, split: str) -> dict[str, float]:
         """Return how many forward passes of a split were over other tokens than were recorded, over all ranks."""
-        routing = self._routing
-        if routing is None:
-            return {}
-        counts = [routing.others.pop(split, 0) + (routing.others.pop("reference", 0) if split == "train" else 0)]
-        if self.accelerator.num_processes > 1:
-            counts = gather_object(counts)
-        return {OTHER_PASSES: float(sum(counts))}
+        return {} if self._routing is None else self._routing.take_others(split, self._ranks)
 
     def _routing_agreement(self, split: str) -> Agreement | None:
         """Return the agreement since the last log, over all ranks; None where nothing was measured."""
         routing = self._watched_routing if self._routing is None else self._routing
-        if routing is None:
-            return None
-        mine = routing.agreements(split)
-        found = [] if mine is None else [mine]
-        if self.accelerator.num_processes > 1:
-            states = gather_object([None if mine is None else mine.state_dict()])
-            found = [Agreement.from_state(state) for state in states if state is not None]
-        return functools.reduce(Agreement.merge, found) if found else None
+        return None if routing is None else routing.take_agreement(split, self._ranks)
 
 
 def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

@@ -1,0 +1,252 @@
+"""Replay of recorded routes around a trainer's forward passes: which passes are measured, and what they tell.
+
+A pass of the policy is replayed, and a share of the passes is measured: the model's own choice is compared with the recorded
+one. In the first pass that has recorded routes it is measured in any case, because routes of another layer or token are valid
+ids too, which only the model can tell apart.
+
+Shapes: R rows (tokens of a forward pass, batch-first, padding included), L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mismatch_ext.checkpoint import load_random_state, random_state
+from mismatch_ext.config import RoutingConfig
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.ranks import ONE_PROCESS, Ranks
+from mismatch_ext.routing.agreement import OTHER_PASSES, Agreement, agreement
+from mismatch_ext.routing.plausibility import check_plausible
+from mismatch_ext.routing.tokens import Others
+from mismatch_ext.routing.trace import RoutingTrace
+
+REFERENCE = "reference"
+"""Split of the reference's passes: its own choice says nothing about the gap between engine and trainer."""
+
+
+class Layout(Protocol):
+    """The routers of a model: absolute decoder indices of the MoE layers, experts per layer and per token."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+
+
+class Replayed(Protocol):
+    """What came of the passes in a replaying context: how many were replayed, how many were over other tokens."""
+
+    forwards: int
+
+    @property
+    def others(self) -> int: ...
+    @property
+    def native(self) -> RoutingTrace: ...
+
+
+class Recorded(Protocol):
+    """The routes of each pass in a recording context."""
+
+    @property
+    def passes(self) -> list[RoutingTrace]: ...
+
+
+class Backend(Protocol):
+    """What replays and records in a model, such as the module `mismatch_ext.adapters.transformers.routing`."""
+
+    def moe_layout(self, model: Any) -> Any:
+        """Return the model's `Layout`."""
+
+    def replay_routing(
+        self, model: Any, trace: RoutingTrace, mask: Tensor | None, *, native: bool, others: Others
+    ) -> AbstractContextManager[Replayed]:
+        """Return a context in which the model's forward passes over the trace's tokens are routed as the trace says."""
+
+    def record_routing(self, model: Any, *, version: int = 0) -> AbstractContextManager[Recorded]:
+        """Return a context in which the routes of the model's forward passes are recorded."""
+
+
+class MeasuredPasses:
+    """Draws what is measured beside the training, the same in every process and in a run that is resumed.
+
+    Args:
+        config: The `routing` section.
+        seed: The host's own training seed; the same on every rank.
+    """
+
+    def __init__(self, config: RoutingConfig, seed: int) -> None:
+        self._config, self._seed = config, seed
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Draw as if nothing had been drawn before: a training begins."""
+        self._random, self._compared = random.Random(self._seed), False
+
+    def agreement(self) -> bool:
+        """Draw whether the model's own choice is measured in a replayed pass."""
+        return self._random.random() < self._config.agreement_rate
+
+    def native_gap(self) -> bool:
+        """Draw whether a rollout batch is scored without replay as well."""
+        return self._random.random() < self._config.native_gap_rate
+
+    def comparison(self) -> bool:
+        """Draw whether a batch that is not replayed is scored once more to compare routes; the first always is."""
+        first, self._compared = not self._compared, True
+        return first or self.agreement()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the draws stand, as JSON-able data."""
+        return {"random": random_state(self._random)}
+
+    def load_state_dict(self, state: Mapping[str, Any], rank: int = 0) -> None:
+        """Go on from what `state_dict` returned.
+
+        Args:
+            state: The state; releases up to 0.1 kept a list of all ranks' draws for verl's engines.
+            rank: This rank, whose entry of such a list counts; one that it lacks draws on as it stands.
+
+        Raises:
+            RecordError: It is damaged.
+        """
+        found = state.get("random")
+        if isinstance(found, list):
+            if rank < len(found):
+                load_random_state(self._random, found[rank])
+        else:
+            load_random_state(self._random, found)
+
+
+class RouteReplay:
+    """Replays routes around a trainer's forward passes, and counts how far they differ from the model's own.
+
+    Args:
+        config: The `routing` section.
+        backend: What replays and records in the model.
+        model: The trainer's model.
+        seed: The host's own training seed; the same on every rank.
+        ranks: The processes that must refuse routes together, where nothing else ends a rank that waits for another. All of them
+            must then make the same passes.
+
+    Attributes:
+        layout: The model's routers.
+        draws: Which passes are measured.
+        forwards: Forward passes that were replayed.
+        others: Forward passes over other tokens than were recorded, which the model routed itself, by split.
+
+    Raises:
+        ReplayError: The model's routing cannot be replayed.
+    """
+
+    def __init__(
+        self, config: RoutingConfig, backend: Backend, model: Any, *, seed: int, ranks: Ranks = ONE_PROCESS
+    ) -> None:
+        self.config, self.backend = config, backend
+        self.layout = backend.moe_layout(model)
+        self.draws = MeasuredPasses(config, seed)
+        self.forwards = 0
+        self.others: Counter[str] = Counter()
+        self._ranks = ranks
+        self._agreement: dict[str, Agreement] = {}
+        self._checked = config.mode == "R2"  # the model's own routes need no such check
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with, as JSON-able data: it measures the same passes."""
+        return self.draws.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], rank: int = 0) -> None:
+        """Go on from what `state_dict` returned; `MeasuredPasses.load_state_dict` has arguments and errors."""
+        self.draws.load_state_dict(state, rank)
+
+    @contextmanager
+    def replaying(self, model: Any, trace: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> Iterator[None]:
+        """Run the forward pass of a micro-batch under recorded routes; passes over other tokens are the model's own.
+
+        Args:
+            model: The model, possibly wrapped, or the reference's.
+            trace: Routes, R rows.
+            mask: True where a row has a recorded route `[R]`, bool; the model routes the others.
+            real: True at tokens that are not padding `[R]`, bool.
+            split: What the pass counts for: "train", "eval/<name>", or `REFERENCE`, of which nothing is measured.
+
+        Raises:
+            RoutingError: Routes do not fit their tokens, or cannot be this model's.
+            ReplayError: The forward pass did not obey them.
+        """
+        policy = split != REFERENCE
+        checks, drawn = policy and not self._checked, policy and self.draws.agreement()
+        # Whoever extends the host's step may run the model on other tokens too.
+        context = self.backend.replay_routing(model, trace, mask, native=checks or drawn, others="native")
+        with context as replay:
+            yield
+        self.forwards += replay.forwards
+        self.others[split] += replay.others
+        if checks:
+            self._check(trace, replay.native, mask)
+        if drawn:
+            self._count(split, agreement(trace, replay.native, mask, real=real))
+
+    def compare(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> None:
+        """Compare recorded routes with those that the model chose in a pass of its own; no rank waits for another.
+
+        Args:
+            trace, mask, real, split: As for `replaying`.
+            native: What the model chose, R rows.
+
+        Raises:
+            RoutingError: Routes do not fit their tokens, or cannot be this model's.
+        """
+        if not self._checked and bool(mask.any()):
+            self._checked = True
+            check_plausible(trace, native, mask)
+        self._count(split, agreement(trace, native, mask, real=real))
+
+    def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
+        """Check routes once against the model's own, on all ranks or none."""
+        error, some = None, bool(mask.any())
+        try:
+            if some:
+                check_plausible(trace, native, mask)
+        except RoutingError as failure:
+            error = failure
+        told = self._ranks.gather([None if error is None else str(error), some])
+        if error is not None:
+            raise error
+        for rank, (message, _) in enumerate(told):
+            if message is not None:
+                raise RoutingError(f"rank {rank}: {message}")
+        self._checked = all(known for _, known in told)
+
+    def _count(self, split: str, new: Agreement) -> None:
+        self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
+
+    def take_agreement(self, split: str, ranks: Ranks = ONE_PROCESS) -> Agreement | None:
+        """Return what was measured in a split since the last call, over all ranks, which must all call this; None if nothing was.
+
+        Args:
+            split: As for `replaying`.
+            ranks: The processes that train together.
+        """
+        mine = self._agreement.pop(split, None)
+        states = [state for state in ranks.gather(None if mine is None else mine.state_dict()) if state is not None]
+        return functools.reduce(Agreement.merge, map(Agreement.from_state, states)) if states else None
+
+    def take_others(self, split: str, ranks: Ranks = ONE_PROCESS, *, sharing: int = 1) -> dict[str, float]:
+        """Return how many passes were over other tokens since the last call, over all ranks, under the name to log it by.
+
+        Args:
+            split: As for `replaying`; the reference's passes count for "train".
+            ranks: The processes that train together, which must all call this.
+            sharing: Ranks that run the same pass together, each on a piece of its rows.
+        """
+        mine = self.others.pop(split, 0) + (self.others.pop(REFERENCE, 0) if split == "train" else 0)
+        return {OTHER_PASSES: sum(ranks.gather(mine)) / sharing}

@@ -1,0 +1,85 @@
+"""Replay in TRL's trainer: planted routes, which passes are measured, and what is left of a batch."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.trl import MismatchGRPOTrainer, MismatchTrainerMixin
+from mismatch_ext.adapters.trl.overridden import overridden
+
+from mismatch_ext.errors import MismatchError
+from tests.peers.conformance.batch_lived import batch_lived
+from tests.peers.conformance.routes import FAULTS
+from tests.peers.trl.scenarios_routing import R3, build
+
+
+def replay(model: str, out: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str, Any]:
+    """Train a step, then compute losses of its micro-batch under planted routes, and under its own until passes are measured.
+
+    Args:
+        model: Path of the model.
+        out: Output directory.
+        seed: TRL's own.
+        passes: Measured or not, of which the second half is repeated from a saved state.
+        old: The choice of measured passes as an earlier release saved it.
+    """
+    half = {**R3, "agreement_rate": 0.5}
+    trainer = build(model, out, half, max_steps=1, seed=seed, learning_rate=0.0, per_device_train_batch_size=8)
+    during: list[str] = []
+    plain = trainer.reward_funcs[0]
+
+    def rewarding(**given: Any) -> Any:
+        during.extend(batch_lived(trainer, 8))
+        return plain(**given)
+
+    trainer.reward_funcs = [rewarding]
+    trainer.train()
+    found: dict[str, Any] = {"during": during, "after": batch_lived(trainer, 8)}
+    trainer.model.train()
+    routing, inputs = trainer._routing, trainer._buffered_inputs[0]
+    found["after a loss"], found["refused"] = [], {}
+
+    def computed(change: Any) -> str:
+        routes = [
+            replace(t, parts=(change(t.experts.to(torch.int64)).to(t.parts[0].dtype),)) for t in inputs["routing"]
+        ]
+        try:
+            trainer.compute_loss(trainer.model, {**inputs, "routing": routes})
+        except MismatchError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    for name, (plant, _) in [*FAULTS.items(), ("none", (lambda ids: ids, ""))]:
+        with overridden(routing, _checked=False):
+            found["refused"][name] = computed(plant)
+        found["after a loss"] += batch_lived(trainer, 8)
+
+    def measured(count: int) -> list[bool]:
+        routing.take_agreement("train")
+        results = []
+        for _ in range(count):
+            trainer.compute_loss(trainer.model, inputs)
+            results.append(routing.take_agreement("train") is not None)
+        return results
+
+    routing.draws.begin_anew()
+    found["measured"] = measured(passes // 2)
+    state = routing.state_dict()
+    found["measured"] += measured(passes - passes // 2)
+    routing.load_state_dict(state)
+    found["resumed"] = measured(passes - passes // 2)
+    routing.load_state_dict(old)
+    found["of old"] = measured(passes)
+    return found
+
+
+def overridden_twice() -> list[str]:
+    """Return what several of the trainer's mixins define, of which neither derives from the other."""
+    ours = [kind for kind in MismatchGRPOTrainer.__mro__ if kind.__module__.startswith("mismatch_ext.")]
+    mixins = [kind for kind in ours if kind not in (MismatchGRPOTrainer, MismatchTrainerMixin)]
+    pairs = [(a, b) for a, b in itertools.combinations(mixins, 2) if not issubclass(a, b) and not issubclass(b, a)]
+    shared = {(a.__name__, b.__name__, name) for a, b in pairs for name in vars(a) if name in vars(b)}
+    return sorted(" ".join(found) for found in shared if not found[2].startswith("__"))

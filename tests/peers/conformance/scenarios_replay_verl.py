@@ -1,0 +1,74 @@
+"""Replay in verl's engine: planted routes, which passes are measured, and what is left of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.verl.driver.trainer import actor_seed
+
+from mismatch_ext.config import RoutingConfig
+from mismatch_ext.routing.replaying import MeasuredPasses
+from tests.peers.conformance.batch_lived import batch_lived
+from tests.peers.conformance.routes import FAULTS
+from tests.peers.verl.in_process.losses import host_config
+from tests.peers.verl.in_process.routes import nested, refused
+from tests.peers.verl.in_process.scenarios_replay import own_routes
+from tests.peers.verl.in_process.workers import batch, scored, update, worker
+
+
+def replay(model: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str, Any]:
+    """Update an engine under planted routes, and score under the model's own until passes are measured.
+
+    Args:
+        model: Path of the model.
+        seed: The engine's own.
+        passes: Measured or not, of which the second half is repeated from a saved state.
+        old: The choice of measured passes as an earlier release saved it.
+    """
+    routes = own_routes(model)
+    built = worker(
+        model, {"routing": {"mode": "R3", "agreement_rate": 0.5}}, engine={"seed": seed}, optimizer={"lr": 0.0}
+    )
+    engine, during = built.engine, []
+    handle = engine.module.register_forward_pre_hook(lambda *_: during.extend(batch_lived(engine, 4)))
+    data = scored(built, batch(routed_experts=routes))
+    update(built, data)
+    handle.remove()
+    found: dict[str, Any] = {"during": during, "after": batch_lived(engine, 4), "after a loss": [], "refused": {}}
+    replay = engine._replay
+    for name, (plant, _) in [*FAULTS.items(), ("none", (lambda ids: ids, ""))]:
+        # No engine records the route of the last token.
+        given = nested([torch.cat([plant(row[:-1]), row[-1:]]) for row in routes.unbind()])
+        with overridden(replay, _checked=False):
+            planted = batch(routed_experts=given)
+            planted["old_log_probs"] = data["old_log_probs"]
+            message = refused(update, built, planted)
+        found["refused"][name] = "" if message == "nothing was refused" else message
+        found["after a loss"] += batch_lived(engine, 4)
+
+    def measured(count: int) -> list[bool]:
+        engine.mismatch_metrics()
+        results = []
+        for _ in range(count):
+            built.infer_batch(batch(routed_experts=routes))
+            results.append("routing/compared_tokens" in engine.mismatch_metrics())
+        return results
+
+    replay.draws.begin_anew()
+    found["measured"] = measured(passes // 2)
+    state = replay.state_dict()
+    found["measured"] += measured(passes - passes // 2)
+    replay.load_state_dict(state, 0)
+    found["resumed"] = measured(passes - passes // 2)
+    replay.load_state_dict(old, 0)
+    found["of old"] = measured(passes)
+    return found
+
+
+def driver(seed: int, passes: int) -> list[bool]:
+    """Return which batches verl's driver scores without replay, of an actor with a seed of its own."""
+    config = host_config(f"actor_rollout_ref.actor.fsdp_config.seed={seed}")
+    draws = MeasuredPasses(RoutingConfig(mode="R3", native_gap_rate=0.5), actor_seed(config))
+    return [draws.native_gap() for _ in range(passes)]

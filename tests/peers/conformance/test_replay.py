@@ -1,0 +1,70 @@
+"""Replay is one in TRL and in verl: which routes are refused and how, which passes are measured, and what outlives its batch."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.peers.conformance.routes import FAULTS
+from tests.peers.scenarios import ROOT, Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.conformance import scenarios_replay_trl as trl
+    from tests.peers.conformance import scenarios_replay_verl as verl
+else:
+    trl = named("tests.peers.conformance.scenarios_replay_trl")
+    verl = named("tests.peers.conformance.scenarios_replay_verl")
+
+SEED, PASSES = 7, 12
+OLD = json.loads((ROOT / "tests/data/states/measured_passes.json").read_text(encoding="utf-8"))
+"""What release 0.1 saved after three draws from seed 5."""
+
+
+@pytest.fixture(scope="module")
+def hosts(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    given = {"model": moe, "seed": SEED, "passes": PASSES}
+    return {
+        "trl": run(trl.replay, out=tmp_path_factory.mktemp("trl"), old=OLD["trl"], **given).expect(),
+        "verl": run(verl.replay, old=OLD["verl"], **given).expect(),
+    }
+
+
+def draws(seed: int, first: int = 0) -> list[bool]:
+    """Return which passes are measured at a rate of a half."""
+    generator = random.Random(seed)
+    return [generator.random() < 0.5 for _ in range(first + PASSES)][first:]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_implausible_routes_are_refused_alike(hosts: dict[str, dict[str, Any]], name: str) -> None:
+    messages = [hosts[host]["refused"][name] for host in ("trl", "verl")]
+    assert all(re.match("RoutingError: .*" + FAULTS[name][1], message) for message in messages), messages
+    # The same words; how many experts are shared depends on the tokens.
+    assert len({re.sub(r"\d+%", "%", message) for message in messages}) == 1, messages
+
+
+def test_the_models_own_routes_are_plausible(hosts: dict[str, dict[str, Any]]) -> None:
+    assert [hosts[host]["refused"]["none"] for host in ("trl", "verl")] == ["", ""]
+
+
+def test_the_hosts_seed_chooses_the_measured_passes(run: Run, hosts: dict[str, dict[str, Any]]) -> None:
+    assert run(verl.driver, seed=SEED, passes=PASSES).expect() == draws(SEED)
+    for host, found in hosts.items():
+        assert found["measured"] == draws(SEED), host
+        assert found["resumed"] == draws(SEED)[PASSES // 2 :], host
+        assert found["of old"] == draws(5, 3), host
+
+
+def test_nothing_of_a_batch_outlives_it(hosts: dict[str, dict[str, Any]]) -> None:
+    for host, found in hosts.items():
+        assert found["during"], host  # it would be seen
+        assert found["after"] == found["after a loss"] == [], host
+
+
+def test_the_order_of_trls_mixins_does_not_matter(run: Run) -> None:
+    assert run(trl.overridden_twice).expect() == []

@@ -1,0 +1,113 @@
+"""A trainer's replay in a loop of one's own: what is refused, on one rank and on all, what is measured and what is counted."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from mismatch_ext.adapters.transformers import routing as backend
+from torch import Tensor
+
+from mismatch_ext.config import RoutingConfig
+from mismatch_ext.errors import RecordError, RoutingError
+from mismatch_ext.ranks import ONE_PROCESS, OneProcess
+from mismatch_ext.routing import OTHER_PASSES, RoutingTrace
+from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
+from tests.peers.conformance.routes import FAULTS
+from tests.peers.scenarios import ROOT
+from tests.peers.transformers.test_plausible import engine, traced
+
+OLD = json.loads((ROOT / "tests/data/states/measured_passes.json").read_text(encoding="utf-8"))
+
+
+class Two(OneProcess):
+    """The first of two ranks, the other of which found what is given."""
+
+    size = 2
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.other]
+
+
+def replay_of(rate: float = 1.0, seed: int = 0, **options: Any) -> RouteReplay:
+    return RouteReplay(RoutingConfig(mode="R3", agreement_rate=rate), backend, engine()[0], seed=seed, **options)
+
+
+def run(replay: RouteReplay, trace: RoutingTrace, split: str = "train", ids: Tensor | None = None) -> None:
+    """Run the pass of a trace's tokens, and another one where ids are given."""
+    model, own = engine()[:2]
+    every = torch.ones(trace.rows, dtype=torch.bool)
+    with torch.no_grad(), replay.replaying(model, trace, every, real=every, split=split):
+        model(input_ids=own, use_cache=False)
+        if ids is not None:
+            model(input_ids=ids, use_cache=False)
+
+
+def test_the_first_pass_is_checked_whatever_is_drawn() -> None:
+    trace = engine()[3]
+    wrong = traced(trace, FAULTS["layers reversed"][0](trace.experts.to(torch.int64)))
+    replay = replay_of(rate=0.0)
+    run(replay, wrong, REFERENCE)  # another model's choice says nothing
+    with pytest.raises(RoutingError, match="layers are swapped"):
+        run(replay, wrong)
+    run(replay, trace)
+    run(replay, wrong)  # once: the agreement shows what follows
+    assert replay.take_agreement("train") is None and replay.forwards == 4
+
+
+def test_ranks_refuse_together() -> None:
+    trace = engine()[3]
+    with pytest.raises(RoutingError, match="rank 1: no good"):
+        run(replay_of(ranks=Two(["no good", True])), trace)
+    wrong = traced(trace, FAULTS["rows late"][0](trace.experts.to(torch.int64)))
+    waiting = replay_of(ranks=Two([None, False]))
+    run(waiting, trace)
+    with pytest.raises(RoutingError, match="shifted by one"):  # a rank without routes has checked nothing yet
+        run(waiting, wrong)
+
+
+def test_what_was_measured_is_told_once_by_split() -> None:
+    model, ids, own, trace = engine()
+    replay = replay_of()
+    run(replay, trace, ids=(ids + 1) % 64)
+    run(replay, trace, REFERENCE, ids=(ids + 1) % 64)
+    run(replay, trace, "eval/default")
+    found = replay.take_agreement("train")
+    assert found is not None and found.tokens == trace.rows
+    assert found.set_mismatches == (trace.rows, *[0] * (len(trace.layers) - 1))
+    assert replay.take_agreement("train") is None and replay.take_agreement("eval/default") is not None
+    assert replay.take_others("train") == {OTHER_PASSES: 2.0} and replay.take_others("train") == {OTHER_PASSES: 0.0}
+    merged = replay.take_agreement("train", Two(found.state_dict()))
+    assert merged is not None and merged.tokens == trace.rows
+    assert replay.take_others("train", Two(4), sharing=2) == {OTHER_PASSES: 2.0}
+    every = torch.ones(trace.rows, dtype=torch.bool)
+    replay.compare(trace, own, every, real=every, split="train")
+    assert replay.take_agreement("train", ONE_PROCESS) is not None
+
+
+@pytest.mark.parametrize("saved, rank, first", [("trl", 0, 3), ("verl", 0, 3), ("verl", 1, 4), ("driver", 0, 3)])
+def test_a_choice_that_an_earlier_release_saved_goes_on(saved: str, rank: int, first: int) -> None:
+    generator = random.Random(5)
+    wanted = [generator.random() < 0.5 for _ in range(40)]
+    replay = replay_of(rate=0.5, seed=5)
+    replay.load_state_dict(OLD[saved], rank)
+    assert [replay.draws.agreement() for _ in range(20)] == wanted[first : first + 20]
+    again = replay_of(rate=0.5)
+    again.load_state_dict(json.loads(json.dumps(replay.state_dict())))
+    assert [again.draws.agreement() for _ in range(10)] == wanted[first + 20 : first + 30]
+
+
+def test_a_damaged_choice_is_refused_and_a_rank_that_was_not_there_draws_on() -> None:
+    replay = replay_of(rate=0.5, seed=5)
+    for state in ({}, {"random": 3}, {"random": [{"version": 3}]}):
+        with pytest.raises(RecordError, match="choice of measured passes is damaged"):
+            replay.load_state_dict(state)
+    replay.load_state_dict(OLD["verl"], 2)
+    generator = random.Random(5)
+    assert [replay.draws.agreement() for _ in range(20)] == [generator.random() < 0.5 for _ in range(20)]
