@@ -73,11 +73,11 @@ class SequenceSums:
     def __init__(self, trainer: Any, *, float64: bool = False) -> None:
         self.sums: Sums = {}
         self._trainer, self._float64 = trainer, float64
-        self._observe: Callable[..., None] = trainer._recorder.observe
+        self._observe: Callable[..., None] = trainer._log.observe
         self._generate: Callable[..., dict[str, Any]] = trainer._generate_and_score_completions
         self._score: Callable[..., Tensor] = trainer._score_again
         self._scored: tuple[Tensor, Tensor] | None = None
-        trainer._recorder.observe = self._observed
+        trainer._log.observe = self._observed
         trainer._generate_and_score_completions = self._generated
         trainer._score_again = self._scored_again
 

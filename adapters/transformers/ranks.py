@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object, reduce
 from torch import Tensor
 
 
@@ -13,10 +13,10 @@ class AcceleratorRanks:
     """`Ranks` of an accelerator's processes.
 
     Args:
-        accelerator: The Trainer's.
+        accelerator: The Trainer's, or the state that it shares, where there is no Trainer yet.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator | PartialState) -> None:
         self._accelerator = accelerator
 
     @property
@@ -35,5 +35,5 @@ class AcceleratorRanks:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes; all of them must call it."""
-        total: Tensor = self._accelerator.reduce(values, reduction="sum")
+        total: Tensor = reduce(values, reduction="sum")
         return total

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import logging
-import math
-import platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import PartialState
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr, check_optimizer
-from mismatch_ext.adapters.trl.header import REPORTED
+from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
+from mismatch_ext.adapters.trl.integration import PACKAGES, of_arguments
 from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from mismatch_ext.banner import monitor_lines, print_closing, rule_of
+from mismatch_ext.banner import monitor_lines, rule_of
 from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import TRL
-from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.monitor import Monitor
+from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
+from mismatch_ext.run.info import run_info
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
@@ -68,8 +68,9 @@ class MismatchCallback(TrainerCallback, ExportableState):
                     )
         with self._verdicts.checking("lr"):
             self._lr = self._control()
-        self._alarms = AlarmCallback(self.block.monitor, self._event, self._verdicts)
-        self._recorder: RunRecorder | None = None
+        Monitor(self.block.monitor, TRL)  # imports the functions that alarms call, before anything starts
+        self._log: RunLog | None = None
+        self._alarms = AlarmCallback(self._opened)
         self._logged = False
 
     def _control(self) -> LrCallback | None:
@@ -86,7 +87,8 @@ class MismatchCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return what transformers saves in a checkpoint's `trainer_state.json`."""
         lr = None if self._lr is None else self._lr.saved_state()
-        saved = {"lr": lr, "monitor": self._alarms.monitor.state_dict()}
+        alarms = Monitor(self.block.monitor, TRL) if self._log is None else self._log.monitor
+        saved = {"lr": lr, "monitor": alarms.state_dict()}
         return {"args": {"mismatch": self.block.to_dict()}, "attributes": {"saved": saved}}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -132,7 +134,8 @@ class MismatchCallback(TrainerCallback, ExportableState):
             self._open(args, state, model)
         with self._verdicts.checking("checkpoint"):
             self._resume(entry, saved, state)
-        self._alarms.on_train_begin(args, state, control)
+        if self._log is not None:
+            self._alarms.on_train_begin(args, state, control)
         if self._lr is not None:
             self._lr.resume(saved.get("lr"))
             self._lr.on_train_begin(args, state, control, **kwargs)
@@ -141,35 +144,37 @@ class MismatchCallback(TrainerCallback, ExportableState):
             lines = [f"mismatch-ext {installed('mismatch-ext')} {done} by callback"]
             if self.block.lr is not None:
                 lines.append(f"  lr         {rule_of(self.block.lr)}")
-            say("\n".join([*lines, *monitor_lines(self._alarms.monitor, self._run_dir(args))]))
+            alarms = Monitor(self.block.monitor, TRL) if self._log is None else self._log.monitor
+            say("\n".join([*lines, *monitor_lines(alarms, self._run_dir(args))]))
 
     def _open(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Open the metrics file of a training."""
-        run_dir = self._run_dir(args)
-        if state.is_world_process_zero:
-            ensure_writable(run_dir)
-        self._recorder = RunRecorder(
-            run_dir,
-            monitor=self.block.monitor,
-            sampling=SamplingSettings(),
-            header=lambda: self._header(args, model),
-            rank=args.process_index,
-            world_size=args.world_size,
-            gather=gather_object,
+        self._log = None
+        self._log = RunLog(
+            self.block,
+            self._run_dir(args),
+            info=lambda: self._info(args, model),
+            step=lambda: state.global_step,
+            names=TRL,
+            ranks=AcceleratorRanks(PartialState()),
+            verdicts=self._verdicts,
         )
-        self._recorder.begin(state.global_step or None)
-        if state.is_world_process_zero:
-            self._verdicts.report_to(self._event)
+        self._log.begin(state.global_step or None)
+
+    def _opened(self) -> RunLog:
+        assert self._log is not None
+        return self._log
 
     def _resume(self, entry: Any, saved: Any, state: TrainerState) -> None:
         """Go on from what a checkpoint holds, and say which settings have changed since."""
-        if not state.global_step:
+        log = self._log
+        if not state.global_step or log is None:
             return
-        self._alarms.resume(saved.get("monitor"), state.global_step)
+        log.load_state_dict({"monitor": saved.get("monitor")}, step=state.global_step)
         changed = changed_settings(entry.get("args", {}).get("mismatch"), self.block.to_dict())
         if changed is not None:
             logger.warning(changed)
-            self._event(state.global_step, "warning", "settings_changed", changed)
+            log.event("warning", "settings_changed", changed)
 
     def _run_dir(self, args: TrainingArguments) -> Path:
         return run_folder(self.block.monitor, Path(str(args.output_dir)))
@@ -233,27 +238,27 @@ class MismatchCallback(TrainerCallback, ExportableState):
         Raises:
             ConfigError: The trainer does not log what leads the learning rate.
         """
-        if not logs or "loss" not in logs or self._recorder is None:
+        if not logs or "loss" not in logs or self._log is None:
             return
         with self._verdicts.checking("lr"):
             self._lead(state, logs)
         with self._verdicts.checking("metrics"):
             logs |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
-            self._recorder.step("train", state.global_step, logs)
+            self._log.write(state.global_step, logs)
         self._alarms.on_log(args, state, control, logs)
 
     def _lead(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """Log the rate that was applied, and let what was logged lead the next one."""
-        if self._lr is None or self._lr.lr_control is None:
+        if self._lr is None or not self._lr.rate.attached:
             return
-        applied = {PREFIX + name: value for name, value in self._verdicts.named(self._lr.applied).items()}
+        applied = {PREFIX + name: value for name, value in self._verdicts.named(self._lr.rate.metrics()).items()}
         logs |= applied
         if state.log_history:
             state.log_history[-1] |= applied
         self._steer(logs)
 
     def _steer(self, logs: Mapping[str, Any]) -> None:
-        assert self._lr is not None and self._lr.lr_control is not None
+        assert self._lr is not None
         if not self._lr.config.watches:
             return
         key = LENGTH if self._lr.config.trigger == "response_length" else "grad_norm"
@@ -266,12 +271,9 @@ class MismatchCallback(TrainerCallback, ExportableState):
             )
         self._logged = True
         if key == "grad_norm":
-            if math.isfinite(logs[key]):
-                self._lr.collect(1.0, grad_norm=float(logs[key]))
-        elif logs.get(TRUNCATED) is None:
-            self._lr.collect(1.0, response_length=logs[LENGTH])
+            self._lr.rate.collect(grad_norm=float(logs[key]))
         else:
-            self._lr.collect(1.0, response_length=logs[LENGTH], truncated_fraction=logs[TRUNCATED])
+            self._lr.rate.collect(response_length=logs[LENGTH], truncated_fraction=logs.get(TRUNCATED))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note that a checkpoint was saved."""
@@ -289,39 +291,23 @@ class MismatchCallback(TrainerCallback, ExportableState):
         """Take the control off, write how training ended, and print what happened."""
         if self._lr is not None:
             self._lr.release()
-        if self._recorder is None:
+        if self._log is None:
             return
         with self._verdicts.checking("metrics"):
-            self._end(self._recorder, state)
+            self._log.end("completed")
 
-    def _end(self, recorder: RunRecorder, state: TrainerState) -> None:
-        recorder.end(state.global_step, "completed", self._alarms.stopped or "")
-        if state.is_world_process_zero:
-            print_closing(recorder.run_dir)
-
-    def _event(self, *event: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.event(*event)
-
-    def _header(self, args: TrainingArguments, model: Any) -> dict[str, Any]:
+    def _info(self, args: TrainingArguments, model: Any) -> dict[str, Any]:
         def autocast() -> AbstractContextManager[Any]:
             # accelerate leaves float16 off on a CPU.
             half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 and device.type != "cpu" else None
             return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
         device = args.device
-        return {
-            "run": {
-                "name": args.run_name or str(args.output_dir),
-                "host": f"trl {installed('trl')} by callback",
-                "model": str(getattr(getattr(model, "config", None), "_name_or_path", type(model).__name__)),
-                "device": f"{device.type} ({platform.processor() or platform.machine()})",
-                "seed": args.seed,
-            },
-            "names": TRL.to_dict(),
-            "trainer": asdict(read_trainer(model, autocast, None, device)),
-            "engine": None,
-            "patches": [],
-            "config": self.block.to_dict(),
-            "versions": {name: installed(name) or "not installed" for name in REPORTED},
-        }
+        return run_info(
+            self.block,
+            TRL,
+            host=f"trl {installed('trl')} by callback",
+            **of_arguments(args, model),
+            trainer=read_trainer(model, autocast, None, device),
+            packages=PACKAGES,
+        )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
-from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.whole import resumable
@@ -18,12 +17,11 @@ from mismatch_ext.adapters.trl.replay import ScoreReplay
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.utils import RepeatSampler
 
-from mismatch_ext.banner import print_closing
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
@@ -38,12 +36,10 @@ class CheckpointMixin(_Host):
     _block: MismatchConfig | None
     _acting: MismatchConfig
     _verdicts: Verdicts
-    _recorder: RunRecorder
+    _log: RunLog
     _kl: KlTerm | None
     _lr: LrCallback | None
     _routing: ScoreReplay | None
-    _alarms: AlarmCallback
-    _run_dir: Path
     _saved_step: int
     _train_sampler: Any = None
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
@@ -73,14 +69,13 @@ class CheckpointMixin(_Host):
         with self._verdicts.checking("metrics"):
             resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
             if resumed is not None or not resume_from_checkpoint:
-                self._recorder.begin(
-                    resumed
-                )  # else the parent refuses, and the metrics that are there stay as they are
+                # Otherwise the parent refuses, and the metrics that are there stay as they are.
+                self._log.begin(resumed)
             for message in passed_over:
                 self._told(resumed or 0, "torn_checkpoint", message)
         # Whatever an earlier training of this trainer has left; a checkpoint's state is loaded over it.
         self._saved_step = 0
-        self._alarms.begin_anew()
+        self._log.begin_anew()
         if self._lr is not None:
             self._lr.resume(None)
         if self._kl is not None:
@@ -94,13 +89,13 @@ class CheckpointMixin(_Host):
                 self._rescue(error)
             with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
                 # A full disk must not take the place of the error in flight.
-                self._end("failed", f"{type(error).__name__}: {error}")
+                self._log.end("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
             if self._lr is not None:
                 self._lr.release()
         with self._verdicts.checking("metrics"):
-            self._end("completed", self._alarms.stopped or "")
+            self._log.end("completed")
         return result
 
     def _resumable(self, asked: Any) -> tuple[Any, list[str]]:
@@ -127,19 +122,7 @@ class CheckpointMixin(_Host):
     def _told(self, step: int, name: str, message: str) -> None:
         """Warn, and write the warning among the events of the step that is resumed."""
         warnings.warn(message, stacklevel=4)
-        self._recorder.event(step, "warning", name, message)
-
-    def _end(self, status: str, message: str = "") -> None:
-        """Write what was measured since the last log, and how training ended."""
-        if not self._recorder.started:
-            return
-        step = self.state.global_step
-        # With several ranks merging is collective, and after a failure the others may not be here.
-        if self.accelerator.num_processes == 1 and (left := self._recorder.flush("train", step)):
-            self._recorder.step("train", step, left)
-        self._recorder.end(step, status, message)
-        if self.accelerator.is_main_process:
-            print_closing(self._run_dir)
+        self._log.event("warning", name, message, step=step)
 
     def _rescue(self, error: MismatchError) -> None:
         """Save a checkpoint of the last finished step, unless this run has saved that step."""
@@ -178,7 +161,7 @@ class CheckpointMixin(_Host):
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""
         assert self._block is not None
-        state: dict[str, Any] = {"config": self._block.to_dict(), "recorder": self._recorder.state_dict()}
+        state: dict[str, Any] = {"config": self._block.to_dict(), **self._log.state_dict()}
         if self.use_vllm and self._verified:
             state |= self.vllm_generation.state_dict()
         if self._kl is not None:
@@ -187,7 +170,6 @@ class CheckpointMixin(_Host):
             state["lr"] = self._lr.saved_state()
         if self._routing is not None:
             state["routing"] = self._routing.state_dict()
-        state["monitor"] = self._alarms.monitor.state_dict()
         return state
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,13 +226,12 @@ class CheckpointMixin(_Host):
         # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
         self._saved_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
         state = read_state(Path(checkpoint) / STATE_FILE)
-        self._alarms.resume(None if state is None else state.get("monitor"), self._saved_step)
+        self._log.load_state_dict(state or {}, step=self._saved_step)
         if state is not None:
             self._go_on_from(state)
         precision = self._acting.precision
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
-            self._recorder.event(
-                self.state.global_step,
+            self._log.event(
                 "warning",
                 "loss_scale",
                 f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
@@ -268,7 +249,5 @@ class CheckpointMixin(_Host):
             self._lr.resume(state.get("lr"))
         if self._routing is not None and state.get("routing") is not None:
             self._routing.load_state_dict(state["routing"])
-        if state.get("recorder") is not None:
-            self._recorder.load_state_dict(state["recorder"])
         for message in filter(None, messages):
             self._told(self._saved_step, "settings_changed", message)

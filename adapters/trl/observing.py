@@ -20,7 +20,8 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct, over_ranks
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.recorder import PREFIX, RunRecorder
+from mismatch_ext.recorder import PREFIX
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import ENFORCE, Finding, Verdicts
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class ObservingMixin(_Host):
 
     _block: MismatchConfig | None
     _verdicts: Verdicts
-    _recorder: RunRecorder
     _ranks: Ranks
+    _log: RunLog
     _eval_split: str
     # What would correct, penalise and replay, and is asked for its measurements alone.
     _watched_correction: CorrectionTerm | None = None
@@ -88,7 +89,7 @@ class ObservingMixin(_Host):
                 if ROLLOUT not in seen:
                     seen[ROLLOUT] = self._recorded_logprobs(batch, mask)
                 found = (self._old_logprobs(seen), seen[ROLLOUT], mask.bool())
-                self._recorder.observe(split, *found)
+                self._log.observe(split, *found)
                 gap = found
         if self.accelerator.num_processes > 1 and not all(gather_object([gap is not None])):
             gap = None  # what follows is over all ranks
@@ -145,7 +146,7 @@ class ObservingMixin(_Host):
             if not self._no_reference_told:
                 self._no_reference_told = True
                 message = "mismatch.kl is not measured: without beta TRL scores no reference, which enforce would have loaded."
-                self._recorder.event(self.state.global_step, "info", "kl", message)
+                self._log.event("info", "kl", message)
             return
         with self._verdicts.checking("kl"):
             term.begin()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
@@ -16,7 +15,7 @@ from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
-from mismatch_ext.adapters.trl.header import FIXES, SEAMS, run_header
+from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
@@ -28,7 +27,6 @@ from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import Tensor, nn
 
-from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
@@ -36,9 +34,8 @@ from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.terminal import say
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
 
@@ -56,8 +53,7 @@ class PreflightMixin(_Host):
     _acting: MismatchConfig
     _verdicts: Verdicts
     _watched_routing: ScoreReplay | None
-    _run_dir: Path
-    _recorder: RunRecorder
+    _log: RunLog
     _readings: dict[str, Any]
     _patches: list[dict[str, Any]]
     _audit_report: AuditReport | None
@@ -153,18 +149,8 @@ class PreflightMixin(_Host):
         self._sampling = SamplingSettings()
         with self._verdicts.checking("sampling"):
             self._sampling = sampling_settings(self, args.generation_kwargs)
-        self._recorder = RunRecorder(
-            self._run_dir,
-            monitor=self._config.monitor,
-            sampling=self._sampling,
-            header=self._header,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-            gather=gather_object,
-        )
+        self._log.sampled_with(self._sampling)
         self._verdicts.at(lambda: self.state.global_step)
-        if self.accelerator.is_main_process:
-            self._verdicts.report_to(self._recorder.event)
         self.add_callback(self._alarms)
         with self._verdicts.checking("reference"):
             self._check_reference(self.ref_model is not None)
@@ -175,10 +161,8 @@ class PreflightMixin(_Host):
         if self.use_vllm:
             with self._verdicts.checking("engine"):
                 self._wrap_engine(patch_digest)
-        if self.accelerator.is_main_process:
-            with self._verdicts.checking("banner"):
-                watched, measured = self._alarms.monitor, "at every generation"
-                say(banner(self._config, self._header(), watched, self._run_dir, integration=SEAMS, measured=measured))
+        with self._verdicts.checking("banner"):
+            self._log.announce(INTEGRATION, measured="at every generation")
 
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -242,7 +226,7 @@ class PreflightMixin(_Host):
     def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Warn, and keep the warning in the run's metrics file."""
         warnings.warn(message, stacklevel=3)
-        self._recorder.event(self.state.global_step, "warning", name, message, data)
+        self._log.event("warning", name, message, data)
 
     def _compute_dtype(self) -> str:
         """Return the dtype that the trainer's matrix products come out in, as read back."""
@@ -256,8 +240,8 @@ class PreflightMixin(_Host):
         if surplus is not None:
             self._warn("vocabulary", str(surplus), vars(surplus))
 
-    def _header(self) -> dict[str, Any]:
-        found = run_header(self, self._readings, self._patches, self._audit_report)
+    def _info(self) -> dict[str, Any]:
+        found = info_of(self, self._readings, self._patches, self._audit_report)
         wrapped = self.use_vllm and isinstance(self.vllm_generation, CheckedGeneration)
         return found | {"provenance": dataclasses.asdict(self.vllm_generation.provenance())} if wrapped else found
 
@@ -278,7 +262,7 @@ class PreflightMixin(_Host):
     def _on_event(self, level: str, name: str, message: str) -> None:
         """Write what is wrong with a weight update, which every rank verifies."""
         if self.accelerator.is_main_process:
-            self._recorder.event(self.state.global_step, level, name, message)
+            self._log.event(level, name, message)
         else:
             self._unwritten.append(message)  # the main process writes it at the next log
         if self._config.monitor.weight_sync == "warn":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr
@@ -37,12 +38,14 @@ from trl import GRPOTrainer, RLOOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.host_names import TRL
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.provenance import expect_present
-from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
+from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.records import RolloutBatch, collate
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed, require
 
@@ -88,10 +91,17 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             check_peers(type(self), self._block, use_vllm=config.use_vllm)
         with self._verdicts.checking("stitching"):
             check_stitching(self._block, kwargs)
-        # Imports the functions that alarms call; the recorder comes with the run.
-        self._alarms = AlarmCallback(self._config.monitor, lambda *event: self._recorder.event(*event), self._verdicts)
-        self._run_dir = run_folder(self._config.monitor, Path(config.output_dir))
-        ensure_writable(self._run_dir)
+        self._ranks = AcceleratorRanks(PartialState())
+        self._log = RunLog(
+            self._block,
+            run_folder(self._block.monitor, Path(config.output_dir)),
+            info=self._info,
+            step=lambda: self.state.global_step,
+            names=TRL,
+            ranks=self._ranks,
+            verdicts=self._verdicts,
+        )
+        self._alarms = AlarmCallback(lambda: self._log)
         self._eval_split = "eval/default"
         self._audit_report = None
         self._sync_audited = False
@@ -112,7 +122,6 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             self._patches = [] if patches is None else patches.describe() + described(*self._step_patches(config))
             with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
-        self._ranks = AcceleratorRanks(self.accelerator)
         if self._acting.lr is not None:
             self._lr = LrCallback(self._acting.lr)
             self.add_callback(self._lr)
@@ -148,7 +157,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         if changes:
             said = ", ".join(f"{name}={c['enforce']!r} (is {c['is']!r})" for name, c in changes.items())
             data = {name: {key: str(value) for key, value in c.items()} for name, c in changes.items()}
-            self._recorder.event(0, "info", "enforce_sets", f"enforce would have set {said}.", data)
+            self._log.event("info", "enforce_sets", f"enforce would have set {said}.", data)
 
     @contextlib.contextmanager
     def _rewarding(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -211,11 +220,11 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             old_logprobs = self._old_logprobs(output)
             split = "train" if training else self._eval_split
             gap = (old_logprobs, output[ROLLOUT], mask.bool())
-            self._recorder.observe(split, *gap)
+            self._log.observe(split, *gap)
             if self._routing is not None and self._routing.draws.native_gap():
                 with overridden(self, _routing=None):
                     native = self._score_again(output)
-                self._recorder.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
+                self._log.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
             if self._correction is not None:
                 mode = "train" if training else "eval"
                 for name, value in self._correction.apply(output, old_logprobs, mask).items():
@@ -254,7 +263,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             if not getattr(self, "_stitched_told", False):
                 self._stitched_told = True
                 message = "completions are stitched from several generations; their tokens are not compared with the engine's."
-                self._recorder.event(self.state.global_step, "info", "records", message)
+                self._log.event("info", "records", message)
             return None
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
         expect_present(batch.provenance, self.vllm_generation.weight_version)
@@ -320,7 +329,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         outer = self._eval_split
         self._eval_split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
         try:
-            with self._verdicts.around("metrics", self._recorder.evaluation(self.state.global_step)):
+            with self._verdicts.around("metrics", self._log.recorder.evaluation(self.state.global_step)):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._eval_split = outer
@@ -339,7 +348,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
         with self._verdicts.checking("metrics"):
             if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
-                self._recorder.step(split, step, names | by_layer)
+                self._log.write(step, names | by_layer, split)
             bias = ratio_bias(self, self._sampling)
             if extra and bias is not None and not getattr(self, "_bias_told", False):
                 self._bias_told = True
@@ -359,7 +368,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         with self._verdicts.checking("findings"):
             self._findings_of_ranks()
         with self._verdicts.checking("metrics"):
-            extra = self._recorder.flush(split, self.state.global_step)
+            extra = self._log.recorder.flush(split, self.state.global_step)
         with self._verdicts.checking("metrics"):
             agreement = self._routing_agreement(split)
         if agreement is not None:
@@ -384,7 +393,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             gap = self._sync_gap_over_ranks(None if self._verdict is None else self._verdict.gap_mean)
             metrics |= {} if gap is None else {PREFIX + "weight_sync_gap": gap}
         if self._lr is not None:
-            metrics |= {PREFIX + name: value for name, value in self._verdicts.named(self._lr.applied).items()}
+            metrics |= {PREFIX + name: value for name, value in self._verdicts.named(self._lr.rate.metrics()).items()}
         return metrics
 
     def _sync_gap_over_ranks(self, gap: float | None) -> float | None:
@@ -394,7 +403,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
         found = gather_object([(gap, self._unwritten)])
         for rank, (_, messages) in enumerate(found):
             for message in messages:
-                self._recorder.event(self.state.global_step, "error", "weight_sync", f"rank {rank}: {message}")
+                self._log.event("error", "weight_sync", f"rank {rank}: {message}")
         self._unwritten = []
         return max((float(value) for value, _ in found if value is not None), default=None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import assert_type
 
 from mismatch_ext.adapters.sglang import ServerProblem, ServerVerdict
@@ -21,6 +20,7 @@ from vllm import LLM
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.patching import Patch
+from mismatch_ext.run.log import RunLog
 
 
 def ours(model: nn.Module, llm: LLM, verdict: ServerVerdict) -> None:
@@ -39,7 +39,7 @@ def derived(
     """From classes of ours, and from the peers' that they derive from."""
     assert_type(config.mismatch_block(), MismatchConfig | None)
     assert_type(config.beta, float)
-    assert_type(trainer._run_dir, Path)
+    assert_type(trainer._log, RunLog)
     assert_type(trainer.state, TrainerState)
     assert_type(trainer.model, nn.Module)
     assert_type(engine.block, MismatchConfig | None)

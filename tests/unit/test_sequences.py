@@ -67,11 +67,11 @@ def listening(batches: list[dict[str, Any]]) -> SequenceSums:
     recorder = SimpleNamespace(observe=lambda *given, native=False: seen.append((*given, native)))
 
     def generate(batch: dict[str, Any]) -> dict[str, Any]:
-        trainer._recorder.observe(batch["split"], batch["old"], batch["rollout"], batch["mask"])
-        trainer._recorder.observe(batch["split"], batch["native"], batch["rollout"], batch["mask"], native=True)
+        trainer._log.observe(batch["split"], batch["old"], batch["rollout"], batch["mask"])
+        trainer._log.observe(batch["split"], batch["native"], batch["rollout"], batch["mask"], native=True)
         return batch
 
-    trainer = SimpleNamespace(_recorder=recorder, _generate_and_score_completions=generate, _score_again=None)
+    trainer = SimpleNamespace(_log=recorder, _generate_and_score_completions=generate, _score_again=None)
     sums = SequenceSums(trainer)
     for batch in batches:
         trainer._generate_and_score_completions(batch)
@@ -141,7 +141,7 @@ def test_flips_are_counted_by_response_without_replay_only(tmp_path: Path) -> No
     experts[5, 0] = experts[5, 0].flip(0)  # the same set in another order
     routes[1] = replace(routes[1], parts=(experts,))
     trainer = SimpleNamespace(
-        _recorder=SimpleNamespace(observe=None),
+        _log=SimpleNamespace(observe=None),
         _generate_and_score_completions=None,
         _score_again=score,
         _routing=None,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.driver.steering import Gap, leading_statistics, merged
+from mismatch_ext.adapters.verl.driver.reports import Gap, merged
 from mismatch_ext.adapters.verl.settings.correction import settings_of
 from mismatch_ext.adapters.verl.settings.kl import coefficient
 from mismatch_ext.adapters.verl.worker.forward_hooks import OBSERVED
-from mismatch_ext.adapters.verl.worker.lr import EngineLr
 
-from mismatch_ext.config import LrConfig, MismatchConfig
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct, of_weights
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.lr import ShadowRate, leading_statistics
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.verdicts import ENFORCE, Finding, Verdicts
 
@@ -24,35 +24,6 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
 else:
     _Host = object
-
-
-class ShadowRate:
-    """What the control would have made of the rate, on an optimizer of its own in the driver.
-
-    Args:
-        section: The `lr` section.
-        warmup_steps: Updates of warm-up of the actor's schedule.
-        updates: Updates that a resumed run has behind it; the rule begins there anew.
-    """
-
-    def __init__(self, section: LrConfig, warmup_steps: int, updates: int = 0) -> None:
-        self._optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda _: 1.0)
-        self._schedule.last_epoch = updates
-        self._rate = EngineLr(section, self._optimizer, self._schedule, warmup_steps)
-
-    def update(self, statistics: Mapping[str, float | None]) -> dict[str, float]:
-        """Take the statistics of a batch, and return what is logged of the update that learns from it."""
-        self._rate.update(**statistics)
-        return self._rate.control.metrics()
-
-    def moved(self, grad_norm: float | None) -> None:
-        """Follow the actor's schedule to its next update."""
-        if grad_norm is not None:
-            self._rate.after_step(grad_norm)
-        self._optimizer.step()
-        self._schedule.step()
-        self._rate.moved()
 
 
 class ObservingMixin(_Host):
@@ -73,7 +44,8 @@ class ObservingMixin(_Host):
                 ratio = float(optim.get("lr_warmup_steps_ratio") or 0.0)
                 total = int(self.total_training_steps)
                 warmup = steps if steps > 0 else int(ratio * total)
-                self._shadow_rate = ShadowRate(self._block.lr, warmup, int(self.global_steps))
+                self._shadow_rate = ShadowRate(self._block.lr)
+                self._shadow_rate.attach(warmup=warmup, step=int(self.global_steps), steps=total)
         if self._block.kl is not None:
             with self._verdicts.checking("kl"):
                 self._shadow_kl = KlTerm(self._block.kl, coefficient(self._block.kl, self.config))
@@ -103,7 +75,8 @@ class ObservingMixin(_Host):
         found: dict[str, float] = {}
         with self._verdicts.checking("lr"):
             statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
-            metrics = self._shadow_rate.update(statistics)
+            self._shadow_rate.collect(**statistics)
+            metrics = self._shadow_rate.lead()
             found = {f"{PREFIX}{ENFORCE}{name}": value for name, value in metrics.items()}
         return found
 
@@ -111,7 +84,8 @@ class ObservingMixin(_Host):
         if self._shadow_rate is not None:
             with self._verdicts.checking("lr"):
                 norm = metrics.get("actor/grad_norm")
-                self._shadow_rate.moved(None if norm is None else float(norm))
+                self._shadow_rate.step()
+                self._shadow_rate.after_step(None if norm is None else float(norm))
 
     def _compare_routes(self, batch: Any) -> dict[str, float]:
         """Let the workers score a batch once more, comparing the rollout's routes with their own; return the agreement."""

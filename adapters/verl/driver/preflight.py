@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.verl.driver.header import run_header, seams_of
+from mismatch_ext.adapters.verl.driver.integration import info_of, integration_of
 from mismatch_ext.adapters.verl.driver.reports import (
     Checked,
     check_reports,
@@ -22,16 +21,14 @@ from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_ans
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights
 
-from mismatch_ext.banner import banner
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.host_names import VERL
-from mismatch_ext.monitor import Monitor
 from mismatch_ext.origins import Origins
 from mismatch_ext.patching import PatchSet, active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
-from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync.verifier import draw_probes
@@ -47,9 +44,7 @@ class PreflightMixin(_Host):
 
     _block: MismatchConfig
     _verdicts: Verdicts
-    _monitor: Monitor
-    _recorder: RunRecorder | None
-    _run_dir: Path
+    _log: RunLog
     _watchdog: Watchdog
     _checked: Checked
     _weights: RolloutWeights | None = None
@@ -57,10 +52,6 @@ class PreflightMixin(_Host):
     _origins: Origins
     _patches: PatchSet
     _surplus: Mapping[str, Any] | None = None
-
-    if TYPE_CHECKING:
-
-        def _say_resumed(self) -> None: ...
 
     def _bypasses(self) -> bool:
         """Whether the engine's log-probabilities stand for the old policy's, so that the trainer takes none."""
@@ -145,18 +136,9 @@ class PreflightMixin(_Host):
             raise EngineError(f"{what} of step {self.global_steps}: {refused}")
 
     def _announce(self) -> None:
-        """Open the metrics file, and say what is active, in which peer, and by which seam."""
-        self._recorder = RunRecorder(
-            self._run_dir,
-            monitor=self._block.monitor,
-            sampling=self._sampling(),
-            header=self._header,
-            rank=0,
-            world_size=1,
-        )
-        self._recorder.begin(self.global_steps or None)
-        self._verdicts.report_to(self._recorder.event)
-        self._say_resumed()
+        """Open the metrics file, and say what is active, in which peer, and by what."""
+        self._log.sampled_with(self._sampling())
+        self._log.begin(self.global_steps or None)
         for message in self._readiness_of_ranks():
             self._event("warning", READINESS, message)
         if self._surplus is not None:
@@ -171,15 +153,7 @@ class PreflightMixin(_Host):
             self._event("warning", "bypass", message)
         if (bias := self._sampling().ratio_bias()) is not None:
             self._event("warning", "sampling", bias)
-        said = banner(
-            self._block,
-            self._header(),
-            self._monitor,
-            self._run_dir,
-            integration=seams_of(self._checked.worker),
-            measured="at every step",
-        )
-        say(said)
+        self._log.announce(integration_of(self._checked.worker), measured="at every step")
 
     def _readiness_of_ranks(self) -> list[str]:
         """Return what is to be warned of weights, each thing once, with the rank that holds them where there are several."""
@@ -199,16 +173,15 @@ class PreflightMixin(_Host):
             repetition_penalty=float(rollout.get("repetition_penalty", 1.0)),
         )
 
-    def _header(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, Any]:
         if self._verdicts.observes and not hasattr(self, "_checked"):
             # Nothing is known of the processes, which is a finding; what else is measured is written all the same.
             return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
-        found = run_header(self.config, self._block, self._checked, active_patches(), self._sampling())
+        found = info_of(self.config, self._block, self._checked, active_patches(), self._sampling())
         present = self._origins.present
         return found if present is None else found | {"provenance": dataclasses.asdict(present)}
 
     def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Say it, and keep it in the run's metrics file."""
         say(f"mismatch-ext: {message}")
-        if self._recorder is not None:
-            self._recorder.event(self.global_steps, level, name, message, data)
+        self._log.event(level, name, message, data)

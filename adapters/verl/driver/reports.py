@@ -14,16 +14,20 @@ from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.fixes import FIXES
 from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
+from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.origins import EngineAnswer
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.recorder import PREFIX
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
 
 Report = Mapping[str, Any]
+Gap = tuple[Tensor, Tensor, Tensor]
+"""Old log-probabilities, rollout log-probabilities and mask of a batch `[B, T]`."""
 
 LOSS = "mismatch_ext.adapters.verl.worker.loss"
 """Module of the loss that holds what verl's own has no words for."""
@@ -136,6 +140,11 @@ def check_reports(
     with verdicts.checking("precision", applied=True):
         audited = _audit(block, readings, found)
     return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=audited)
+
+
+def merged(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what the ranks measured under the names that are logged; they agree on all of it before they answer."""
+    return {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in answers[0].items()}
 
 
 def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:

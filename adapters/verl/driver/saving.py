@@ -13,7 +13,6 @@ from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
 from mismatch_ext.adapters.verl.driver.whole import resumable
 from omegaconf import open_dict
 
-from mismatch_ext.banner import print_closing
 from mismatch_ext.checkpoint import (
     STATE_FILE,
     changed_settings,
@@ -23,9 +22,8 @@ from mismatch_ext.checkpoint import (
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, StallError
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.monitor import ANEW, Monitor
-from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.routing.replaying import MeasuredPasses
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
@@ -44,13 +42,11 @@ class SavingMixin(_Host):
 
     _block: MismatchConfig
     _verdicts: Verdicts
-    _recorder: RunRecorder | None
-    _monitor: Monitor
     _kl: KlTerm | None
     _draws: MeasuredPasses | None
+    _log: RunLog
     _watchdog: Watchdog
     _weights: RolloutWeights | None
-    _run_dir: Path
     _updated_step: int
     _saved_step: int
     _updating: bool
@@ -79,8 +75,7 @@ class SavingMixin(_Host):
         """Write the driver's state into the checkpoint of the present step."""
         state = self._kept[1] if self._rescued else self._state()
         watched = {
-            "monitor": self._monitor.state_dict(),
-            "recorder": None if self._recorder is None else self._recorder.state_dict(),
+            **self._log.state_dict(),
             "weight_sync": None if self._weights is None else self._weights.state_dict(),
             "log": {"written": self._logged_step >= self.global_steps},
         }
@@ -130,9 +125,7 @@ class SavingMixin(_Host):
             said.append(self._kl.load_state_dict(state["kl"]))
         if self._draws is not None and state.get("routing") is not None:
             self._draws.load_state_dict(state["routing"])
-        if state.get("monitor") is not None:
-            anew = self._monitor.resume(state["monitor"])
-            notes += [("info", ANEW, message, {"metrics": metrics}) for message, metrics in anew]
+        self._log.load_state_dict(state, step=self.global_steps)
         notes += [("warning", "settings_changed", message, None) for message in said if message]
         if (state.get("log") or {}).get("written") is False:
             message = (
@@ -141,13 +134,6 @@ class SavingMixin(_Host):
             )
             notes.append(("warning", "lost_log", message, None))
         self._resumed = state, notes
-
-    def _say_resumed(self) -> None:
-        """Say what was found in the checkpoint, once the metrics file is open, and let the recorder go on from there."""
-        assert self._recorder is not None
-        state, notes = self._resumed
-        if state.get("recorder") is not None:
-            self._recorder.load_state_dict(state["recorder"])
         for note in notes:
             self._event(*note)
 
@@ -159,7 +145,7 @@ class SavingMixin(_Host):
         except BaseException as error:
             if self._verdicts.observes:
                 with self._verdicts.checking("metrics"):
-                    self._end("failed", f"{type(error).__name__}: {error}")
+                    self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
                 raise
             stalled = self._watchdog.message
             if stalled is None and isinstance(error, Exception) and not isinstance(error, MismatchError):
@@ -167,7 +153,7 @@ class SavingMixin(_Host):
             if stalled is None and isinstance(error, MismatchError):
                 self._rescue(error)
             with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
-                self._end("failed", stalled or f"{type(error).__name__}: {error}")
+                self._log.end("failed", stalled or f"{type(error).__name__}: {error}", step=self._updated_step)
             if stalled is not None:
                 raise StallError(stalled) from error
             raise error
@@ -218,15 +204,6 @@ class SavingMixin(_Host):
         where = f"The training state of step {step} is in {self._folder(step)}; resume with trainer.resume_mode=auto."
         error.add_note(where)
         say(f"mismatch-ext: {where}")
-
-    def _end(self, status: str, message: str = "") -> None:
-        if self._recorder is None or not self._recorder.started:
-            return
-        step = self._updated_step
-        if left := self._recorder.flush("train", step):
-            self._recorder.step("train", step, left)
-        self._recorder.end(step, status, message)
-        print_closing(self._run_dir)
 
 
 @contextlib.contextmanager

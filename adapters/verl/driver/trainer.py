@@ -18,8 +18,8 @@ from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
+from mismatch_ext.adapters.verl.driver.reports import Gap, merged
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
-from mismatch_ext.adapters.verl.driver.steering import Gap, leading_statistics, merged
 from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
 from mismatch_ext.adapters.verl.settings.prepare import TRAINER
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
@@ -33,11 +33,13 @@ from verl.workers.utils.padding import response_from_nested
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import VERL
-from mismatch_ext.monitor import Monitor
+from mismatch_ext.lr import leading_statistics
 from mismatch_ext.origins import Origins
-from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable, run_folder
+from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replaying import MeasuredPasses
+from mismatch_ext.run.log import RunLog
+from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
 OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
@@ -62,21 +64,28 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         with open_dict(config):
             # verl asks in several places whether the mode is "sync", and this trainer is.
             config.trainer.v1.trainer_mode = "sync"
-        self._run_dir = run_folder(block.monitor, Path(config.trainer.default_local_dir))
-        ensure_writable(self._run_dir)
-        self._monitor = Monitor(block.monitor, VERL)
-        self._recorder: RunRecorder | None = None
+        self._log = self._new_log(config)
         self._gap: Gap | None = None
         self._watchdog = self._new_watchdog()
         routing = block.routing
         self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
-        self._stopped: str | None = None
-        self._looked = False
         self._updated_step = self._saved_step = 0
         self._updating = False
         super().__init__(config)
         self._origins = Origins(self._sampling())
         self._begin_objective()
+
+    def _new_log(self, config: DictConfig) -> RunLog:
+        """Return what writes this run, in the folder of verl's checkpoints."""
+        return RunLog(
+            self._block,
+            run_folder(self._block.monitor, Path(config.trainer.default_local_dir)),
+            info=self._info,
+            step=lambda: self.global_steps,
+            names=VERL,
+            verdicts=self._verdicts,
+            tell=lambda message: say(f"mismatch-ext: {message}"),
+        )
 
     def _new_watchdog(self) -> Watchdog:
         """Return what ends a run that hangs, or under `observe` says that enforce would have."""
@@ -191,10 +200,9 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         old, rollout, mask = found[OLD].float(), found[ROLLOUT].float(), found[MASK].bool()
         check_logprobs(batch, rollout, mask, self.global_steps)
         if not self._bypasses():
-            assert self._recorder is not None
             self._gap = (old, rollout, mask)
             for part in zip(*(x.split(self._rows_at_once(mask)) for x in self._gap), strict=True):
-                self._recorder.observe("train", *part)
+                self._log.observe("train", *part)
             if not self._verdicts.observes:
                 self._measure_native(batch, found[MASK])
             elif self._draws is not None and self._has_routes():
@@ -224,7 +232,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
         if self._draws is None or not self._draws.native_gap():
             return
-        assert self._gap is not None and self._recorder is not None
+        assert self._gap is not None
         temperature = self.config.actor_rollout_ref.rollout.temperature
         given, batch.extra_info = (
             batch.extra_info,
@@ -236,7 +244,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             batch.extra_info = given
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["log_probs", MASK])
         native = response_from_nested(data["log_probs"], data[MASK]).to_padded_tensor(0.0)[sampled_rows(batch)]
-        self._recorder.observe("train", native.float(), *self._gap[1:], native=True)
+        self._log.observe("train", native.float(), *self._gap[1:], native=True)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
@@ -291,30 +299,18 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             self._record(metrics, global_steps)
 
     def _record(self, metrics: dict[str, Any], global_steps: int) -> None:
-        assert self._recorder is not None
-        metrics.update(self._recorder.flush("train", global_steps))
         if self._weights is not None and (gap := self._weights.gap) is not None:
             metrics[PREFIX + "weight_sync_gap"] = gap
-        metrics.update({PREFIX + name: value for name, value in self._verdicts.metrics().items()})
-        numbers = {name: getattr(value, "item", lambda v=value: v)() for name, value in metrics.items()}
+        logged = self._log.log(global_steps, metrics)
+        metrics.update(logged.metrics)
         for name in [name for name in metrics if of_layer(name)]:
             del metrics[name]  # verl's loggers get the worst layer alone
-        self._recorder.step("train", global_steps, numbers)
-        if not self._looked:
-            self._looked = True
-            for metric, message in self._monitor.unwatched(numbers).items():
-                self._event("warning", "unwatched", message, {"metric": metric})
-        for alarm in self._monitor.observe(global_steps, numbers):
-            self._event(alarm.level, "alarm", alarm.message, alarm.to_dict())
-            if alarm.stops and self._verdicts.observes:
-                self._verdicts.found("alarm", alarm.message)
-            elif alarm.stops:
-                self._stop(alarm.message)
+        if logged.stop is not None:
+            self._stop()
         self._logged()
 
-    def _stop(self, message: str) -> None:
+    def _stop(self) -> None:
         """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""
-        self._stopped = message
         if self._saved_step != self.global_steps:
             self.checkpoint_manager.sleep_replicas()  # verl saves while the rollout's memory is free
             self._save_checkpoint()
@@ -327,7 +323,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         with self._watchdog.watching(), self._failing_loudly():
             super().fit(agent_loop_manager)
         with self._verdicts.checking("metrics"):
-            self._end("completed", self._stopped or "")
+            self._log.end("completed", step=self._updated_step)
 
 
 def actor_seed(config: DictConfig) -> int:

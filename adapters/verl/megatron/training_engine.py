@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.megatron.settings import replayed_others
-from mismatch_ext.adapters.verl.worker.lr import ChainedLr
+from mismatch_ext.adapters.verl.worker.lr import MegatronRate
 from mismatch_ext.adapters.verl.worker.ranks import gathered
 from mismatch_ext.adapters.verl.worker.state import read_state, write_state
 from mismatch_ext.adapters.verl.worker.training_engine import VENDOR
@@ -77,8 +77,7 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
     def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block = active_block() if block is None else block
-        self.mismatch_lr: ChainedLr | None = None
-        self._applied: dict[str, float] = {}
+        self.mismatch_lr: MegatronRate | None = None
 
     def initialize(self) -> None:
         """Build model, optimizer and schedule as the parent does, and steer the optimizer.
@@ -88,7 +87,7 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         """
         super().initialize()
         if self.block is not None and self.block.lr is not None and not self.engine_config.forward_only:
-            self.mismatch_lr = ChainedLr(self.block.lr, torch_optimizers(self.optimizer), self.lr_scheduler)
+            self.mismatch_lr = MegatronRate(self.block.lr, torch_optimizers(self.optimizer), self.lr_scheduler)
 
     def optimizer_step(self) -> Any:
         """Step as the parent does, which raises an error where a step is skipped.
@@ -107,7 +106,7 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         """Move the schedule on, and return the rate that the update applied; stock verl returns the next one."""
         if self.mismatch_lr is None:
             return super().lr_scheduler_step()
-        applied, self._applied = self.mismatch_lr.applied()
+        applied = self.mismatch_lr.rate
         super().lr_scheduler_step()
         self.mismatch_lr.moved()
         return applied
@@ -127,6 +126,7 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         """
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.mismatch_lr is not None and local_path is not None and self.checkpoint_mananager.should_load_optimizer:
+            self.mismatch_lr.put_on()
             self.mismatch_lr.load_state_dict((read_state(local_path, rank=dist.get_rank()) or {}).get("lr"))
 
     def mismatch_update_lr(self, **statistics: float | None) -> dict[str, float]:
@@ -138,11 +138,14 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         Raises:
             RecordError: The trigger's statistic is missing or not finite.
         """
-        return {} if self.mismatch_lr is None else self.mismatch_lr.update(**statistics)
+        if self.mismatch_lr is None:
+            return {}
+        self.mismatch_lr.collect(**statistics)
+        return self.mismatch_lr.lead()
 
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what is to be logged of the last update, without prefix; all ranks must call this."""
-        found = dict(self._applied)
+        found = {} if self.mismatch_lr is None else self.mismatch_lr.metrics()
         if self.block is not None and self.block.routing is not None:
             # A pass counts once, however many ranks share its tokens.
             found[OTHER_PASSES] = float(max(gathered(replayed_others())))

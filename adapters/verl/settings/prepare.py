@@ -21,13 +21,12 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.precision.names import SHORT, spelled
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import PEERS, installed, on_cpu_build, require
 
 TRAINER = "mismatch"
 """Name of our trainer in verl's registry, and of our engine's vendor."""
-
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 def prepare(config: DictConfig) -> dict[str, Any]:
@@ -188,13 +187,13 @@ def _set_precision(config: DictConfig, block: MismatchConfig) -> None:
         fsdp = group[role].fsdp_config
         given = fsdp.get("mixed_precision")
         found = None if given is None else given.get("param_dtype", "bf16")
-        if found is not None and not _same_dtype(found, dtype):
+        if found is not None and spelled(found) != dtype:
             raise ConfigError(
                 f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.param_dtype={found!r} with mismatch.precision.dtype="
                 f"{dtype!r}: the two contradict each other; remove one of them."
             )
         fsdp.mixed_precision = {**wanted, **(dict(given) if given is not None else {})}
-        if not _same_dtype(fsdp.dtype, dtype):
+        if spelled(fsdp.dtype) != dtype:
             # The key is documented as the training dtype, and read for Megatron alone.
             say(
                 f"mismatch-ext: actor_rollout_ref.{role}.fsdp_config.dtype={fsdp.dtype!r} is ignored by verl's FSDP engine; "
@@ -202,22 +201,12 @@ def _set_precision(config: DictConfig, block: MismatchConfig) -> None:
             )
             fsdp.dtype = dtype
     found = group.rollout.dtype
-    if not (
-        _same_dtype(found, dtype) or _same_dtype(found, "bfloat16")
-    ):  # bfloat16 is verl's default: nobody need have asked for it
+    if spelled(found) not in (dtype, "bfloat16"):  # verl's default: nobody need have asked for it
         raise ConfigError(
             f"actor_rollout_ref.rollout.dtype={found!r} with mismatch.precision.dtype={dtype!r}: the two contradict each "
             "other; remove one of them."
         )
     group.rollout.dtype = dtype
-
-
-def _same_dtype(name: object, dtype: str) -> bool:
-    return str(name).removeprefix("torch.") in {
-        dtype,
-        SHORT[dtype],
-        {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}[dtype],
-    }
 
 
 def _set_routing(config: DictConfig, block: MismatchConfig) -> None:

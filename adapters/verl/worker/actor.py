@@ -137,6 +137,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             "rank": self.rank,
             "block": digest(active_block()),
             "engine": type(engine).__name__,
+            "model_type": str(engine.model_config.hf_config.model_type),
             "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
             "versions": self._versions(),
             **live,

@@ -15,7 +15,7 @@ import torch
 from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.worker.forward_hooks import RoutingMixin
 from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
-from mismatch_ext.adapters.verl.worker.lr import EngineLr, warmup_steps
+from mismatch_ext.adapters.verl.worker.lr import rate_of, warmup_steps
 from mismatch_ext.adapters.verl.worker.replay import EngineReplay
 from mismatch_ext.adapters.verl.worker.scaler import (
     check_precision,
@@ -32,6 +32,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.lr import RateControl
 from mismatch_ext.patching import described
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
@@ -58,9 +59,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         self.verdicts = Verdicts("enforce" if given is None else given.level)
         self.block = None if self.verdicts.observes else given
         self.watched = given if self.verdicts.observes else None
-        self._rate: EngineLr | None = None
+        self._rate: RateControl | None = None
         self._steps = self._skipped = 0
-        self._applied: dict[str, float] = {}
         if self.block is not None:
             self._check_setup(self.block)
 
@@ -111,7 +111,14 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         refuse_disabled(self.scaler, get_device_name())
         self.optimizer.register_step_post_hook(self._count_step)
         if block.lr is not None:
-            self._rate = EngineLr(block.lr, self.optimizer, self.lr_scheduler, warmup_steps(self.optimizer_config))
+            self._rate = rate_of(block.lr)
+            self._rate.attach(
+                self.optimizer,
+                self.lr_scheduler,
+                warmup=warmup_steps(self.optimizer_config),
+                steps=int(self.optimizer_config.total_training_steps),
+                updates=lambda: int(self.lr_scheduler.last_epoch),
+            )
 
     def _watch(self, block: MismatchConfig) -> None:
         """Check what `initialize` checks of a block that acts, and prepare to compare routes."""
@@ -173,8 +180,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         steps, self._steps = self._steps, 0
         if self._rate is None and not self._scales:
             return super().lr_scheduler_step()  # type: ignore[no-any-return]
-        applied = self._rate.applied() if self._rate is not None else float(self.lr_scheduler.get_last_lr()[0])
-        self._applied = {} if self._rate is None else self._rate.control.metrics()
+        applied = self._rate.rate if self._rate is not None else float(self.lr_scheduler.get_last_lr()[0])
         if steps:
             super().lr_scheduler_step()
         if self._rate is not None:
@@ -194,7 +200,10 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         Raises:
             RecordError: The trigger's statistic is missing or not finite.
         """
-        return {} if self._rate is None else self._rate.update(**statistics)
+        if self._rate is None:
+            return {}
+        self._rate.collect(**statistics)
+        return self._rate.lead()
 
     # Checkpoints
 
@@ -281,7 +290,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
                 "num_experts": layout.num_experts,
                 "top_k": layout.top_k,
             },
-            "lr": None if self._rate is None else self._rate.control.multiplier,
+            "lr": None if self._rate is None else self._rate.multiplier,
             "remove_padding": bool(self.use_remove_padding),
             "patches": described(*CHECKPOINTS) if self._replay is not None else [],
             "versions": {name: installed(name) for name in ("torch", "transformers", "verl")},
@@ -293,7 +302,10 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             return self._watched_replay.metrics()
         if self.block is None:
             return {}
-        found = {**(scaler_metrics(self.scaler) if self._trains else {}), **self._applied}
+        found = {
+            **(scaler_metrics(self.scaler) if self._trains else {}),
+            **(self._rate.metrics() if self._rate else {}),
+        }
         if self._trains:
             found["skipped_steps"], self._skipped = float(self._skipped), 0
         if self._replay is not None:

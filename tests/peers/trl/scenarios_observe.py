@@ -197,8 +197,9 @@ def dense(model: str, out: str) -> dict[str, Any]:
                 result[2][3][1][0] = None  # TRL's form of NaN: rollout 3, token 1
 
         _generations(trainer, nan)
-        recorder = getattr(trainer, "_recorder", None)
-        if recorder is not None:
+        log = getattr(trainer, "_log", None)
+        if log is not None:
+            recorder = log.recorder
             plain, calls = recorder.flush, []
 
             def failing(*args: Any) -> Any:

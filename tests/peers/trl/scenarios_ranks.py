@@ -121,7 +121,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
     def lengths(result: Any, *args: Any) -> None:
         heard["lengths"].append(result["completion_mask"].sum(1).tolist())
 
-    spy(trainer._recorder, "observe", gap)
+    spy(trainer._log, "observe", gap)
     spy(trainer, "_generate_and_score_completions", lengths)
     if trainer._routing is not None:
         merged = trainer._routing.take_agreement

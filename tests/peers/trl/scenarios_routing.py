@@ -115,7 +115,7 @@ def outcome_of_eval(trainer: Any) -> dict[str, Any]:
     layers = {
         split: sorted(
             m
-            for r in read_run(trainer._run_dir).steps
+            for r in read_run(trainer._log.run_dir).steps
             if r.split == split
             for m in r.metrics
             if m.endswith("_set_mismatch")

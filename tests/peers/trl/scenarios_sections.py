@@ -255,6 +255,11 @@ def precision(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     }
 
 
+def control_of(host: Any) -> Any:
+    """Return the live control of a trainer or callback, if there is one."""
+    return host._lr.rate.control if host._lr is not None and host._lr.rate.attached else None
+
+
 def trained(kind: str, model: str, out: str, block: Any, watch: AtStep, **overrides: Any) -> tuple[Any, list[Any]]:
     """Train two steps."""
     if kind == "MismatchCallback":
@@ -268,11 +273,11 @@ def trained(kind: str, model: str, out: str, block: Any, watch: AtStep, **overri
             train_dataset=rows(),
             callbacks=[callback],
         )
-        watch.control = lambda: None if callback._lr is None else callback._lr.lr_control
+        watch.control = lambda: control_of(callback)
     else:
         given_model = model if overrides.get("use_vllm", True) else fresh(model)
         trainer = build(kind, given_model, out, block, **overrides)
-        watch.control = lambda: None if trainer._lr is None else trainer._lr.lr_control
+        watch.control = lambda: control_of(trainer)
     trainer.add_callback(watch)
     trainer.train()
     return trainer, [entry for entry in trainer.state.log_history if "loss" in entry]

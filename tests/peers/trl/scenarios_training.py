@@ -98,7 +98,7 @@ def stock(model: str, out: str, cls: str, **overrides: Any) -> dict[str, Any]:
     )
     trainer.train()
     packed = packed_layers(trainer) if overrides.get("use_vllm", True) else None
-    return outcome(trainer, active=sorted(k for k in vars(trainer) if k.startswith("_recorder")), packed=packed)
+    return outcome(trainer, active=sorted(k for k in vars(trainer) if k == "_log"), packed=packed)
 
 
 def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def evaluated_then_resumed(model: str, out: str, resume: str) -> dict[str, Any]:
     """Evaluate before resuming, as a script that measures first does."""
     trainer = build(model, out, {}, max_steps=4, save_strategy="steps", save_steps=1, per_device_eval_batch_size=8)
     trainer.evaluate(rows(2))
-    alone = load_runs(trainer._run_dir)
+    alone = load_runs(trainer._log.run_dir)
     trainer.train(resume_from_checkpoint=resume)
     return {"missing in the evaluation": tables.missing(alone, summarise(alone)), **outcome(trainer)}
 

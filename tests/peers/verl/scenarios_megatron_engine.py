@@ -362,7 +362,7 @@ def rates_of(built: Any, size: int = 4, *, first: int = 0, save: str | None = No
 
 def surge(model: str) -> dict[str, Any]:
     """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
-    from mismatch_ext.adapters.verl.worker.lr import ChainedLr
+    from mismatch_ext.adapters.verl.worker.lr import MegatronRate
 
     section = {"rule": "reactive", "surge": {"baseline_window": 2, "smoothing": 1}}
     built = worker(model, {"lr": section, **OFF}, *CONSTANT)
@@ -374,7 +374,7 @@ def surge(model: str) -> dict[str, Any]:
         found["logged"] += update(built, data)["lr"]
     found["metrics"] = built.mismatch_metrics()
     found["again"] = refused(update, built, data)
-    found["chained"] = chained(model, ChainedLr, section)
+    found["chained"] = chained(model, MegatronRate, section)
     found["refused"] = unsteered(worker(model, OFF).actor.engine.optimizer)
     return found
 
@@ -395,7 +395,8 @@ def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]
     for one, rates in zip(inner, seen, strict=True):
         one.register_step_pre_hook(lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"]))
     for length in (10.0, 10.0, 30.0, 30.0):
-        led.update(response_length=length)
+        led.collect(response_length=length)
+        led.lead()
         for one in inner:
             one.step()
         schedule.step(1)

@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("verl")  # part of `make setup`
 
@@ -22,7 +21,6 @@ import verl.trainer.constants_ppo
 import verl.utils.config
 from hydra import compose, initialize_config_module
 from mismatch_ext.adapters.verl import block, plugin
-from mismatch_ext.adapters.verl.driver import steering
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.settings import prepare as settings
 from omegaconf import DictConfig, OmegaConf
@@ -443,15 +441,6 @@ def test_phases_that_follow_one_another_are_no_stall() -> None:
             watchdog.phase(f"step {number}")
             assert not released.wait(0.1)
     assert watchdog.message is None
-
-
-def test_statistics_that_lead_the_rate() -> None:
-    lengths = torch.tensor([4, 8, 8])
-    found = steering.leading_statistics("response_length", lengths, 8, None)
-    assert found == {"responses": 3, "response_length": 20 / 3, "truncated_fraction": 2 / 3}
-    gap = (torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
-    found = steering.leading_statistics("f_tau", lengths, 8, gap)
-    assert found["f_tau"] == 0.5 and found["mismatch_kl"] == pytest.approx((2.718281828 - 2) / 2)
 
 
 EVERY_SECTION = (

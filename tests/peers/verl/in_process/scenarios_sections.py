@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
-from mismatch_ext.adapters.verl.driver import steering
 from mismatch_ext.adapters.verl.driver.kl import baseline
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.settings import prepare as settings
@@ -27,6 +26,7 @@ from mismatch_ext.correction import correct
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.kl import KlTerm, kl_surrogate
+from mismatch_ext.lr import leading_statistics
 from mismatch_ext.monitor import Monitor
 from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
@@ -238,7 +238,7 @@ def lr(model: str, keys: dict[str, Any], config: DictConfig, block: MismatchConf
     lengths, norms, given = mask.sum(1), [], []
     assert block.lr is not None
     for number in range(2):
-        found = steering.leading_statistics(block.lr.trigger, lengths, 8, (old, old - 0.1 * (number + 1), mask))
+        found = leading_statistics(block.lr.trigger, lengths, 8, (old, old - 0.1 * (number + 1), mask))
         given.append(found)
         built.engine.mismatch_update_lr(**found)
         norms.append(float(update(built, data)["grad_norm"][0]))

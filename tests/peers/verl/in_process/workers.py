@@ -29,12 +29,12 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.precision.names import SHORT
 from tests.peers.verl.in_process.routes import nested
 
 torch.set_num_threads(1)
 register_engine()
 
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 R3 = {"mode": "R3", "agreement_rate": 1.0}
 R2 = {"mode": "R2", "agreement_rate": 1.0}
 STRATEGY, FUSED = "VERL_TEST_STRATEGY", "VERL_TEST_FUSED"

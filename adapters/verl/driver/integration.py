@@ -1,4 +1,4 @@
-"""The header of a run's metrics stream, and by what the block reaches verl."""
+"""What a run in verl says of itself: the header of its metrics file, and by what each part of the block reaches verl."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from mismatch_ext.banner import Integration
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import VERL
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.run.info import run_info
 from mismatch_ext.versions import installed
 
-REPORTED = ("mismatch-ext", "torch", "transformers", "verl", "ray")
+PACKAGES = ("transformers", "verl", "ray")
 
 
-def run_header(
+def info_of(
     config: DictConfig,
     block: MismatchConfig,
     checked: Checked,
     patches: list[dict[str, Any]],
     sampling: SamplingSettings,
 ) -> dict[str, Any]:
-    """Return the header of a metrics stream: versions, dtypes of both sides, patches and the block.
+    """Return the header of a run's metrics file.
 
     Args:
         config: verl's configuration.
@@ -36,27 +37,24 @@ def run_header(
     """
     worker, engine = checked.worker, checked.engine
     trainer, stock = config.trainer, block.level == "observe"
-    header = {
-        "run": {
-            "name": f"{trainer.project_name}/{trainer.experiment_name}",
-            "host": f"verl {installed('verl')} PPOTrainerSync",
-            "model": str(config.actor_rollout_ref.model.path),
-            "parameters": sum(checked.trainer.parameter_dtypes.values()),
-            "device": str(checked.trainer.device),
-            "seed": int(config.actor_rollout_ref.rollout.seed),
-        },
-        "names": dataclasses.replace(VERL, next_rate=stock or not logs_applied_rate(worker)).to_dict(),
-        "trainer": dataclasses.asdict(checked.trainer),
-        "engine": dataclasses.asdict(engine),
-        "sampling": dataclasses.asdict(sampling),
-        "worker": {key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker},
-        "patches": patches + worker.get("patches", []),
-        "config": block.to_dict(),
-        "versions": {name: installed(name) or "not installed" for name in (*REPORTED, engine.engine)},
-    }
-    if checked.audit is not None:
-        header["audit"] = checked.audit.to_dict()
-    return header
+    return run_info(
+        block,
+        dataclasses.replace(VERL, next_rate=stock or not logs_applied_rate(worker)),
+        name=f"{trainer.project_name}/{trainer.experiment_name}",
+        host=f"verl {installed('verl')} PPOTrainerSync",
+        model=str(config.actor_rollout_ref.model.path),
+        model_type=str(worker.get("model_type", "")),
+        parameters=sum(checked.trainer.parameter_dtypes.values()),
+        device=str(checked.trainer.device),
+        seed=int(config.actor_rollout_ref.rollout.seed),
+        trainer=checked.trainer,
+        engine=engine,
+        sampling=sampling,
+        worker={key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker},
+        patches=patches + worker.get("patches", []),
+        audit=checked.audit,
+        packages=(*PACKAGES, engine.engine),
+    )
 
 
 def logs_applied_rate(report: Mapping[str, Any]) -> bool:
@@ -69,7 +67,7 @@ def logs_applied_rate(report: Mapping[str, Any]) -> bool:
     return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)
 
 
-def seams_of(report: Mapping[str, Any]) -> Integration:
+def integration_of(report: Mapping[str, Any]) -> Integration:
     """Return by what the block reaches a worker, from the worker's own report."""
     megatron = report.get("strategy") == "megatron"
     return Integration(
