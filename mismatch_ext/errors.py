@@ -113,6 +113,10 @@ class EngineError(MismatchError, RuntimeError):
     """The rollout engine failed during generation or weight update, or runs with settings that the trainer cannot match."""
 
 
+class LoopError(MismatchError, RuntimeError):
+    """A loop of one's own did not use what its block asks for, or used it out of its order."""
+
+
 class StallError(MismatchError, RuntimeError):
     """The host trainer made no progress: what it waits for has failed, or takes longer than `monitor.stall_timeout`."""
 

@@ -8,6 +8,7 @@ from mismatch_ext.adapters.sglang.response import parse_response, to_records, to
 from mismatch_ext.adapters.sglang.routes import decode_routes, to_trace
 from mismatch_ext.adapters.sglang.server import ServerVerdict, check_server, read_server
 from mismatch_ext.adapters.sglang.server_checks import ServerProblem
+from mismatch_ext.adapters.sglang.side import Rollout
 from mismatch_ext.adapters.sglang.transport import Transport
 from mismatch_ext.adapters.sglang.weights import VerifiedWeights, checkpoint_parameters, update_weights
 
@@ -17,6 +18,7 @@ from mismatch_ext.routing import RoutingShape
 __all__ = [
     "EngineTransport",
     "HttpTransport",
+    "Rollout",
     "RoutingShape",
     "ServerProblem",
     "ServerVerdict",

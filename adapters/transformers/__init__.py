@@ -17,6 +17,7 @@ from mismatch_ext.adapters.transformers.routing import (
     replay_routing,
 )
 from mismatch_ext.adapters.transformers.scoring import score_tokens
+from mismatch_ext.adapters.transformers.side import TrainedModel
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, vocabulary_surplus
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "MoeLayout",
     "Recording",
     "Replay",
+    "TrainedModel",
     "VocabularySurplus",
     "moe_layout",
     "read_trainer",

@@ -1,6 +1,24 @@
-"""One run of training: what it needs of its two sides, and the verbs of its loop."""
+"""One run of training: its verbs, what it needs of its two sides, and the batch that goes through it."""
 
 from mismatch_ext.ranks import ONE_PROCESS, OneProcess, Ranks
-from mismatch_ext.run.sides import RolloutSide, TrainerSide
+from mismatch_ext.run.batch import Batch
+from mismatch_ext.run.log import Logged
+from mismatch_ext.run.run import Run
+from mismatch_ext.run.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
+from mismatch_ext.run.stepping import Stepped
+from mismatch_ext.weight_sync.updates import NamedTensors
 
-__all__ = ["ONE_PROCESS", "OneProcess", "Ranks", "RolloutSide", "TrainerSide"]
+__all__ = [
+    "ONE_PROCESS",
+    "Batch",
+    "Logged",
+    "LoopRollout",
+    "LoopTrainer",
+    "NamedTensors",
+    "OneProcess",
+    "Ranks",
+    "RolloutSide",
+    "Run",
+    "Stepped",
+    "TrainerSide",
+]

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from mismatch_ext.rundata import read_run
+from tests.peers.engines.sglang_environment import HELD, MAIN, PYTHON, environment, stub_uses
+from tests.readme import in_readme, shell
 from tests.rendezvous import rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +52,80 @@ def example(name: str, out: Path, *arguments: str | Path, text_columns: int = 1)
             figures = [float(figure) for figure in NUMBER.findall(cell)]
             assert figures and all(math.isfinite(figure) for figure in figures), row
     return rows
+
+
+SAID = re.compile(
+    r"step (\d+): reward (\S+), length \S+, learning_rate \S+, native/k3_kl (\S+), k3_kl (\S+), "
+    r"routing/set_mismatch_frac (\S+), weights (\w+)"
+)
+REPORTED = (
+    "reward", "length", "learning_rate", "loss", "grad_norm", "mismatch/k3_kl", "mismatch/native/k3_kl",
+    "mismatch/weight_sync_gap", "mismatch/lr_multiplier", "mismatch/loss_scale", "mismatch/rollout_is_mean",
+    "mismatch/kl_ref_k1", "mismatch/routing/set_mismatch_frac",
+)  # fmt: skip
+
+
+def check_loop(printed: str, folder: Path) -> list[tuple[float, ...]]:
+    """Check what both engines' loops print, write and report; return step, reward, k3 without and with replay, flips."""
+    said = SAID.findall(printed)
+    # Every weight update was proven by prefill; it would also be an error.
+    assert [(step, status) for step, *_, status in said] == [("1", "in_sync"), ("2", "in_sync")], printed
+    run = read_run(folder / "mismatch")
+    assert [record.step for record in run.steps] == [1, 2] and [end.status for end in run.ends] == ["completed"]
+    for record in run.steps:
+        missing = [name for name in REPORTED if record.metrics.get(name) is None]
+        assert not missing, record.metrics
+        # Nothing ran past the routes, and every weight of the correction is near 1, as the gap says.
+        assert record.metrics["mismatch/routing/other_passes"] == 0
+        assert record.metrics["mismatch/rollout_is_mean"] == pytest.approx(1, abs=0.05)
+    assert set(run.header["config"]) >= {"precision", "routing", "correction", "kl", "lr", "monitor"}
+    assert run.header["trainer"]["autocast_dtype"] == run.header["engine"]["model_dtype"] == "float16"
+    python("-m", "mismatch_ext", "report", folder / "mismatch")
+    page = (folder / "mismatch/report.html").read_text("utf-8")
+    for part in ("training", "learning-rate", "gap", "routing", "weight-sync"):
+        assert f'<h2 id="{part}">' in page, part
+    assert "no reward was recorded" not in page
+    return [tuple(map(float, row[:-1])) for row in said]
+
+
+def test_the_loop_with_vllm() -> None:
+    # The README's own command, into its own folder.
+    for _, correct, native, replayed, flips in check_loop(
+        shell(in_readme("python -m examples.loop")), ROOT / "runs/loop"
+    ):
+        assert 0 < correct < 1
+        # A few thousand tokens are too few to say how much smaller. With replay, engine and trainer are off by the rounding of
+        # the compute dtype some tens of times over; routes or weights of other tokens are off by a nat or more.
+        assert native > 0 and 0 < replayed < 1e-2
+        # A replay that does nothing would move no token, and routes of other tokens would differ nearly everywhere.
+        assert 0 < flips < 0.5 and native != replayed
+
+
+def test_the_loop_with_sglang(tmp_path: Path) -> None:
+    log = tmp_path / "stub.log"
+    done = subprocess.run(
+        [PYTHON, "examples/loop.py", "--engine", "sglang", "--steps", "2", "--prompts", "4", "--output_dir", tmp_path],
+        cwd=ROOT,
+        env=environment(HELD or MAIN, log),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    for _, _, own, replayed, _ in check_loop(done.stdout + done.stderr, tmp_path):
+        # Hardly an expert flips in float16, so replay has little to remove; what is left is rounding.
+        assert 0 < replayed < min(1e-5, 1.5 * own)
+    assert stub_uses(log)["called"] == 0
+
+
+def test_the_loop_is_short() -> None:
+    lines = (ROOT / "examples/loop.py").read_text("utf-8").splitlines()
+    first, last = lines.index("    # loop"), lines.index("    # end of loop")
+    loop = [line for line in lines[first + 1 : last] if line.strip()]
+    assert 20 < len(loop) <= 30 and not [line for line in loop if ";" in line]
+    # All of a run's verbs are in it, once at least.
+    verbs = ("batch", "score", "reference", "measure", "correct", "kl", "step", "send", "log")
+    assert all(f"run.{verb}(" in "\n".join(loop) for verb in verbs)
 
 
 def test_dense_fp16(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import assert_type
 
+from mismatch_ext.adapters.sglang import Rollout as SglangRollout
 from mismatch_ext.adapters.sglang import ServerProblem, ServerVerdict
+from mismatch_ext.adapters.transformers import TrainedModel
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, Router
 from mismatch_ext.adapters.trl import MismatchGRPOConfig
@@ -12,6 +14,7 @@ from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer
 from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer as MismatchVerlTrainer
 from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
+from mismatch_ext.adapters.vllm import Rollout as VllmRollout
 from mismatch_ext.adapters.vllm.probes import score_tokens
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from vllm import LLM
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.patching import Patch
+from mismatch_ext.run import Run
 from mismatch_ext.run.log import RunLog
 
 
@@ -44,3 +48,8 @@ def derived(
     assert_type(trainer.model, nn.Module)
     assert_type(engine.block, MismatchConfig | None)
     assert_type(verl.global_steps, int)
+
+
+def sides(trained: TrainedModel, vllm: VllmRollout, sglang: SglangRollout) -> list[Run]:
+    """From the sides of a loop to what a run asks of them."""
+    return [Run(None, trained, vllm, "runs"), Run(None, trained, sglang, "runs")]

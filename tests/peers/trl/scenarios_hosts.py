@@ -25,7 +25,7 @@ def resumed(model: str, out: str, block: dict[str, Any], files: dict[str, str]) 
         state.global_step = 3
         state.save_to_json(str(checkpoint / "trainer_state.json"))
         trainer = build(model, str(folder), block, use_vllm=False, bf16=False, model_init_kwargs={"dtype": "float32"})
-        trainer._recorder.begin(3)
+        trainer._log.begin(3)
         error = ""
         try:
             trainer._load_ours(str(checkpoint))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from mismatch_ext.checkpoint import STATE_FILE
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.host_names import VERL
-from mismatch_ext.monitor import Monitor
-from mismatch_ext.recorder import RunRecorder
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.routing.replaying import MeasuredPasses
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 from tests.peers.conformance.resumed import Told, told
 
@@ -40,18 +38,21 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
         checkpoint.mkdir(parents=True)
         (checkpoint / STATE_FILE).write_text(text)
         driver: Any = Driver()
-        driver._block, driver._verdicts, driver._random = parsed, Verdicts("enforce"), random.Random(0)
-        driver._monitor, driver._kl, driver.global_steps = Monitor(parsed.monitor, VERL), None, 3
+        driver._block, driver._verdicts, driver._kl = parsed, Verdicts("enforce"), None
+        driver._draws, driver.global_steps = None if parsed.routing is None else MeasuredPasses(parsed.routing, 0), 3
         driver.config = OmegaConf.create({"trainer": {"default_local_dir": str(folder), "resume_mode": "auto"}})
-        driver._recorder = RunRecorder(
-            folder / "mismatch", monitor=parsed.monitor, sampling=SamplingSettings(), rank=0, world_size=1,
-            header=lambda: {"config": parsed.to_dict()},
-        )  # fmt: skip
-        driver._recorder.begin(3)
+        driver._log = RunLog(
+            parsed,
+            folder / "mismatch",
+            info=lambda: {"config": parsed.to_dict()},
+            step=lambda: 3,
+            names=VERL,
+            verdicts=driver._verdicts,
+        )
+        driver._log.begin(3)
         error = ""
         try:
             driver._resume_state([])
-            driver._say_resumed()
         except MismatchError as refused:
             error = f"{type(refused).__name__}: {refused}"
         found[name] = told(folder / "mismatch", error, checkpoint / STATE_FILE)

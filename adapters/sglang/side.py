@@ -1,0 +1,200 @@
+"""The engine's side of a loop of one's own: SGLang, in the trainer's process or over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.sglang.engine import EngineTransport
+from mismatch_ext.adapters.sglang.probes import score_tokens
+from mismatch_ext.adapters.sglang.request import generate_request
+from mismatch_ext.adapters.sglang.response import to_records
+from mismatch_ext.adapters.sglang.server import check_server, read_server
+from mismatch_ext.adapters.sglang.server_checks import routing_problems
+from mismatch_ext.adapters.sglang.transport import Transport
+from mismatch_ext.adapters.sglang.weights import update_weights
+from torch import Tensor
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.precision.audit import EngineReading, SyncReading
+from mismatch_ext.provenance import to_provenance
+from mismatch_ext.records import RolloutRecord, SamplingSettings
+from mismatch_ext.routing import RoutingShape
+from mismatch_ext.run import NamedTensors
+from mismatch_ext.weight_sync import TensorComparison
+
+ON_CPU: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 16384,
+    "grammar_backend": "none",
+    "skip_server_warmup": True,
+}
+"""Arguments with which SGLang runs on a CPU."""
+
+
+class Rollout:
+    """`RolloutSide` of SGLang.
+
+    Args:
+        transport: The engine; `Rollout.launch` starts one in this process as a block asks for it.
+        sampling: Settings to sample with.
+        max_new_tokens: Most tokens of a response.
+        n: Responses per prompt.
+        stop_token_ids: Tokens that end a response, beside the model's own.
+
+    Attributes:
+        weight_version: Updates that were begun on the engine.
+        patches: None: SGLang is not patched.
+
+    Raises:
+        EngineError: The engine does not answer, or its report is none of SGLang.
+    """
+
+    patches: tuple[Mapping[str, Any], ...] = ()
+    patch_digest = "none"
+    longest: int | None = None
+
+    def __init__(
+        self,
+        transport: Transport,
+        sampling: SamplingSettings,
+        *,
+        max_new_tokens: int,
+        n: int = 1,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.transport, self.sampling, self.max_new_tokens, self.n = transport, sampling, max_new_tokens, n
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.weight_version = 0
+        self._info = transport.server_info()
+        self._reading = read_server(self._info)
+        self._shape: RoutingShape | None = None
+
+    @classmethod
+    def launch(
+        cls,
+        model: str,
+        block: MismatchConfig,
+        sampling: SamplingSettings,
+        *,
+        max_new_tokens: int,
+        n: int = 1,
+        stop_token_ids: Sequence[int] = (),
+        **arguments: Any,
+    ) -> Rollout:
+        """Start an engine in this process as a block asks for it: its dtype, and its routes.
+
+        Args:
+            model: Folder or name of the checkpoint.
+            block: The block of the run.
+            sampling, max_new_tokens, n, stop_token_ids: As for `Rollout`.
+            arguments: Of `sglang.Engine`; they come before the block's.
+
+        Raises:
+            EngineError: The engine does not run as the block needs it; names each setting, and what to give instead.
+        """
+        from sglang import Engine
+
+        acting = block.acting
+        asked: dict[str, Any] = {} if torch.cuda.is_available() else dict(ON_CPU)
+        if acting.precision is not None:
+            asked["dtype"] = acting.precision.dtype
+        if acting.routing is not None and acting.routing.mode == "R3":
+            asked["enable_return_routed_experts"] = True
+        engine = Engine(model_path=model, skip_tokenizer_init=True, **{"log_level": "error", **asked, **arguments})
+        limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "n": n, "stop_token_ids": stop_token_ids}
+        return cls(EngineTransport(engine), sampling, **limits)
+
+    def check(self, block: MismatchConfig, trainer_dtype: str) -> None:
+        """Refuse a server that the trainer cannot match.
+
+        Args:
+            block: The block of the run.
+            trainer_dtype: Dtype that the trainer computes in.
+
+        Raises:
+            EngineError: Names each setting, and what to give instead.
+        """
+        check_server(self._info, config=block, trainer_dtype=trainer_dtype).raise_for_problems()
+
+    def reading(self) -> EngineReading:
+        """Return what the engine computes with, as it reports it itself."""
+        return self._reading
+
+    def record_routing(self, shape: RoutingShape) -> None:
+        """Take the routes of rollouts from here on.
+
+        Args:
+            shape: Of the model that replays them.
+
+        Raises:
+            RoutingError: The engine does not record any.
+        """
+        if problems := routing_problems(self._info):
+            raise RoutingError("; ".join(map(str, problems)))
+        self._shape = shape
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities `[N, T-1]`, float64, at temperature 1, of tokens `[N, T]` after the first."""
+        return score_tokens(self.transport, tokens.tolist())
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare nothing: SGLang's weights are in processes of its own."""
+        return ()
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[RolloutRecord]:
+        """Sample `n` responses to each prompt, those of a prompt beside each other.
+
+        Args:
+            prompts: Token ids of each.
+
+        Raises:
+            EngineError: SGLang failed.
+            RecordError: It returned something malformed.
+            RoutingError: Routes are missing or malformed.
+        """
+        ids = [list(map(int, prompt)) for prompt in prompts]
+        request = generate_request(
+            ids,
+            self.sampling,
+            max_new_tokens=self.max_new_tokens,
+            n=self.n,
+            stop_token_ids=self.stop_token_ids,
+            routing=self._shape is not None,
+        )
+        return to_records(
+            self.transport.generate(request),
+            prompt_ids=ids,
+            provenance=to_provenance(self._reading, sampling=self.sampling, weight_version=self.weight_version),
+            n=self.n,
+            weight_version=str(self.weight_version) if self.weight_version else None,
+            shape=self._shape,
+        )
+
+    def update(self, weights: NamedTensors) -> tuple[SyncReading, dict[str, Any]]:
+        """Load new weights, and forget what was cached with those before; responses are stamped with their version.
+
+        Args:
+            weights: Checkpoint names and tensors of the whole model.
+
+        Returns:
+            The dtypes on the way, and nothing to compare.
+
+        Raises:
+            ReadinessError: A weight does not fit the engine's dtype.
+            EngineError: SGLang refused.
+        """
+        self.weight_version += 1
+        dtype = self._reading.model_dtype
+        return update_weights(self.transport, weights, dtype=dtype, weight_version=self.weight_version), {}
+
+    def shutdown(self) -> None:
+        """End an engine in this process."""
+        if isinstance(self.transport, EngineTransport):
+            self.transport.engine.shutdown()

@@ -1,0 +1,182 @@
+"""The trainer's side of a loop of one's own: a model, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mismatch_ext.adapters.transformers import routing
+from mismatch_ext.adapters.transformers.reading import read_trainer
+from mismatch_ext.adapters.transformers.scoring import MOST_LOGITS, Autocast, evaluating, logits_width
+from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, vocabulary_surplus
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.fingerprint import fingerprint
+from mismatch_ext.precision.audit import TrainerReading
+from mismatch_ext.precision.dtypes import torch_dtype
+from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.run import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Logits = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""Maps a model, tokens and attention mask `[B, S]` to logits `[B, S, V]`."""
+
+
+def causal_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return what a causal language model of transformers makes of right-padded tokens."""
+    logits: Tensor = model(input_ids=tokens, attention_mask=attention_mask.long(), use_cache=False).logits
+    return logits
+
+
+class TrainedModel:
+    """`TrainerSide` of a model that one's own loop trains.
+
+    Args:
+        model: A causal language model of transformers; or any module, with `logits`.
+        optimizer: What steps its parameters.
+        scheduler: The schedule of its rate; `run.step` moves it on.
+        tokenizer: The model's; special tokens then are not in probes, and a vocabulary beyond it is warned of.
+        reference: The reference policy of the `kl` section.
+        logits: How the two are called, if they are not models of transformers.
+        autocast: Returns the context of forward passes; the `precision` section takes its place.
+
+    Attributes:
+        scaler: The loss scaler of float16; None without.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reference: nn.Module | None = None,
+        logits: Logits = causal_logits,
+        autocast: Autocast = nullcontext,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.tokenizer, self.reference = tokenizer, reference
+        self.autocast, self._logits = autocast, logits
+        self.scaler: LossScaler | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def name(self) -> str:
+        """The model's name, for the header of the run."""
+        return str(getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__)
+
+    @property
+    def family(self) -> str:
+        """Its architecture, as its configuration names it; "" where it does not."""
+        return str(getattr(getattr(self.model, "config", None), "model_type", ""))
+
+    def compute_in(self, dtype: str, scaler: LossScaler | None) -> None:
+        """Run forward passes in a dtype, under autocast unless it is float32.
+
+        Args:
+            dtype: float32, float16 or bfloat16.
+            scaler: Scales the loss; None for dtypes that need none.
+        """
+        half = None if dtype == "float32" else torch_dtype(dtype)
+        self.autocast = nullcontext if half is None else partial(torch.autocast, self.device.type, half)
+        self.scaler = scaler
+
+    def reading(self) -> TrainerReading:
+        """Return what the model computes with, read back from it."""
+        return read_trainer(self.model, self.autocast, self.scaler, self.device)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors of the present weights."""
+        return self.model.named_parameters()
+
+    def checkpoint_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield them under the names and in the shapes of the model's checkpoint, which engines load."""
+        from mismatch_ext.adapters.sglang.weights import checkpoint_parameters
+        from transformers import PreTrainedModel
+
+        return checkpoint_parameters(self.model) if isinstance(self.model, PreTrainedModel) else self.named_parameters()
+
+    def fingerprint(self) -> str:
+        """Return a digest of the present weights."""
+        return fingerprint(self.named_parameters())
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return log-probabilities `[N, T-1]`, float64, at temperature 1, of tokens `[N, T]` after the first."""
+        width = logits_width(self.model)
+        chunk = 1 if width is None else max(1, MOST_LOGITS // (tokens.shape[1] * width))
+        with torch.no_grad(), evaluating(self.model):
+            rows = [self._logprobs(self.model, part, torch.ones_like(part), 1.0) for part in tokens.split(chunk)]
+        return torch.cat(rows).double().cpu()
+
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """Return log-probabilities of a batch's responses `[B, T]`, in nats at its temperature; 0 at padding.
+
+        Args:
+            batch: The rollouts.
+            reference: Those of the reference policy, without gradients.
+
+        Raises:
+            ConfigError: There is no reference.
+        """
+        with torch.no_grad() if reference else nullcontext():
+            model = self.policy(reference=reference)
+            found = self._logprobs(model, batch.tokens, batch.attention_mask, batch.temperature)
+        return batch.of_responses(found)
+
+    def logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """Return what the next tokens of a batch's responses are drawn by `[B, T, V]`, before the temperature."""
+        with torch.no_grad() if reference else nullcontext(), self.autocast():
+            found = self._logits(self.policy(reference=reference), batch.tokens, batch.attention_mask)
+        places = torch.arange(batch.response_mask.shape[1], device=found.device) + batch.prompt_lengths[:, None] - 1
+        places = places.clamp(max=found.shape[1] - 1)[..., None].expand(-1, -1, found.shape[2])
+        return found.gather(1, places)
+
+    def policy(self, *, reference: bool = False) -> nn.Module:
+        """Return the model, or the reference policy's.
+
+        Raises:
+            ConfigError: There is no reference.
+        """
+        if reference and self.reference is None:
+            raise ConfigError("a reference policy is asked for, and there is none: TrainedModel(..., reference=model).")
+        return self.reference if reference and self.reference is not None else self.model
+
+    def _logprobs(self, model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float) -> Tensor:
+        with self.autocast():
+            logits = self._logits(model, tokens, attention_mask)[:, :-1].float()
+        scaled = logits if temperature == 1 else logits / temperature
+        return scaled.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+    def vocabulary(self) -> Tensor:
+        """Return the token ids `[V]` that probes may be made of."""
+        if self.tokenizer is not None:
+            return plain_vocabulary(self.tokenizer, self.device)
+        width = logits_width(self.model)
+        if width is None:
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            with torch.no_grad(), evaluating(self.model):
+                width = self._logits(self.model, token, torch.ones_like(token)).shape[-1]
+        return torch.arange(width, device=self.device)
+
+    def surplus(self) -> VocabularySurplus | None:
+        """Return how much larger the model's vocabulary is than its tokenizer's; None where it is not, or is not known."""
+        if self.tokenizer is None:
+            return None
+        return vocabulary_surplus(self.model, len(self.tokenizer), self.vocabulary()[None, :64], self.autocast)
+
+    @property
+    def routing(self) -> Any:
+        """What records and replays in the model."""
+        return routing

@@ -1,0 +1,193 @@
+"""The engine's side of a loop of one's own: vLLM in the trainer's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
+from mismatch_ext.adapters.vllm.engine import read_engine, shutdown
+from mismatch_ext.adapters.vllm.rollouts import to_records
+from mismatch_ext.adapters.vllm.routing import FLAG, require_routing
+from mismatch_ext.adapters.vllm.verified import InProcess
+from mismatch_ext.adapters.vllm.weights import Sending, SentTensor, update_weights
+from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import EngineError
+from mismatch_ext.patching import applied
+from mismatch_ext.precision.audit import SyncReading
+from mismatch_ext.provenance import to_provenance
+from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.routing import RoutingShape
+from mismatch_ext.run import NamedTensors
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.inputs import TokensPrompt
+
+
+class Rollout(InProcess):
+    """`RolloutSide` of vLLM in this process.
+
+    Args:
+        llm: An engine; `Rollout.launch` starts one as a block asks for it.
+        sampling: Settings to sample with.
+        max_new_tokens: Most tokens of a response.
+        n: Responses per prompt.
+        stop_token_ids: Tokens that end a response, beside the model's own.
+        patches: What was applied while the engine was built, for the header of the run.
+        patch_digest: Its digest, for the provenance of rollouts.
+
+    Attributes:
+        weight_version: Updates that were begun on the engine.
+
+    Raises:
+        EngineError: The engine runs in another process, or reports log-probabilities before the temperature that is not 1.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        sampling: SamplingSettings,
+        *,
+        max_new_tokens: int,
+        n: int = 1,
+        stop_token_ids: Sequence[int] = (),
+        patches: Sequence[Mapping[str, Any]] = (),
+        patch_digest: str = "none",
+    ) -> None:
+        super().__init__(llm)
+        self.sampling, self.max_new_tokens, self.n = sampling, max_new_tokens, n
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.patches: Sequence[Mapping[str, Any]] = tuple(patches)
+        self.patch_digest = patch_digest
+        self.weight_version = 0
+        self._reading = read_engine(llm)
+        self._shape: RoutingShape | None = None
+        if self._reading.logprobs_mode.startswith("raw") and sampling.temperature != 1:
+            raise EngineError(
+                f"the vLLM engine reports {self._reading.logprobs_mode}, before the temperature, and is to sample at "
+                f"temperature {sampling.temperature}; start it with LLM(..., logprobs_mode='processed_logprobs')."
+            )
+
+    @classmethod
+    def launch(
+        cls,
+        model: str,
+        block: MismatchConfig,
+        sampling: SamplingSettings,
+        *,
+        max_new_tokens: int,
+        n: int = 1,
+        stop_token_ids: Sequence[int] = (),
+        **arguments: Any,
+    ) -> Rollout:
+        """Start an engine in this process as a block asks for it: its dtype, its routes, and what a CPU needs for them.
+
+        Args:
+            model: Folder or name of the checkpoint.
+            block: The block of the run.
+            sampling, max_new_tokens, n, stop_token_ids: As for `Rollout`.
+            arguments: Of `vllm.LLM`; they come before the block's.
+
+        Raises:
+            PatchError: This vLLM records no routes on a CPU, and cannot be made to.
+        """
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its weights and dtypes are to be in reach
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        acting = block.acting
+        asked: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
+        patches = []
+        if acting.precision is not None:
+            asked["dtype"] = acting.precision.dtype
+        if acting.routing is not None and acting.routing.mode == "R3":
+            asked[FLAG] = True
+        if current_platform.is_cpu():
+            asked["enforce_eager"] = True  # compiling costs a CPU engine more than it saves in a short run
+            patches = cpu_routes_patches() if FLAG in asked else []
+        with applied(*patches) as active:
+            llm = LLM(model, **asked | arguments)
+            described, digest = active.describe(), active.digest
+        limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "n": n, "stop_token_ids": stop_token_ids}
+        return cls(llm, sampling, **limits, patches=described, patch_digest=digest if patches else "none")
+
+    def record_routing(self, shape: RoutingShape) -> None:
+        """Take the routes of rollouts from here on.
+
+        Args:
+            shape: Of the model that replays them.
+
+        Raises:
+            RoutingError: The engine does not record any.
+        """
+        require_routing(self.llm)
+        attach_cpu_routes(self.llm)
+        self._shape = shape
+
+    def check(self, block: MismatchConfig, trainer_dtype: str) -> None:
+        """Fit every block: what can be wrong is in the reading, which the audit compares."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that can be scored at once."""
+        return int(self.llm.llm_engine.model_config.max_model_len) - 1
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[RolloutRecord]:
+        """Sample `n` responses to each prompt, those of a prompt beside each other.
+
+        Args:
+            prompts: Token ids of each.
+
+        Raises:
+            RecordError: vLLM returned something malformed.
+            RoutingError: Routes are missing or malformed.
+        """
+        from vllm import SamplingParams
+
+        sampling = self.sampling
+        params = SamplingParams(
+            n=self.n,
+            max_tokens=self.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=list(self.stop_token_ids),
+            logprobs=0,
+        )
+        ids = [list(map(int, prompt)) for prompt in prompts]
+        requests: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt in ids]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return to_records(outputs, prompt_ids=ids, provenance=self._provenance(), shape=self._shape, n=self.n)
+
+    def update(self, weights: NamedTensors) -> tuple[SyncReading, dict[str, SentTensor]]:
+        """Load new weights, and forget what was cached with those before.
+
+        Args:
+            weights: Checkpoint names and tensors of the whole model.
+
+        Returns:
+            The dtypes on the way, and samples of what was sent, for `compare`.
+
+        Raises:
+            EngineError: Unfinished requests hold blocks of the prefix cache.
+        """
+        self.weight_version += 1
+        sending = Sending()
+        update_weights(self.llm, sending.through(weights))
+        received = self._reading.model_dtype
+        return SyncReading(sent_dtype=" and ".join(sorted(sending.dtypes)), received_dtype=received), sending.samples
+
+    def shutdown(self) -> None:
+        """End the engine."""
+        shutdown(self.llm)
+
+    def _provenance(self) -> Provenance:
+        return to_provenance(
+            self._reading, sampling=self.sampling, weight_version=self.weight_version, patch_digest=self.patch_digest
+        )

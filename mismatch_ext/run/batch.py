@@ -1,0 +1,140 @@
+"""One batch of rollouts on its way through a training step, and everything that is known of it, by name.
+
+Suffixes of shapes: B rollouts, S tokens of prompt and response, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mismatch_ext.errors import RecordError, RoutingError
+from mismatch_ext.records import Provenance, RolloutRecord, collate
+from mismatch_ext.routing import RoutingTrace
+
+
+@dataclass(kw_only=True, eq=False)
+class Batch:
+    """Rollouts as tensors: prompt and response beside each other, padded on the right.
+
+    Positions then begin at 0 in every row, whatever a model makes of them. It lives from `run.batch` to the step that learns
+    from it.
+
+    Args:
+        tokens: `[B, S]`, int64; 0 at padding.
+        attention_mask: True at tokens `[B, S]`.
+        prompt_lengths: Tokens of each prompt `[B]`, int64.
+        response_mask: True at tokens that the policy sampled `[B, T]`.
+        rollout_logprobs: The engine's, in nats `[B, T]`, float32; 0 at padding.
+        groups: Number of each row's prompt among the batch's `[B]`, int64.
+        temperature: That the tokens were sampled at.
+        provenance: The one provenance of all rows.
+        records: The rollouts.
+        split: "train" or "eval/<name>".
+        routing: A trace per row; None where no routes are known. Under R2 the first scoring pass sets it.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor
+    prompt_lengths: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    groups: Tensor
+    temperature: float
+    provenance: Provenance
+    records: tuple[RolloutRecord, ...]
+    split: str = "train"
+    routing: list[RoutingTrace] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each response `[B]`, int64."""
+        return self.attention_mask.sum(1) - self.prompt_lengths
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """Return the response tokens' part `[B, T]` of values of all tokens after the first `[B, S-1]`; 0 at padding."""
+        places = torch.arange(self.response_mask.shape[1], device=values.device) + self.prompt_lengths[:, None] - 1
+        inside = places < (self.attention_mask.sum(1) - 1)[:, None]
+        return values.gather(1, places.clamp(max=values.shape[1] - 1)).masked_fill(~inside, 0.0)
+
+    def rows(self, first: int, last: int) -> Batch:
+        """Return the batch of some of the rows, such as a micro-batch; padding stays as it is.
+
+        Args:
+            first, last: Rows from the first to before the last.
+        """
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut = {k: v[first:last] for k, v in found.items() if k == "routing" and v is not None or k == "records"}
+        cut |= {name: value[first:last] for name, value in found.items() if isinstance(value, Tensor)}
+        return replace(self, **cut)
+
+
+def batch_of(records: Sequence[RolloutRecord], device: torch.device, split: str = "train") -> Batch:
+    """Lay rollouts out as a batch.
+
+    Args:
+        records: Rollouts of one provenance; those of one prompt are a group, wherever they stand.
+        device: Where the tensors are to be.
+        split: "train" or "eval/<name>".
+
+    Raises:
+        RecordError: There are none, one has no prompt, or routes are known of some of them only.
+        ProvenanceError: Their provenance differs.
+    """
+    found = collate(records, pad_token_id=0)
+    for row, record in enumerate(records):
+        if not record.prompt_ids:
+            raise RecordError(f"row {row} has no prompt; give at least one token, such as the one that begins a text.")
+    routes = [record.routing for record in records if record.routing is not None]
+    if routes and len(routes) != len(records):
+        raise RecordError(f"{len(routes)} of {len(records)} rollouts have routes; allowed: all of them or none.")
+    rows = [torch.tensor([*record.prompt_ids, *record.response_ids]) for record in records]
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = [numbers.setdefault(record.prompt_ids, len(numbers)) for record in records]
+    return Batch(
+        tokens=pad_sequence(rows, batch_first=True).to(device),
+        attention_mask=pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True).to(
+            device
+        ),
+        prompt_lengths=torch.tensor([len(record.prompt_ids) for record in records], device=device),
+        response_mask=found.response_mask.to(device),
+        rollout_logprobs=found.rollout_logprobs.to(device),
+        groups=torch.tensor(groups, device=device),
+        temperature=found.provenance.sampling.temperature,
+        provenance=found.provenance,
+        records=tuple(records),
+        split=split,
+        routing=routes or None,
+    )
+
+
+def routes_of(passes: Sequence[RoutingTrace], batch: Batch) -> list[RoutingTrace]:
+    """Return the routes of each row of a batch, of the forward pass over it that was recorded.
+
+    Args:
+        passes: Routes of each forward pass, a row per position of the batch, padding included.
+        batch: The batch.
+
+    Raises:
+        RoutingError: There was no such pass.
+    """
+    rows, width = batch.tokens.shape
+    found = next((trace for trace in reversed(passes) if trace.rows == rows * width), None)
+    if found is None:
+        sizes = [trace.rows for trace in passes]
+        raise RoutingError(
+            f"the forward passes that were recorded are over {sizes} tokens, and the batch is {rows} x {width}; run the model on "
+            "batch.tokens, all rows at once."
+        )
+    trace = found.to("cpu")
+    return [
+        trace.sequence(row * width, row * width + length)
+        for row, length in enumerate(batch.attention_mask.sum(1).tolist())
+    ]

@@ -1,0 +1,55 @@
+"""Which routes a forward pass of a loop runs under: recorded by the engine, or by the trainer's own first pass of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mismatch_ext.errors import RoutingError
+from mismatch_ext.routing import align
+from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
+from mismatch_ext.run.batch import Batch, routes_of
+from mismatch_ext.run.sides import LoopTrainer
+
+
+@contextmanager
+def routed(
+    replay: RouteReplay | None, trainer: LoopTrainer, batch: Batch, *, version: int, reference: bool = False
+) -> Iterator[None]:
+    """Run the forward pass of a batch under its routes; under R2 the first one, without gradients, records them.
+
+    Args:
+        replay: What replays; None leaves the pass as it is.
+        trainer: The trainer.
+        batch: The batch.
+        version: Steps taken before, for routes that are recorded here.
+        reference: Whether it is a pass of the reference policy.
+
+    Raises:
+        RoutingError: There are no routes yet, they do not fit, or no pass was over the batch's tokens.
+        ReplayError: A pass did not obey them.
+    """
+    if replay is None or (reference and not replay.config.reference):
+        yield
+        return
+    if batch.routing is None:
+        if reference or torch.is_grad_enabled():
+            raise RoutingError(
+                "mismatch.routing.mode='R2' replays the routes of the old-logprob pass, and there was none of this batch: score "
+                "it under torch.no_grad() first."
+            )
+        with trainer.routing.record_routing(trainer.policy(), version=version) as recording:
+            yield
+        batch.routing = routes_of(recording.passes, batch)
+        return
+    trace, recorded = align(batch.routing, batch.attention_mask)
+    real, split, before = batch.attention_mask.flatten(), REFERENCE if reference else batch.split, replay.forwards
+    with replay.replaying(trainer.policy(reference=reference), trace, recorded, real=real, split=split):
+        yield
+    if replay.forwards == before:
+        raise RoutingError(
+            "no forward pass in this block was over the batch's tokens, so that nothing was replayed; pass batch.tokens and "
+            "batch.attention_mask as they are."
+        )

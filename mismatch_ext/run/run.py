@@ -1,0 +1,595 @@
+"""A run of a loop of one's own: the whole `mismatch:` block over two sides, as the verbs of the loop.
+
+    run = Run(block, TrainedModel(model, optimizer, scheduler, reference=reference), rollout, "runs/mine")
+    with run.start():
+        for prompts in data:
+            batch = run.batch(rollout.generate(prompts))
+            with torch.no_grad():
+                old, ref = run.score(batch), run.reference(batch)
+            run.measure(batch, old, ref)
+            weights = run.correct(batch, old).as_multiplier()
+            logprobs = run.score(batch)
+            ratio = (logprobs - old).exp()
+            loss = (run.kl(batch, logprobs, ref) - weights * ratio * advantages)[batch.response_mask].mean()
+            run.step(loss, max_norm=1.0)
+            run.send()
+            if run.log(reward=rewards).stop:
+                break
+
+The loop is the same whatever the block asks for. A verb of a section that is absent changes nothing: its weights are 1, its term
+is 0. A section that is present and that the loop does not use is an error at the first step, by name.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import Correction, correct, over_ranks, resolve
+from mismatch_ext.errors import LoopError, RecordError, RoutingError
+from mismatch_ext.host_names import HostNames
+from mismatch_ext.kl import KlTerm
+from mismatch_ext.lr import RateControl, ShadowRate, length_statistics
+from mismatch_ext.metrics import mismatch_metrics
+from mismatch_ext.precision.audit import AuditReport
+from mismatch_ext.precision.readiness import check_readiness
+from mismatch_ext.provenance import expect_present
+from mismatch_ext.ranks import ONE_PROCESS, Ranks
+from mismatch_ext.recorder import PREFIX, run_folder
+from mismatch_ext.records import RolloutRecord
+from mismatch_ext.routing.replaying import RouteReplay
+from mismatch_ext.run.batch import Batch, batch_of
+from mismatch_ext.run.log import Logged, RunLog
+from mismatch_ext.run.routes import routed
+from mismatch_ext.run.sides import LoopRollout, LoopTrainer
+from mismatch_ext.run.start import INTEGRATION, audited, check_block, compute_dtype, info_of, set_precision
+from mismatch_ext.run.stepping import Stepped, step
+from mismatch_ext.run.used import Used
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.weight_sync import SyncVerdict
+from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+
+F_TAU = "f_1.1"
+
+
+class Run:
+    """The `mismatch:` block in a loop of one's own.
+
+    Args:
+        block: The block: a mapping, a JSON or YAML string, the path of a file, or a `MismatchConfig`; None is an empty one.
+        trainer: The model, its optimizer and its schedule.
+        rollout: The engine that samples from it, which holds the trainer's weights.
+        output: Folder of the run; `monitor.run_dir` comes before it.
+        names: What the loop's own metrics are called.
+        seed: Seed of what is drawn: the passes that are measured.
+        ranks: The processes that train together. Each gives its own rollouts; gradients are the loop's to reduce.
+
+    Raises:
+        ConfigError: The block is malformed, or asks for what a loop of one's own cannot have.
+        RunDirectoryError: The folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        block: MismatchConfig | Mapping[str, Any] | str | Path | None,
+        trainer: LoopTrainer,
+        rollout: LoopRollout,
+        output: str | Path,
+        *,
+        names: HostNames | None = None,
+        seed: int = 0,
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        self.block = MismatchConfig.parse(block) or MismatchConfig()
+        self.acting = self.block.acting
+        self.trainer, self.rollout = trainer, rollout
+        self.steps = 0
+        self._output, self._seed, self._ranks = Path(output), seed, ranks
+        self._names = HostNames() if names is None else names
+        self._verdicts = Verdicts(self.block.level, lambda: self.steps)
+        with self._verdicts.checking("block"):
+            check_block(self.block)
+        self._log = RunLog(
+            self.block,
+            run_folder(self.block.monitor, self._output),
+            info=self._info,
+            step=lambda: self.steps,
+            names=self._names,
+            ranks=ranks,
+            verdicts=self._verdicts,
+            tell=lambda message: warnings.warn(message, stacklevel=5),
+        )
+        kl, lr = self.acting.kl, self.block.lr
+        self._kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
+        self._rate = None if lr is None else (ShadowRate(lr) if self._verdicts.observes else RateControl(lr))
+        self._used = Used(self.acting, measures=not self._verdicts.observes)
+        self._replay: RouteReplay | None = None
+        self._verifier: WeightVerifier | None = None
+        self._report: AuditReport | None = None
+        self._started = self._ended = self._sent_once = False
+        self._stepped = False  # since weights were last sent
+        self._pending: dict[str, list[float]] = {}
+
+    # Begin.
+
+    def start(self, *, resume: str | Path | None = None) -> Run:
+        """Check and set what the block asks for on both sides, and say what is active.
+
+        Args:
+            resume: Folder that `save` wrote to; the trainer's own state is loaded already. The engine then gets the weights.
+
+        Returns:
+            The run, as a context that ends it.
+
+        Raises:
+            MismatchError: Something that was asked for is not active; says what, and what to do.
+        """
+        if self._started:
+            raise LoopError("the run has been started already; build another Run for another training.")
+        checking, acting = self._verdicts.checking, self.acting
+        state = None if resume is None else self._saved(Path(resume))
+        if acting.precision is not None:
+            set_precision(acting.precision, self.trainer)
+        warning = None
+        dtype = compute_dtype(self.trainer.reading())
+        with checking("engine"):
+            self.rollout.check(self.block, dtype)
+        with checking("precision", applied=True):
+            self._report = audited(self.block, self.trainer, self.rollout)
+        with checking("readiness"):
+            warning = check_readiness(self.trainer.named_parameters(), self.block.precision)
+        if acting.routing is not None:
+            self._replay = RouteReplay(
+                acting.routing, self.trainer.routing, self.trainer.policy(), seed=self._seed, ranks=self._ranks
+            )
+            if acting.routing.mode == "R3":
+                self.rollout.record_routing(self._replay.layout.shape)
+
+        self._log.sampled_with(self.rollout.sampling)
+        if self._rate is not None:
+            self._rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0)
+        if self.block.monitor.weight_sync != "off":
+            with checking("weight_sync"):
+                self._verifier = self._new_verifier(dtype, begin=state is None)
+        if state is not None:
+            self._load(state)
+        self._started = True
+        self._log.begin(None if state is None else self.steps)
+        for name, message in self._warnings(warning) if self._ranks.rank == 0 else ():
+            self._warn(name, message)
+        self._log.announce(INTEGRATION, measured="at every run.measure")
+        if state is not None:
+            self._say_changes(state)
+            self._stepped = True  # in the process before
+            self.send()
+        return self
+
+    def _info(self) -> dict[str, Any]:
+        given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
+        return info_of(self.block, self.trainer, self.rollout, self._names, **given)
+
+    def _new_verifier(self, dtype: str, *, begin: bool) -> WeightVerifier:
+        probes = draw_probes(self.trainer.vocabulary(), self.block.monitor, self.rollout.longest)
+        verifier = WeightVerifier(
+            self.trainer,
+            self.rollout,
+            self.block.monitor,
+            probes,
+            dtype=self.rollout.reading().model_dtype,
+            trainer_dtype=dtype,
+            event=self._log.event,
+        )
+        if begin:
+            verifier.begin()
+        return verifier
+
+    def _warnings(self, fits: str | None) -> Iterator[tuple[str, str]]:
+        if fits is not None:
+            yield "readiness", fits
+        surplus = self.trainer.surplus()
+        if surplus is not None:
+            yield "vocabulary", str(surplus)
+        bias = self.rollout.sampling.ratio_bias(renormalised=self.rollout.reading().engine == "vllm")
+        if bias is not None:
+            yield "ratio_bias", bias
+
+    # One batch.
+
+    def batch(self, records: Sequence[RolloutRecord], split: str = "train") -> Batch:
+        """Lay rollouts out as tensors, after checking where they come from.
+
+        Args:
+            records: What `rollout.generate` returned; or records of other origin, with their provenance.
+            split: "train", or "eval/<name>" for rollouts that nothing is learnt from.
+
+        Raises:
+            ProvenanceError: Their provenance is missing, mixed, or of other weights than the engine has now.
+            RecordError: They are malformed.
+            LoopError: The trainer's weights have changed since they were sent.
+        """
+        self._begun()
+        verifier = self._verifier
+        with self._verdicts.checking("records"):
+            if verifier is not None and verifier.moved():
+                raise LoopError(
+                    f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() before "
+                    "the next rollouts, or set mismatch.monitor.weight_sync='off'."
+                )
+        batch = batch_of(records, self.trainer.device, split)
+        with self._verdicts.checking("records"):
+            expect_present(batch.provenance, self.rollout.weight_version)
+        if self.acting.routing is not None and self.acting.routing.mode == "R3" and batch.routing is None:
+            raise RoutingError(
+                "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once the run "
+                "has been started."
+            )
+        if split == "train":
+            self._train_on(batch)
+        return batch
+
+    def _train_on(self, batch: Batch) -> None:
+        self._used.batch()
+        if self._kl is not None:
+            self._kl.begin()
+        known = all(record.finish_reason is not None for record in batch.records)
+        cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
+        found = length_statistics(batch.lengths.cpu(), cut, reduce=lambda values, reduction: self._ranks.sum(values))
+        if found.response_length is not None:
+            self._note(self._names.length, found.response_length)
+        if found.truncated_fraction is not None:
+            self._note("truncated_fraction", found.truncated_fraction)
+        if self._rate is not None and self._rate.config.trigger == "response_length":
+            self._rate.collect(1.0, **{k: v for k, v in found.to_dict().items() if v is not None})
+
+    def score(self, batch: Batch) -> Tensor:
+        """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
+
+        With gradients they are those that the loss is made of. Without, under R2, the first of a batch records its routes.
+        """
+        with routed(self._replay, self.trainer, batch, version=self.steps):
+            found = self.trainer.logprobs(batch)
+        return self._used.watch("replay", found) if self._replay is not None else found
+
+    def reference(self, batch: Batch) -> Tensor:
+        """Return the reference's log-probabilities `[B, T]`, in nats, under the batch's routes if the block says so.
+
+        Without a `kl` section they are not needed, and are zeros.
+
+        Raises:
+            ConfigError: The trainer's side has no reference.
+        """
+        if self._kl is None:
+            return torch.zeros_like(batch.rollout_logprobs)
+        with routed(self._replay, self.trainer, batch, version=self.steps, reference=True):
+            return self.trainer.logprobs(batch, reference=True)
+
+    @contextmanager
+    def replaying(self, batch: Batch) -> Iterator[None]:
+        """Run the trainer's forward pass of a batch, or of some rows of it, under its routes.
+
+        A checkpointed backward pass may come after the block. Without a `routing` section it does nothing.
+
+        Raises:
+            RoutingError: The routes do not fit their tokens, or are not this model's.
+            ReplayError: The forward pass was over other tokens, or did not obey them.
+        """
+        before = 0 if self._replay is None else self._replay.forwards
+        learns = torch.is_grad_enabled()
+        with routed(self._replay, self.trainer, batch, version=self.steps):
+            yield
+        if self._replay is not None and self._replay.forwards > before and learns:
+            self._used.note("replay")
+
+    def measure(self, batch: Batch, old: Tensor, reference: Tensor | None = None) -> None:
+        """Measure the gap to the engine, and the KL divergence from the reference.
+
+        Args:
+            batch: The rollouts.
+            old: The trainer's log-probabilities when they were sampled `[B, T]`, nats.
+            reference: The reference's `[B, T]`, for the `kl` section.
+
+        Raises:
+            NonFiniteLogprobError: A log-probability of a sampled token is not finite.
+            LoopError: There is a `kl` section, and no reference is given.
+        """
+        self._begun()
+        mask = batch.response_mask
+        gap = (old.detach(), batch.rollout_logprobs, mask)
+        with self._verdicts.checking("measure"):
+            self._log.observe(batch.split, *gap)
+        if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap():
+            with torch.no_grad(), torch.random.fork_rng():
+                native = self.trainer.logprobs(batch)
+            self._log.observe(batch.split, native, *gap[1:], native=True)
+        if batch.split != "train":
+            return
+        self._used.note("measure")
+        if self._kl is not None:
+            if reference is None:
+                raise LoopError(
+                    "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
+                )
+            for name, value in self._kl.adapt(old.detach(), reference, mask, self._ranks).items():
+                self._note(PREFIX + name, value)
+        if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau") and bool(mask.any()):
+            found = mismatch_metrics(*gap)
+            self._rate.collect(found["tokens"], mismatch_kl=found["k3_kl"], f_tau=found[F_TAU])
+
+    def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
+        """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
+
+        Args:
+            batch: The rollouts.
+            old: The trainer's log-probabilities when they were sampled `[B, T]`, nats. In mode `bypass`, whose ratio is pi/mu,
+                the present policy's; the loss `ppo_clip` then takes `batch.rollout_logprobs` for the old ones.
+            advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
+        """
+        self._used.note("correct")
+        mask, section = batch.response_mask, self.block.correction
+        kept = found = Correction(weights=mask.float(), mask=mask, metrics={})
+        if section is None:
+            return kept
+        figures: dict[str, float] = {}
+        with self._verdicts.checking("correction"):
+            settings = resolve(section)
+            if bool(mask.any()):
+                found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
+            figures = over_ranks(found.metrics, mask, settings, self._ranks)  # on a rank without tokens too
+        for name, value in self._verdicts.named(figures).items():
+            self._note(PREFIX + name, value)
+        return kept if self._verdicts.observes else found
+
+    def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
+        """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.
+
+        Args:
+            batch: The rollouts; of a micro-batch, with all responses of a prompt, or the baseline is over fewer of them.
+            logprobs: The present policy's `[B, T]`, with their graph.
+            reference: The reference's `[B, T]`.
+            old: The trainer's when the batch was sampled, in the place of the engine's under `ratio`.
+        """
+        if self._kl is None:
+            return torch.zeros_like(logprobs)
+        term = self._kl.loss(
+            logprobs,
+            reference,
+            batch.response_mask,
+            rollout_logprobs=batch.rollout_logprobs if old is None else None,
+            old_logprobs=old,
+            groups=batch.groups,
+            logits=lambda: (self.trainer.logits(batch), self.trainer.logits(batch, reference=True)),
+            temperature=batch.temperature,
+        )
+        return self._used.watch("kl", term)
+
+    def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
+        """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
+        self._used.note("penalty")
+        if self._kl is None or not self._kl.config.in_rewards:
+            return torch.zeros_like(old)
+        return self._kl.penalty(old, reference, batch.response_mask)
+
+    # A step.
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's loss, scaled in float16; `step` then takes none."""
+        self._begun()
+        scaler = self.trainer.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        self._note(self._names.loss, float(loss.detach()))
+
+    def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
+        """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
+
+        Args:
+            loss: The loss; None where `backward` got it in parts.
+            max_norm: Norm that gradients are clipped to.
+
+        Raises:
+            LoopError: The loop did not use a section that the block asks for.
+            LossScaleError: Overflows do not end.
+        """
+        if loss is not None:
+            self.backward(loss)
+        self._used.check_step(self.steps)
+        done = step(self.trainer, self._rate, max_norm)
+        self.steps, self._stepped = self.steps + 1, True
+        if math.isfinite(done.grad_norm):
+            self._note(self._names.grad_norm, done.grad_norm)
+        self._note(self._names.learning_rate, done.learning_rate)
+        return done
+
+    # Weights.
+
+    def send(self) -> SyncVerdict | None:
+        """Send the trainer's weights to the engine, and verify that it computes with them.
+
+        Raises:
+            WeightSyncError: It does not.
+            LoopError: They changed otherwise than by `step`, which sees to the block's sections.
+        """
+        self._begun()
+        reading, samples = self.rollout.update(self.trainer.checkpoint_parameters())
+        if not self._sent_once:
+            self._sent_once = True
+            with self._verdicts.checking("precision", applied=True):
+                audited(self.block, self.trainer, self.rollout, reading)
+        return self.sent(samples)
+
+    def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
+        """Verify an update that the loop made itself; its version is `rollout.weight_version`.
+
+        Args:
+            samples: What the engine is to hold, for `rollout.compare`.
+
+        Raises:
+            WeightSyncError, LoopError: As `send`.
+        """
+        verifier, stepped = self._verifier, self._stepped
+        self._stepped = False
+        if verifier is None:
+            return None
+        acts = self.acting != MismatchConfig(level=self.acting.level, monitor=self.acting.monitor)
+        if not stepped and acts and verifier.moved():
+            raise LoopError(
+                f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the block "
+                "asks for; step by it."
+            )
+        verdict: SyncVerdict | None = None
+        with self._verdicts.checking("weight_sync"):
+            verdict = verifier.verify(samples)
+        if verdict is not None:
+            self._note(PREFIX + "weight_sync_gap", verdict.gap_mean)
+        return verdict
+
+    # Logs.
+
+    def log(self, metrics: Mapping[str, Any] | None = None, *, split: str = "train", **more: Any) -> Logged:
+        """Write what was measured since the last log, with the loop's own metrics, and watch for alarms.
+
+        Args:
+            metrics: Numbers, or tensors, of which the mean counts; `reward` among them is the report's.
+            split: "train" or "eval/<name>".
+            **more: The same by keyword.
+
+        Returns:
+            All of it, and whether the run is to stop.
+        """
+        self._begun()
+        found = self._log.measured(self.steps, split)
+        by_layer: dict[str, float] = {}
+        if split == "train":
+            found |= {name: _merged(name, values) for name, values in self._pending.items()}
+            self._pending = {}
+            if self.trainer.scaler is not None:
+                found |= {PREFIX + name: value for name, value in self.trainer.scaler.metrics().items()}
+            if self._rate is not None:
+                found |= {PREFIX + name: value for name, value in self._verdicts.named(self._rate.metrics()).items()}
+        if self._replay is not None:
+            found |= {PREFIX + name: value for name, value in self._replay.take_others(split, self._ranks).items()}
+            agreement = self._replay.take_agreement(split, self._ranks)
+            if agreement is not None:
+                found |= {PREFIX + name: value for name, value in agreement.metrics().items()}
+                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
+        found |= {name: _number(value) for name, value in {**(metrics or {}), **more}.items()}
+        self._log.write(self.steps, found | by_layer, split)
+        return Logged(metrics=found, stop=self._log.watch(self.steps, found) if split == "train" else None)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with, as JSON-able data; model, optimizer and schedule have states of their own."""
+        self._begun()
+        state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
+        state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
+        parts = {"weight_sync": self._verifier, "kl": self._kl, "lr": self._rate, "routing": self._replay}
+        state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
+        if self.trainer.scaler is not None:
+            state["scaler"] = self.trainer.scaler.state_dict()
+        return state
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `state_dict` to a folder, beside what the loop saves of model, optimizer and schedule, and after it.
+
+        Returns:
+            The file, which holds the state before or this one whenever the process is killed.
+        """
+        path = Path(folder) / STATE_FILE
+        if self._ranks.rank == 0:
+            write_state(path, self.state_dict())
+        return path
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; `start(resume=folder)` does it from a file.
+
+        Raises:
+            RecordError: It is damaged, or of other settings.
+        """
+        self._begun()
+        self._load(state)
+
+    def _saved(self, folder: Path) -> dict[str, Any]:
+        path = folder / STATE_FILE
+        state = read_state(path)
+        if state is None or not isinstance((state.get("run") or {}).get("step"), int):
+            raise RecordError(f"{path} holds no state of a run; resume from a folder that run.save wrote to.")
+        return state
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.steps = int(state["run"]["step"])
+        self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
+        self._log.load_state_dict(state, step=self.steps)
+        for name, part in (("kl", self._kl), ("lr", self._rate), ("routing", self._replay)):
+            if part is not None and state.get(name) is not None:
+                part.load_state_dict(state[name])
+        scaler, saved = self.trainer.scaler, state.get("scaler")
+        if scaler is not None and saved is not None:
+            scaler.load_state_dict(saved)
+        if self._verifier is not None and state.get("weight_sync") is not None:
+            said = self._verifier.load_state_dict(state["weight_sync"])
+            if said is not None:
+                self._warn("weight_sync", said)
+
+    def _say_changes(self, state: Mapping[str, Any]) -> None:
+        changed = changed_settings(state.get("config"), self.block.to_dict())
+        if changed is not None:
+            self._warn("settings_changed", changed)
+
+    # End.
+
+    def end(self, status: str = "completed", message: str = "") -> None:
+        """Take learning-rate control off, write how the run ended, and print what happened.
+
+        Args:
+            status: "completed" or "failed".
+            message: Why.
+        """
+        if self._ended or not self._started:
+            return
+        self._ended = True
+        if self._rate is not None:
+            self._rate.detach()
+        self._log.end(status, message)
+
+    def __enter__(self) -> Run:
+        self._begun()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.end()
+        else:
+            self.end("failed", f"{kind.__name__}: {error}")
+
+    def _begun(self) -> None:
+        if not self._started:
+            raise LoopError("the run has not been started: `with run.start():` around the loop.")
+
+    def _note(self, name: str, value: float) -> None:
+        self._pending.setdefault(name, []).append(value)
+
+    def _warn(self, name: str, message: str) -> None:
+        warnings.warn(message, stacklevel=3)
+        self._log.event("warning", name, message)
+
+
+def _number(value: Any) -> float:
+    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
+
+
+def _merged(name: str, values: Sequence[float]) -> float:
+    if name.endswith(("_max", "_min")):
+        return max(values) if name.endswith("_max") else min(values)
+    return sum(values) / len(values)

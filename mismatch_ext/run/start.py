@@ -1,0 +1,100 @@
+"""What must hold before the first step of a loop of one's own: precision on both sides, and weights that fit it."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from typing import Any
+
+from mismatch_ext.banner import Integration
+from mismatch_ext.config import MismatchConfig, PrecisionConfig
+from mismatch_ext.correction import resolve
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import HostNames
+from mismatch_ext.patching import active_patches
+from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.run.info import run_info
+from mismatch_ext.run.sides import LoopRollout, LoopTrainer
+
+HOST = "a loop of one's own"
+INTEGRATION = Integration(trainer="Run", correction="run.correct", lr="run.step", kl="run.kl", precision="Run")
+PACKAGES = ("transformers", "vllm", "sglang")
+
+
+def check_block(block: MismatchConfig) -> None:
+    """Refuse what a loop of one's own cannot be asked for.
+
+    Raises:
+        ConfigError: Names the setting, and what is allowed.
+    """
+    if block.kl is not None and block.kl.preset is not None:
+        raise ConfigError(
+            f"mismatch.kl.preset={block.kl.preset!r} leaves the KL term to a host, and a loop of one's own has none; allowed: an "
+            "estimator."
+        )
+    if block.kl is not None and block.kl.coef is None:
+        raise ConfigError(
+            "mismatch.kl.coef is not given, and a loop of one's own has no coefficient of a host; set it."
+        )
+    if block.correction is not None:
+        resolve(block.correction)
+
+
+def set_precision(precision: PrecisionConfig, trainer: LoopTrainer) -> None:
+    """Let the trainer compute as asked, in float16 with a loss scaler."""
+    policy = PrecisionPolicy(precision.dtype)
+    scaler = None
+    if policy.needs_scaler:
+        scaler = LossScaler(trainer.device.type, **dataclasses.asdict(precision.loss_scale))
+    trainer.compute_in(policy.dtype, scaler)
+
+
+def audited(
+    block: MismatchConfig, trainer: LoopTrainer, rollout: LoopRollout, sync: SyncReading | None = None
+) -> AuditReport | None:
+    """Compare what both sides compute in with what was asked for; None where nothing was.
+
+    Raises:
+        PrecisionAuditError: They differ; names each difference, and what to change.
+    """
+    if block.precision is None:
+        return None
+    report = audit(PrecisionPolicy(block.precision.dtype), trainer.reading(), rollout.reading(), sync)
+    report.raise_for_findings()
+    return report
+
+
+def compute_dtype(reading: TrainerReading) -> str:
+    """Return the dtype that the trainer's matrix products come out in."""
+    return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
+
+
+def info_of(
+    block: MismatchConfig, trainer: LoopTrainer, rollout: LoopRollout, names: HostNames, **given: Any
+) -> dict[str, Any]:
+    """Return the header of a run's metrics.
+
+    Args:
+        block: The block.
+        trainer, rollout: The two sides.
+        names: What the loop's own metrics are called.
+        **given: Name, seed and audit, as `run_info` takes them.
+    """
+    device = trainer.device.type
+    return run_info(
+        block,
+        names,
+        host=HOST,
+        model=trainer.name,
+        model_type=trainer.family,
+        parameters=sum(p.numel() for _, p in trainer.named_parameters()),
+        device=f"{device} ({platform.processor() or platform.machine()})",
+        trainer=trainer.reading(),
+        engine=rollout.reading(),
+        sampling=rollout.sampling,
+        patches=list({patch["name"]: patch for patch in (*rollout.patches, *active_patches())}.values()),
+        packages=PACKAGES,
+        **given,
+    )

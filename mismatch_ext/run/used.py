@@ -1,0 +1,82 @@
+"""What a loop has to use of its block, and whether it did: asked at each step, and before anything is learnt from it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import LoopError
+
+REMOVE = "or leave the section out of the block"
+
+
+class Used:
+    """Notes what a loop uses, and names what it does not.
+
+    Args:
+        block: The sections that act.
+        measures: Whether each batch is to be measured.
+    """
+
+    def __init__(self, block: MismatchConfig, *, measures: bool) -> None:
+        self._of_batch: dict[str, str] = {}
+        self._of_step: dict[str, str] = {}
+        if measures:
+            self._of_batch["measure"] = (
+                "the gap of each batch is measured by run.measure(batch, old): call it before the step."
+            )
+        if block.correction is not None:
+            self._of_batch["correct"] = (
+                "mismatch.correction is on, and run.correct(batch, old) was not called for this batch: multiply the policy loss "
+                f"by its weights, {REMOVE}."
+            )
+        if block.kl is not None and block.kl.in_rewards:
+            self._of_batch["penalty"] = (
+                "mismatch.kl.reward_path='rewards', and run.penalty(batch, old, reference) was not called for this batch: take "
+                f"it off the rewards, {REMOVE}."
+            )
+        if block.kl is not None and not (block.kl.in_rewards and block.kl.placement == "reward"):
+            self._of_step["kl"] = (
+                "mismatch.kl is on, and no gradient went through a term of run.kl(batch, logprobs, reference) since the step "
+                f"before: add it to the loss of each step, {REMOVE}."
+            )
+        if block.routing is not None:
+            self._of_step["replay"] = (
+                f"mismatch.routing.mode={block.routing.mode!r}, and no forward pass of this step was replayed: take its "
+                f"log-probabilities from run.score(batch), or run it under run.replaying(batch), {REMOVE}."
+            )
+        self._seen: set[str] = set()
+
+    def batch(self) -> None:
+        """Begin with a batch."""
+        self._seen -= set(self._of_batch)
+
+    def note(self, what: str) -> None:
+        """Note that something was used."""
+        self._seen.add(what)
+
+    def watch(self, what: str, term: Tensor) -> Tensor:
+        """Note that something was used once a gradient comes to it."""
+        if not term.requires_grad:
+            return term
+        watched = term * 1.0  # the same bits, whatever is made of the term elsewhere
+
+        def seen(gradient: Tensor) -> None:
+            self.note(what)
+
+        watched.register_hook(seen)
+        return watched
+
+    def check_step(self, step: int) -> None:
+        """Refuse a step that goes without something that the block asks for.
+
+        Args:
+            step: Steps taken before.
+
+        Raises:
+            LoopError: Names what is missing, and what to call.
+        """
+        for what, message in (self._of_batch | self._of_step).items():
+            if what not in self._seen:
+                raise LoopError(f"step {step + 1}: {message}")
+        self._seen -= set(self._of_step)
