@@ -111,8 +111,10 @@ class LoopRollout(RolloutSide, Protocol):
     sampling: SamplingSettings
     weight_version: int
     """Updates that were begun on the engine."""
-    patches: Sequence[Mapping[str, Any]]
-    """What was applied while it was built."""
+
+    @property
+    def patches(self) -> Sequence[Mapping[str, Any]]:
+        """What was applied while it was built."""
 
     @property
     def longest(self) -> int | None:
