@@ -16,6 +16,7 @@ SGLANG_CONSTRAINTS := requirements/constraints-sglang-cpu.txt
 SGLANG_NEWEST := 0.5.23
 SGLANG_OLDEST := 0.5.12
 SGLANG_STAMP := .venv-sglang/.installed
+TORCHTITAN := .venv-sglang/torchtitan
 MODEL ?= both
 RUN_DIR ?= runs/demo
 STEPS ?=
@@ -52,10 +53,10 @@ $(STAMP): Makefile pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
 # A second environment, because SGLang pins other versions of what vLLM needs. SGLang comes without its dependencies, most of
 # which are CUDA libraries, and so does torchvision, which would pull the registry's build of torch. The newest SGLang that runs
 # with this torch, and the one that verl asks for, lie in directories of their own: with one on PYTHONPATH, the same environment
-# runs it.
+# runs it. So does torchtitan, which the first environment runs: it imports triton, and triton is in the second one alone.
 setup-sglang: $(SGLANG_STAMP)
 
-$(SGLANG_STAMP): Makefile pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CONSTRAINTS)
+$(SGLANG_STAMP): Makefile pyproject.toml requirements/sglang-cpu.txt requirements/torchtitan-cpu.txt $(SGLANG_CONSTRAINTS)
 	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
 	@echo "[setup-sglang] installing the pinned SGLang environment into .venv-sglang (two minutes the first time)"
 	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) torch
@@ -63,6 +64,8 @@ $(SGLANG_STAMP): Makefile pyproject.toml requirements/sglang-cpu.txt $(SGLANG_CO
 	@.venv-sglang/bin/pip install -q -c $(SGLANG_CONSTRAINTS) --no-deps sglang torchvision
 	@for version in $(SGLANG_NEWEST) $(SGLANG_OLDEST); do \
 		.venv-sglang/bin/pip install -q --no-deps --upgrade --target .venv-sglang/sglang-$$version sglang==$$version; done
+	@.venv-sglang/bin/pip install -q --no-deps --upgrade --target $(TORCHTITAN) -r requirements/torchtitan-cpu.txt
+	@ln -sfn "$$(.venv-sglang/bin/python -c 'import triton; print(triton.__path__[0])')" $(TORCHTITAN)/triton
 	@.venv-sglang/bin/pip install -q --no-deps --no-build-isolation -e .
 	@touch $(SGLANG_STAMP)
 

@@ -11,7 +11,7 @@ import torch
 from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.scoring import MOST_LOGITS, Autocast, evaluating, logits_width
-from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, vocabulary_surplus
+from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, surplus_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -174,7 +174,10 @@ class TrainedModel:
         """Return how much larger the model's vocabulary is than its tokenizer's; None where it is not, or is not known."""
         if self.tokenizer is None:
             return None
-        return vocabulary_surplus(self.model, len(self.tokenizer), self.vocabulary()[None, :64], self.autocast)
+        tokens = self.vocabulary()[None, :64]
+        with torch.no_grad(), evaluating(self.model), self.autocast():
+            logits = self._logits(self.model, tokens, torch.ones_like(tokens))
+        return surplus_of(logits, len(self.tokenizer))
 
     @property
     def routing(self) -> Any:

@@ -52,7 +52,16 @@ def vocabulary_surplus(
         token_ids: Probe tokens `[N, T]`, int64, on the model's device.
         autocast: Returns the trainer's autocast context.
     """
-    logits = probe_logits(model, token_ids, autocast)
+    return surplus_of(probe_logits(model, token_ids, autocast), tokenizer_size)
+
+
+def surplus_of(logits: Tensor, tokenizer_size: int) -> VocabularySurplus | None:
+    """Return the surplus that logits show, or None when there is none.
+
+    Args:
+        logits: Of probe tokens `[N, T, V]`.
+        tokenizer_size: `len(tokenizer)`.
+    """
     if logits.shape[-1] <= tokenizer_size:
         return None
     mass = torch.softmax(logits.float(), dim=-1)[..., tokenizer_size:].sum(-1)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from mismatch_ext.adapters.transformers.side import TrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mismatch_ext import Run
 from mismatch_ext.correction import correct
@@ -28,7 +30,7 @@ from mismatch_ext.errors import (
 from mismatch_ext.run import Batch, LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from mismatch_ext.rundata import read_run
 from tests.models import tiny_model
-from tests.torch_rollout import Recurrent, TorchRollout, recurrent_logits
+from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11, 1]]
 NOISE = 0.05
@@ -492,3 +494,13 @@ def test_float16_is_set_on_the_trainer_and_scaled(moe: Path, tmp_path: Path) -> 
         assert logs[-1]["mismatch/loss_scale"] == 2.0**30 * 0.5 ** (3 - taken)
     reading = read_run(tmp_path / "mismatch").header["trainer"]
     assert reading["autocast_dtype"] == "float16" and reading["scaler"]["enabled"]
+
+
+def test_ids_that_cannot_be_decoded_are_asked_of_a_model_that_is_not_of_transformers() -> None:
+    vocabulary = {str(token): token for token in range(8)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="0")))
+    trainer, _ = sides()
+    trainer.tokenizer = tokenizer
+    surplus = trainer.surplus()
+    assert surplus is not None and (surplus.model_size, surplus.tokenizer_size) == (VOCABULARY, 8)
+    assert 0 < surplus.mass_mean < 1

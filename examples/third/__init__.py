@@ -1,0 +1,1 @@
+"""Trainers that have no adapter here, on the plain loop of `mismatch_ext.Run`."""

@@ -1,0 +1,125 @@
+"""A trainer that has no adapter, on the plain loop: torchtitan's model, optimizer, schedule and loss, with vLLM."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from mismatch_ext.report.page import build
+from mismatch_ext.rundata import RunData, read_run
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.engines import scenarios_torchtitan as scenarios
+else:
+    scenarios = named("tests.peers.engines.scenarios_torchtitan")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples/third/torchtitan_grpo.py"
+PAGE = ROOT / "docs/third-trainer.md"
+STEPS = 3
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def found(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Compare torchtitan's parts with transformers', and train with an engine of torch."""
+    out = tmp_path_factory.mktemp("torch")
+    return {"run": out / "run/mismatch"} | run(scenarios.without_vllm, out=out, steps=STEPS).expect()
+
+
+@pytest.fixture(scope="module", params=["torch", "vllm"])
+def folder(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with every section that a dense model has."""
+    if request.param == "torch":
+        path: Path = request.getfixturevalue("found")["run"]
+        return path
+    out = tmp_path_factory.mktemp("vllm")
+    run(scenarios.with_vllm, out=out, steps=STEPS).expect()
+    return out / "run/mismatch"
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> RunData:
+    """Return what the run recorded."""
+    return read_run(folder)
+
+
+def test_it_computes_what_transformers_computes(found: dict[str, Any]) -> None:
+    # Two codes of one formula in float32: what is left is rounding. A token or a position off is 0.1 and more.
+    assert found["parts"]["largest_difference"] < 1e-3
+
+
+def test_its_weights_go_out_under_the_names_that_engines_load(found: dict[str, Any]) -> None:
+    assert found["parts"]["same_names"] and found["parts"]["same_tensors"]
+    assert found["parts"]["surplus"] == "None"  # asked of a model that is called otherwise than transformers'
+
+
+def test_weights_of_a_correction_multiply_its_own_loss(found: dict[str, Any]) -> None:
+    loss, norm, expected, expected_norm = found["loss"]
+    assert (loss, norm) == pytest.approx((expected, expected_norm), rel=1e-5)
+
+
+def test_weights_that_never_arrive_are_caught(found: dict[str, Any]) -> None:
+    assert "stale" in found["own_names"], found["own_names"]
+
+
+def test_an_alarm_stops_it_and_only_where_the_sides_differ(found: dict[str, Any]) -> None:
+    assert found["steps"] == {"run": STEPS, "noisy": 1}
+
+
+def test_both_sides_compute_in_float16_and_the_loss_is_scaled(recorded: RunData) -> None:
+    trainer, engine = recorded.header["trainer"], recorded.header["engine"]
+    assert trainer["autocast_dtype"] == engine["model_dtype"] == "float16"
+    assert trainer["scaler"]["enabled"] and recorded.header["audit"]["ok"]
+    assert all(record.metrics["mismatch/loss_scale"] > 1 for record in recorded.steps)
+
+
+def test_every_step_has_reward_length_rate_gap_and_what_each_section_did(recorded: RunData) -> None:
+    assert recorded.problems == () and [end.status for end in recorded.ends] == ["completed"]
+    assert [(record.step, record.split) for record in recorded.steps] == [(step + 1, "train") for step in range(STEPS)]
+    for record in recorded.steps:
+        for name in (
+            "reward", "length", "learning_rate", "loss", "grad_norm", "entropy", "mismatch/k3_kl", "mismatch/tokens",
+            "mismatch/logp_abs_diff_mean", "mismatch/rollout_is_mean", "mismatch/kl_ref_k1", "mismatch/kl_coef",
+            "mismatch/lr_multiplier", "mismatch/weight_sync_gap",
+        ):  # fmt: skip
+            value = record.metrics[name]
+            assert value is not None and math.isfinite(value), (record.step, name)
+        assert 0 < record.metrics["mismatch/logp_abs_diff_mean"] < 0.02  # float16; tokens out of place are 0.1 and more
+        assert record.metrics["learning_rate"] == pytest.approx(5e-5 * record.metrics["mismatch/lr_multiplier"])
+
+
+def test_its_weights_move_and_every_update_arrives(recorded: RunData) -> None:
+    # From the second step on, the policy is no longer the one that it is kept near.
+    divergences = [record.metrics["mismatch/kl_ref_k3"] for record in recorded.steps]
+    assert divergences[0] == pytest.approx(0, abs=1e-6) and divergences[-1] > divergences[0]
+    assert not [event for event in recorded.events if event.level == "error"]
+
+
+def test_its_report_shows_them(folder: Path, tmp_path: Path) -> None:
+    page = build(folder, tmp_path / "report.html").path.read_text(encoding="utf-8")
+    for shown in ("reward", "length", "learning rate", "weight", "k3"):
+        assert shown in page.lower(), shown
+    assert "no reward was recorded" not in page.lower()
+
+
+def test_it_takes_no_more_lines_than_the_page_says() -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    lines = len(text.splitlines())
+    side = len(text.partition("# adapter\n")[2].partition("# end of adapter\n")[0].strip().splitlines())
+    said = re.search(r"(\d+) lines, (\d+) of them the trainer's side", PAGE.read_text(encoding="utf-8"))
+    assert said is not None and (lines, side) == (int(said[1]), int(said[2]))
+    assert lines <= 250 and side <= 50
+
+
+def test_its_environment_is_pinned() -> None:
+    pinned = (ROOT / "requirements/torchtitan-cpu.txt").read_text().splitlines()
+    found = [Requirement(line) for line in pinned if not line.startswith("#")]
+    assert "torchtitan" in {r.name for r in found}
+    assert all(len(r.specifier) == 1 and str(r.specifier).startswith("==") for r in found)
