@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mismatch_ext.monitor.rules import resolve
 from mismatch_ext.strict import Action
 from mismatch_ext.strict import require as _require
 
@@ -79,4 +78,7 @@ class MonitorConfig:
             value = getattr(self, name)
             _require(value >= least, f"mismatch.monitor.{name}", value, f"an integer >= {least}")
         _require(self.stall_timeout >= 0, "mismatch.monitor.stall_timeout", self.stall_timeout, "a number >= 0")
+        # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
+        from mismatch_ext.monitor.rules import resolve
+
         resolve(self)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import kl_estimate
-from mismatch_ext.kl.estimators import ESTIMATORS, SATURATION
+from mismatch_ext.kl.estimators import ESTIMATORS, LARGEST_EXPONENT
 
 pytestmark = pytest.mark.numeric
 
@@ -79,8 +79,8 @@ def test_beyond_saturation_k3_is_its_tangent() -> None:
     # At x = -d: e^30 - 1 - 30 + (x - 30)(e^30 - 1). At d = -1e4 that is 1.0655e17, the documented 1.1e17.
     for d in (-30.5, -31.0, -1e4):
         value, gradient = value_and_gradient(d, "k3", torch.float64)
-        slope = math.exp(SATURATION) - 1
-        assert value.item() == pytest.approx(slope - SATURATION + (-d - SATURATION) * slope, rel=1e-12)
+        slope = math.exp(LARGEST_EXPONENT) - 1
+        assert value.item() == pytest.approx(slope - LARGEST_EXPONENT + (-d - LARGEST_EXPONENT) * slope, rel=1e-12)
         assert gradient.item() == pytest.approx(-slope, rel=1e-12)
     assert value_and_gradient(-1e4, "k3", torch.float32)[0].item() == pytest.approx(1.0655e17, rel=1e-4)
 
