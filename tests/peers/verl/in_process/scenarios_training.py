@@ -66,6 +66,16 @@ def scaler(model: str) -> dict[str, Any]:
     return found
 
 
+def halves(model: str) -> dict[str, list[list[float]]]:
+    """Return log-probabilities of the same samples in float32, in bfloat16, and in float16 by the block."""
+    blocks: dict[str, Any] = {"float32": None, "bfloat16": None, "float16": {"precision": {"dtype": "float16"}}}
+    found = {}
+    for dtype, block in blocks.items():
+        data = scored(worker(model, block, dtype=dtype), batch())
+        found[dtype] = [row.tolist() for row in data["old_log_probs"].unbind()]
+    return found
+
+
 @contextlib.contextmanager
 def overflowing(engine: Any, really: bool = True) -> Iterator[None]:
     """Let a gradient of this rank overflow in every step."""
