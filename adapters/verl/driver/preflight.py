@@ -102,9 +102,9 @@ class PreflightMixin(_Host):
             trainer_dtype=compute_dtype(self._checked.trainer),
             event=self._event,
         )
-        state, notes = self._resumed
+        state, _ = self._resumed
         if state.get("weight_sync") is not None and (said := self._weights.load_state_dict(state["weight_sync"])):
-            notes.append(("warning", "settings_changed", said, None))
+            self._event("warning", "settings_changed", said)
 
     def _look_at_weights(self) -> None:
         """Ask the actor what it scores, while the rollout sleeps."""

@@ -118,7 +118,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Send the weights as verl does; routes that come with rollouts from then on have to be of this version."""
         metrics = await super().update_weights(global_steps=global_steps, mode=mode)
         for part in (self.actor, self.ref):
-            if part is not None:
+            # verl validates with a colocated reward model after an update without a step: servers keep their stamp.
+            if part is not None and global_steps is not None:
                 engine: Any = part.engine
                 engine.weight_version = global_steps
         return metrics

@@ -25,7 +25,7 @@ EXPERTS = [
     ("routes", "stop", "vLLM returned no routing"),
     ("routes", "stop", "all expert ids are zero"),
     ("routes", "stop", "1 missing"),
-    ("routes", "stop", "layer 1 of the routing trace"),
+    ("routes", "stop", "layers are swapped"),
     ("alarm", "stop", "reward is"),
 ]
 DENSE = [
@@ -54,7 +54,7 @@ def check_named(found: dict[str, Any], faults: list[tuple[str, str, str]]) -> No
     """Look for each fault in metrics.jsonl, in the trainer's log and in the report."""
     for check, kind, words in faults:
         told = [f for f in found["findings"] if (f["check"], f["kind"]) == (check, kind) and words in f["message"]]
-        assert told, (check, kind, words)
+        assert told, (check, kind, words, [f["message"] for f in found["findings"] if f["check"] == check])
         assert found["observe"]["ours"][-1][f"mismatch/observed/{check}"] >= 1
         assert f"<td>{check}</td>" in found["report"]
     assert "Enforce would have stopped at step 0" in found["report"]
