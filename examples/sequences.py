@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from mismatch_ext.metrics import Interval, bootstrap_quotient, bootstrap_ratio
 from mismatch_ext.metrics.numerics import k3
 from mismatch_ext.routing import RoutingTrace, agreement
+from mismatch_ext.routing.replaying import REFERENCE
 
 FILE = "sequences.json"
 # By split, by name, a value per response.
@@ -116,7 +117,7 @@ class SequenceSums:
         if routing is not None:
             mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
             length = output["completion_ids"].size(1)
-            replayed = routing.replaying(trainer.model, mask, length, output["routing"], None)
+            replayed = routing.over_rows(trainer.model, mask, length, output["routing"], REFERENCE)
         with in_float64(trainer.model), replayed, overridden(trainer, _routing=None):
             found = self._score(output)
         assert found.dtype == torch.float64

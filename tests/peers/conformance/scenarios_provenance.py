@@ -22,6 +22,7 @@ def trl() -> dict[str, str]:
     """Hand records to TRL's trainer, of which no more than this method runs."""
     import torch
     from mismatch_ext.adapters.trl import MismatchGRPOTrainer
+    from mismatch_ext.adapters.trl.passes import RolloutPass
 
     found = {}
     for case, versions in ROLLOUTS.items():
@@ -36,8 +37,9 @@ def trl() -> dict[str, str]:
                 records += row
             trainer: Any = object.__new__(MismatchGRPOTrainer)
             trainer._tokenizer = SimpleNamespace(pad_token_id=0)
-            trainer.vllm_generation = SimpleNamespace(take_records=lambda: records, weight_version=PRESENT)
-            trainer._check_records({"completion_ids": torch.tensor([[7, 8]] * len(records))})
+            trainer.vllm_generation = SimpleNamespace(weight_version=PRESENT)
+            rows = {"completion_ids": torch.tensor([[7, 8]] * len(records))}
+            trainer._check_records(rows, RolloutPass(records=records))
 
         found[case] = refused(check)
     return found

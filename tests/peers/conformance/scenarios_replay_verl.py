@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+# Sets what verl reads when it is imported, here for the first time in the process that all scenarios are forked from.
+import tests.peers.verl.in_process  # noqa: F401
+
+# isort: split
+
 import torch
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.verl.driver.trainer import actor_seed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,13 +107,19 @@ def in_trl(model: str, out: str) -> dict[str, Any]:
 
 def in_verl(model: str, out: str) -> dict[str, Any]:
     """Update by verl's real worker, and log by our driver's own methods; resume the worker as in the other host."""
+    import tests.peers.verl.in_process  # noqa: F401, what verl reads when it is imported
+
+    # isort: split
+
     from mismatch_ext.adapters.verl.driver.reports import Checked
     from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer
     from omegaconf import open_dict
 
     from mismatch_ext.config import MismatchConfig
+    from mismatch_ext.origins import Origins
     from mismatch_ext.patching import applied
     from mismatch_ext.precision.audit import EngineReading, TrainerReading
+    from mismatch_ext.provenance import SamplingSettings
     from mismatch_ext.verdicts import Verdicts
     from tests.peers.verl.in_process.losses import host_config
     from tests.peers.verl.in_process.workers import batch, scored, update, worker
@@ -131,8 +136,9 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     # What verl's own constructor makes, which starts Ray, is not there: these methods need none of it.
     driver: Any = object.__new__(MismatchTrainer)
     driver.config, driver.global_steps = config, 0
-    driver._block, driver._verdicts, driver._kl, driver._random = block, Verdicts("enforce"), None, random.Random(0)
-    driver._updated_step = driver._saved_step = 0
+    driver._block, driver._verdicts, driver._kl, driver._draws = block, Verdicts("enforce"), None, None
+    driver._origins = Origins(SamplingSettings())
+    driver._updated_step = driver._saved_step = driver.total_training_steps = 0
     driver._log = driver._new_log(config)
     reports = recorded("dense")
     report, rollout = reports["workers"][0], reports["rollouts"][0]["reports"][0]
