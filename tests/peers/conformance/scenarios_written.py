@@ -17,7 +17,7 @@ RATE = {"period": 2, "count_from": "start"}
 # Of a rate of 1e-3, halved every second step: raised at the first, over at the third; the fourth log ends the run.
 ALARMS = {
     "learning_rate": {"above": 9e-4, "patience": 1},
-    "grad_norm": {"above": 0.0, "patience": 4, "action": "stop"},
+    "grad_norm": {"below": 1e9, "patience": 4, "action": "stop"},
     "misspelt": {"above": 1.0},
 }
 BLOCK = {"lr": RATE, "monitor": {"default_alarms": False, "alarms": ALARMS}}
