@@ -40,7 +40,6 @@ from mismatch_ext.errors import LoopError, RecordError, RoutingError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.lr import RateControl, ShadowRate, length_statistics
-from mismatch_ext.metrics import mismatch_metrics
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.provenance import expect_present
@@ -50,6 +49,7 @@ from mismatch_ext.records import RolloutRecord
 from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.run.batch import Batch, batch_of
 from mismatch_ext.run.log import Logged, RunLog
+from mismatch_ext.run.measuring import lead_by_gap, means_of_ranks, merged, number
 from mismatch_ext.run.routes import routed
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
 from mismatch_ext.run.start import INTEGRATION, audited, check_block, compute_dtype, info_of, set_precision
@@ -58,8 +58,6 @@ from mismatch_ext.run.used import Used
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
 from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
-
-F_TAU = "f_1.1"
 
 
 class Run:
@@ -321,9 +319,8 @@ class Run:
                 )
             for name, value in self._kl.adapt(old.detach(), reference, mask, self._ranks).items():
                 self._note(PREFIX + name, value)
-        if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau") and bool(mask.any()):
-            found = mismatch_metrics(*gap)
-            self._rate.collect(found["tokens"], mismatch_kl=found["k3_kl"], f_tau=found[F_TAU])
+        if self._rate is not None:
+            lead_by_gap(self._rate, gap, self._ranks)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
@@ -469,8 +466,9 @@ class Run:
         found = self._log.measured(self.steps, split)
         by_layer: dict[str, float] = {}
         if split == "train":
-            found |= {name: _merged(name, values) for name, values in self._pending.items()}
+            found |= {name: merged(name, values) for name, values in self._pending.items()}
             self._pending = {}
+            found |= means_of_ranks(found, (self._names.loss, PREFIX + "weight_sync_gap"), self._ranks)
             if self.trainer.scaler is not None:
                 found |= {PREFIX + name: value for name, value in self.trainer.scaler.metrics().items()}
             if self._rate is not None:
@@ -481,7 +479,7 @@ class Run:
             if agreement is not None:
                 found |= {PREFIX + name: value for name, value in agreement.metrics().items()}
                 by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
-        found |= {name: _number(value) for name, value in {**(metrics or {}), **more}.items()}
+        found |= {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
         self._log.write(self.steps, found | by_layer, split)
         return Logged(metrics=found, stop=self._log.watch(self.steps, found) if split == "train" else None)
 
@@ -583,13 +581,3 @@ class Run:
     def _warn(self, name: str, message: str) -> None:
         warnings.warn(message, stacklevel=3)
         self._log.event("warning", name, message)
-
-
-def _number(value: Any) -> float:
-    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
-
-
-def _merged(name: str, values: Sequence[float]) -> float:
-    if name.endswith(("_max", "_min")):
-        return max(values) if name.endswith("_max") else min(values)
-    return sum(values) / len(values)

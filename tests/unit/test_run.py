@@ -504,3 +504,53 @@ def test_ids_that_cannot_be_decoded_are_asked_of_a_model_that_is_not_of_transfor
     surplus = trainer.surplus()
     assert surplus is not None and (surplus.model_size, surplus.tokenizer_size) == (VOCABULARY, 8)
     assert 0 < surplus.mass_mean < 1
+
+
+class Two:
+    """Ranks of two, of which the other has said this of what it was asked for last."""
+
+    size = 2
+
+    def __init__(self, rank: int = 0, *, sums: float = 0.0, said: Any = None) -> None:
+        self.rank, self.sums, self.said = rank, sums, said
+        self.asked: list[Any] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.asked.append(value)
+        # Of metrics a rank says a mapping; what is of the same kind is merged.
+        return [value, type(value)(self.said) if isinstance(self.said, type(value)) else value]
+
+    def sum(self, values: Tensor) -> Tensor:
+        self.asked.append(values)
+        return values + torch.full_like(values, self.sums)
+
+
+@pytest.mark.parametrize("trigger", ["mismatch_kl", "f_tau"])
+def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path) -> None:
+    collected = []
+    for noise in (NOISE, 10 * NOISE):
+        trainer, rollout = sides(noise=noise)
+        ranks = Two()
+        with Run({"lr": {"trigger": trigger}}, trainer, rollout, tmp_path / str(noise), ranks=ranks).start() as run:
+            batch = run.batch(rollout.generate(PROMPTS))
+            ranks.asked.clear()
+            ranks.sums = 8.0
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            (mine,) = (values for values in ranks.asked if isinstance(values, Tensor))
+            assert mine[2] == batch.response_mask.sum()
+            (entry,) = run._rate._collected  # type: ignore[union-attr]
+            collected.append(entry)
+            kl, f_tau, tokens = (mine + 8.0).tolist()
+            assert entry == (tokens, {"mismatch_kl": kl / tokens, "f_tau": f_tau / tokens})
+    assert collected[0] != collected[1]
+
+
+def test_loss_and_gap_of_the_weights_are_means_over_ranks(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    ranks = Two(said={"loss": 9.0, "mismatch/weight_sync_gap": 3.0})
+    with Run({}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        (log,) = learn(run, 1)
+    own = next(asked for asked in ranks.asked if isinstance(asked, dict) and "loss" in asked)
+    assert log["loss"] == (own["loss"] + 9) / 2
+    assert log["mismatch/weight_sync_gap"] == (own["mismatch/weight_sync_gap"] + 3) / 2

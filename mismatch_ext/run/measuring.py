@@ -1,0 +1,60 @@
+"""What is measured of a loop's batches over all the ranks that train together: each function here is called by all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.lr import RateControl, gap_statistics
+from mismatch_ext.ranks import Ranks
+
+Gap = tuple[Tensor, Tensor, Tensor]
+"""Old log-probabilities, rollout log-probabilities and mask `[B, T]`."""
+
+
+def lead_by_gap(rate: RateControl, gap: Gap, ranks: Ranks) -> None:
+    """Let the gap of a batch over all ranks lead the rate, so that all of them have one multiplier.
+
+    Args:
+        rate: Learning-rate control; another trigger collects nothing.
+        gap: This rank's part. One that is not finite was refused before, or is a finding, and leads nothing.
+        ranks: The processes that each hold a part.
+    """
+    if rate.config.trigger not in ("mismatch_kl", "f_tau"):
+        return
+    old, rollout, mask = gap
+    if not bool((old.isfinite() & rollout.isfinite())[mask.bool()].all()):
+        mask = torch.zeros_like(mask)  # the other ranks wait for this one's sum
+    reduce = None if ranks.size == 1 else lambda values, reduction: ranks.sum(values)
+    tokens, statistics = gap_statistics(old, rollout, mask, reduce=reduce)
+    rate.collect(tokens, **statistics)
+
+
+def means_of_ranks(metrics: dict[str, float], names: Sequence[str], ranks: Ranks) -> dict[str, float]:
+    """Return the means over ranks of those of the metrics that each rank has of its own part.
+
+    Args:
+        metrics: Of this rank.
+        names: Metrics that are means over a rank's own part; one that no rank has is left out.
+        ranks: The processes.
+    """
+    if ranks.size == 1:
+        return {}
+    said = ranks.gather({name: metrics[name] for name in names if name in metrics})
+    values = {name: [own[name] for own in said if name in own] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items() if found}
+
+
+def number(value: Any) -> float:
+    """Return a number, or the mean of a tensor."""
+    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
+
+
+def merged(name: str, values: Sequence[float]) -> float:
+    """Return what is logged of a metric that was measured several times since the last log."""
+    if name.endswith(("_max", "_min")):
+        return max(values) if name.endswith("_max") else min(values)
+    return sum(values) / len(values)
