@@ -22,7 +22,6 @@ is 0. A section that is present and that the loop does not use is an error at th
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,10 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.checkpoint import STATE_FILE, changed_settings, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
-from mismatch_ext.errors import LoopError, RecordError, RoutingError
+from mismatch_ext.errors import LoopError, RoutingError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.lr import RateControl, ShadowRate, length_statistics
@@ -51,6 +50,7 @@ from mismatch_ext.run.batch import Batch, batch_of
 from mismatch_ext.run.log import Logged, RunLog
 from mismatch_ext.run.measuring import lead_by_gap, means_of_ranks, merged, number
 from mismatch_ext.run.routes import routed
+from mismatch_ext.run.saved import saved_state
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
 from mismatch_ext.run.start import INTEGRATION, audited, check_block, compute_dtype, info_of, set_precision
 from mismatch_ext.run.stepping import Stepped, step
@@ -116,6 +116,7 @@ class Run:
         self._report: AuditReport | None = None
         self._started = self._ended = self._sent_once = False
         self._stepped = False  # since weights were last sent
+        self._last_rate: dict[str, Any] | None = None  # of a run that has ended
         self._pending: dict[str, list[float]] = {}
 
     # Begin.
@@ -135,7 +136,7 @@ class Run:
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
         checking, acting = self._verdicts.checking, self.acting
-        state = None if resume is None else self._saved(Path(resume))
+        state = None if resume is None else saved_state(Path(resume))
         if acting.precision is not None:
             set_precision(acting.precision, self.trainer)
         warning = None
@@ -155,7 +156,7 @@ class Run:
 
         self._log.sampled_with(self.rollout.sampling)
         if self._rate is not None:
-            self._rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0)
+            self._control_rate(self._rate, 0 if state is None else state["run"]["step"])
         if self.block.monitor.weight_sync != "off":
             with checking("weight_sync"):
                 self._verifier = self._new_verifier(dtype, begin=state is None)
@@ -168,9 +169,13 @@ class Run:
         self._log.announce(INTEGRATION, measured="at every run.measure")
         if state is not None:
             self._say_changes(state)
-            self._stepped = True  # in the process before
             self.send()
         return self
+
+    def _control_rate(self, rate: RateControl, step: int) -> None:
+        # A schedule that is given to the run may have moved before it.
+        joining = step or int(getattr(self.trainer.scheduler, "last_epoch", 0) or 0)
+        rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0, step=joining)
 
     def _info(self) -> dict[str, Any]:
         given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
@@ -185,11 +190,16 @@ class Run:
             probes,
             dtype=self.rollout.reading().model_dtype,
             trainer_dtype=dtype,
-            event=self._log.event,
+            event=self._wrong_weights,
         )
         if begin:
             verifier.begin()
         return verifier
+
+    def _wrong_weights(self, level: str, name: str, message: str) -> None:
+        self._log.event(level, name, message)
+        if self.block.monitor.weight_sync == "warn":
+            warnings.warn(message, stacklevel=6)
 
     def _warnings(self, fits: str | None) -> Iterator[tuple[str, str]]:
         if fits is not None:
@@ -364,10 +374,14 @@ class Run:
             rollout_logprobs=batch.rollout_logprobs if old is None else None,
             old_logprobs=old,
             groups=batch.groups,
-            logits=lambda: (self.trainer.logits(batch), self.trainer.logits(batch, reference=True)),
+            logits=lambda: (self._logits(batch), self._logits(batch, reference=True)),
             temperature=batch.temperature,
         )
         return self._used.watch("kl", term)
+
+    def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        with routed(self._replay, self.trainer, batch, version=self.steps, reference=reference):
+            return self.trainer.logits(batch, reference=reference)
 
     def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
         """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
@@ -401,8 +415,7 @@ class Run:
         self._used.check_step(self.steps)
         done = step(self.trainer, self._rate, max_norm)
         self.steps, self._stepped = self.steps + 1, True
-        if math.isfinite(done.grad_norm):
-            self._note(self._names.grad_norm, done.grad_norm)
+        self._note(self._names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
         self._note(self._names.learning_rate, done.learning_rate)
         return done
 
@@ -490,8 +503,10 @@ class Run:
         self._begun()
         state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
         state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
-        parts = {"weight_sync": self._verifier, "kl": self._kl, "lr": self._rate, "routing": self._replay}
+        parts = {"weight_sync": self._verifier, "kl": self._kl, "routing": self._replay}
         state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
+        if self._rate is not None:
+            state["lr"] = self._last_rate if self._last_rate is not None else self._rate.state_dict()
         if self.trainer.scaler is not None:
             state["scaler"] = self.trainer.scaler.state_dict()
         return state
@@ -516,20 +531,17 @@ class Run:
         self._begun()
         self._load(state)
 
-    def _saved(self, folder: Path) -> dict[str, Any]:
-        path = folder / STATE_FILE
-        state = read_state(path)
-        if state is None or not isinstance((state.get("run") or {}).get("step"), int):
-            raise RecordError(f"{path} holds no state of a run; resume from a folder that run.save wrote to.")
-        return state
-
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.steps = int(state["run"]["step"])
+        self.steps, self._stepped = int(state["run"]["step"]), True  # by the run that saved it
         self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
         self._log.load_state_dict(state, step=self.steps)
-        for name, part in (("kl", self._kl), ("lr", self._rate), ("routing", self._replay)):
+        for name, part in (("kl", self._kl), ("routing", self._replay)):
             if part is not None and state.get(name) is not None:
                 part.load_state_dict(state[name])
+        if self._rate is not None:
+            if state.get("lr") is None:
+                self._control_rate(self._rate, self.steps)
+            self._rate.load_state_dict(state.get("lr"))
         scaler, saved = self.trainer.scaler, state.get("scaler")
         if scaler is not None and saved is not None:
             scaler.load_state_dict(saved)
@@ -556,6 +568,7 @@ class Run:
             return
         self._ended = True
         if self._rate is not None:
+            self._last_rate = self._rate.state_dict()
             self._rate.detach()
         self._log.end(status, message)
 

@@ -554,3 +554,85 @@ def test_loss_and_gap_of_the_weights_are_means_over_ranks(tmp_path: Path) -> Non
     own = next(asked for asked in ranks.asked if isinstance(asked, dict) and "loss" in asked)
     assert log["loss"] == (own["loss"] + 9) / 2
     assert log["mismatch/weight_sync_gap"] == (own["mismatch/weight_sync_gap"] + 3) / 2
+
+
+def test_passes_for_logits_are_replayed(moe: Path, tmp_path: Path) -> None:
+    trainer, rollout = moe_sides(moe, dtype="bfloat16")
+    block = {"routing": {"mode": "R3", "agreement_rate": 0.0}, "kl": {"coef": 0.1, "estimator": "full"}}
+    with Run(block, trainer, rollout, tmp_path).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        seen = []
+        logits = trainer.logits
+        trainer.logits = lambda *given, **more: seen.append(logits(*given, **more)) or seen[-1]  # type: ignore[method-assign]
+        with torch.no_grad():
+            old, ref = run.score(batch), run.reference(batch)
+        run.kl(batch, run.score(batch), ref)
+        ids = [[*record.response_ids] for record in batch.records]
+        policy = seen[0].log_softmax(-1)
+        for row, tokens in enumerate(ids):
+            own = policy[row, range(len(tokens)), tokens]
+            # The engine computes in another dtype, so that some of its routes are not the model's own.
+            assert torch.allclose(own, old[row, : len(tokens)], atol=1e-5)
+        assert not torch.allclose(old, trainer.logprobs(batch), atol=1e-5)
+
+
+def test_gradients_that_are_not_finite_raise_their_alarm(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with pytest.warns(UserWarning, match="grad_norm"), Run({}, trainer, rollout, tmp_path).start() as run:
+        for _ in range(3):
+            batch = run.batch(rollout.generate(PROMPTS))
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            kept = weights(trainer)
+            run.backward(run.score(batch).mean())
+            next(trainer.model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+            run.step()
+            for name, tensor in trainer.named_parameters():
+                tensor.data.copy_(kept[name])
+            trainer.optimizer.state.clear()
+            run.send()
+            assert str(run.log().metrics["grad_norm"]) == "nan"
+    assert "grad_norm" in [(event.data or {}).get("metric") for event in read_run(tmp_path / "mismatch").events]
+
+
+def test_a_bad_update_is_warned_of_where_it_is_no_error(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"monitor": {"weight_sync": "warn"}}, trainer, rollout, tmp_path).start() as run:
+        rollout.drops_updates = True
+        with pytest.warns(UserWarning, match="stale"):
+            learn(run, 1)
+
+
+def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run(EVERYTHING, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+        state, kept = run.state_dict(), copy.deepcopy(trainer.model.state_dict())
+        learn(run, 1)
+        trainer.model.load_state_dict(kept)
+        run.load_state_dict(state)
+        verdict = run.send()
+        assert run.steps == 1 and verdict is not None and verdict.ok
+        learn(run, 1)
+
+
+def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {"period": 2}}, trainer, rollout, tmp_path).start() as run:
+        learn(run, 2)
+        before = run.state_dict()["lr"]
+    run.save(tmp_path)
+    assert run.state_dict()["lr"] == before and before["control"]["step"] == 2
+
+
+def test_a_rate_that_is_controlled_from_a_resume_on_joins_at_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, rollout = sides()
+    with Run({}, trainer, rollout, tmp_path).start() as run:
+        learn(run, 5)
+        save(run, tmp_path)
+    with Run({"lr": {"period": 4}}, trainer, rollout, tmp_path).start(resume=tmp_path) as run:
+        (log,) = learn(run, 1)
+    assert log["mismatch/lr_multiplier"] == 0.5
+    assert "checkpoint of step 5 holds no state of mismatch.lr" in caplog.text
