@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.lr import RateControl, gap_statistics
+from mismatch_ext.lr import LengthStatistics, RateControl, gap_statistics, length_statistics
 from mismatch_ext.ranks import Ranks
+from mismatch_ext.run.batch import Batch
 
 Gap = tuple[Tensor, Tensor, Tensor]
 """Old log-probabilities, rollout log-probabilities and mask `[B, T]`."""
@@ -31,6 +32,15 @@ def lead_by_gap(rate: RateControl, gap: Gap, ranks: Ranks) -> None:
     reduce = None if ranks.size == 1 else lambda values, reduction: ranks.sum(values)
     tokens, statistics = gap_statistics(old, rollout, mask, reduce=reduce)
     rate.collect(tokens, **statistics)
+
+
+def lengths_of(batch: Batch, ranks: Ranks) -> LengthStatistics:
+    """Return lengths and truncated fraction of a batch over all ranks; the fraction where all of them know it."""
+    known = all(record.finish_reason is not None for record in batch.records)
+    if ranks.size > 1:
+        known = all(ranks.gather(known))
+    cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
+    return length_statistics(batch.lengths, cut, reduce=lambda values, reduction: ranks.sum(values))
 
 
 def means_of_ranks(metrics: dict[str, float], names: Sequence[str], ranks: Ranks) -> dict[str, float]:

@@ -38,7 +38,7 @@ from mismatch_ext.correction import Correction, correct, over_ranks, resolve
 from mismatch_ext.errors import LoopError, RoutingError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.lr import RateControl, ShadowRate, length_statistics
+from mismatch_ext.lr import RateControl, ShadowRate
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.provenance import expect_present
@@ -46,18 +46,27 @@ from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.routing.replaying import RouteReplay
-from mismatch_ext.run.batch import Batch, batch_of
+from mismatch_ext.run.batch import Batch, lay_out
 from mismatch_ext.run.log import Logged, RunLog
-from mismatch_ext.run.measuring import lead_by_gap, means_of_ranks, merged, number
-from mismatch_ext.run.routes import routed
+from mismatch_ext.run.measuring import lead_by_gap, lengths_of, means_of_ranks, merged, number
+from mismatch_ext.run.routes import replayed, routed
 from mismatch_ext.run.saved import saved_state
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
-from mismatch_ext.run.start import INTEGRATION, audited, check_block, compute_dtype, info_of, set_precision
+from mismatch_ext.run.start import (
+    INTEGRATION,
+    audited,
+    check_block,
+    compute_dtype,
+    info_of,
+    new_verifier,
+    set_precision,
+    to_warn_of,
+)
 from mismatch_ext.run.stepping import Stepped, step
 from mismatch_ext.run.used import Used
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
-from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+from mismatch_ext.weight_sync.verifier import WeightVerifier
 
 
 class Run:
@@ -135,8 +144,16 @@ class Run:
         """
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
+        try:
+            self._start(None if resume is None else saved_state(Path(resume)))
+        except BaseException as error:
+            self._end_after(error)
+            self._started = self._ended = False
+            raise
+        return self
+
+    def _start(self, state: dict[str, Any] | None) -> None:
         checking, acting = self._verdicts.checking, self.acting
-        state = None if resume is None else saved_state(Path(resume))
         if acting.precision is not None:
             set_precision(acting.precision, self.trainer)
         warning = None
@@ -159,18 +176,21 @@ class Run:
             self._control_rate(self._rate, 0 if state is None else state["run"]["step"])
         if self.block.monitor.weight_sync != "off":
             with checking("weight_sync"):
-                self._verifier = self._new_verifier(dtype, begin=state is None)
+                verifier = new_verifier(self.block.monitor, self.trainer, self.rollout, dtype, self._log)
+                if state is None:
+                    verifier.begin()
+                self._verifier = verifier
         if state is not None:
             self._load(state)
         self._started = True
         self._log.begin(None if state is None else self.steps)
-        for name, message in self._warnings(warning) if self._ranks.rank == 0 else ():
+        said = to_warn_of(self.trainer, self.rollout, warning)  # on all ranks: a sharded model is run for it
+        for name, message in said if self._ranks.rank == 0 else ():
             self._warn(name, message)
         self._log.announce(INTEGRATION, measured="at every run.measure")
         if state is not None:
             self._say_changes(state)
             self.send()
-        return self
 
     def _control_rate(self, rate: RateControl, step: int) -> None:
         # A schedule that is given to the run may have moved before it.
@@ -180,36 +200,6 @@ class Run:
     def _info(self) -> dict[str, Any]:
         given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
         return info_of(self.block, self.trainer, self.rollout, self._names, **given)
-
-    def _new_verifier(self, dtype: str, *, begin: bool) -> WeightVerifier:
-        probes = draw_probes(self.trainer.vocabulary(), self.block.monitor, self.rollout.longest)
-        verifier = WeightVerifier(
-            self.trainer,
-            self.rollout,
-            self.block.monitor,
-            probes,
-            dtype=self.rollout.reading().model_dtype,
-            trainer_dtype=dtype,
-            event=self._wrong_weights,
-        )
-        if begin:
-            verifier.begin()
-        return verifier
-
-    def _wrong_weights(self, level: str, name: str, message: str) -> None:
-        self._log.event(level, name, message)
-        if self.block.monitor.weight_sync == "warn":
-            warnings.warn(message, stacklevel=6)
-
-    def _warnings(self, fits: str | None) -> Iterator[tuple[str, str]]:
-        if fits is not None:
-            yield "readiness", fits
-        surplus = self.trainer.surplus()
-        if surplus is not None:
-            yield "vocabulary", str(surplus)
-        bias = self.rollout.sampling.ratio_bias(renormalised=self.rollout.reading().engine == "vllm")
-        if bias is not None:
-            yield "ratio_bias", bias
 
     # One batch.
 
@@ -233,7 +223,7 @@ class Run:
                     f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() before "
                     "the next rollouts, or set mismatch.monitor.weight_sync='off'."
                 )
-        batch = batch_of(records, self.trainer.device, split)
+        batch = lay_out(records, self.trainer.device, split, self._verdicts)
         with self._verdicts.checking("records"):
             expect_present(batch.provenance, self.rollout.weight_version)
         if self.acting.routing is not None and self.acting.routing.mode == "R3" and batch.routing is None:
@@ -249,15 +239,14 @@ class Run:
         self._used.batch()
         if self._kl is not None:
             self._kl.begin()
-        known = all(record.finish_reason is not None for record in batch.records)
-        cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
-        found = length_statistics(batch.lengths.cpu(), cut, reduce=lambda values, reduction: self._ranks.sum(values))
-        if found.response_length is not None:
-            self._note(self._names.length, found.response_length)
-        if found.truncated_fraction is not None:
-            self._note("truncated_fraction", found.truncated_fraction)
-        if self._rate is not None and self._rate.config.trigger == "response_length":
-            self._rate.collect(1.0, **{k: v for k, v in found.to_dict().items() if v is not None})
+        with self._verdicts.checking("lr"):
+            found = lengths_of(batch, self._ranks)
+            if found.response_length is not None:
+                self._note(self._names.length, found.response_length)
+            if found.truncated_fraction is not None:
+                self._note("truncated_fraction", found.truncated_fraction)
+            if self._rate is not None and self._rate.config.trigger == "response_length":
+                self._rate.collect(1.0, **found.to_dict())
 
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
@@ -330,7 +319,8 @@ class Run:
             for name, value in self._kl.adapt(old.detach(), reference, mask, self._ranks).items():
                 self._note(PREFIX + name, value)
         if self._rate is not None:
-            lead_by_gap(self._rate, gap, self._ranks)
+            with self._verdicts.checking("lr"):
+                lead_by_gap(self._rate, gap, self._ranks)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
@@ -413,7 +403,7 @@ class Run:
         if loss is not None:
             self.backward(loss)
         self._used.check_step(self.steps)
-        done = step(self.trainer, self._rate, max_norm)
+        done = step(self.trainer, self._rate, max_norm, self._verdicts)
         self.steps, self._stepped = self.steps + 1, True
         self._note(self._names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
         self._note(self._names.learning_rate, done.learning_rate)
@@ -487,11 +477,8 @@ class Run:
             if self._rate is not None:
                 found |= {PREFIX + name: value for name, value in self._verdicts.named(self._rate.metrics()).items()}
         if self._replay is not None:
-            found |= {PREFIX + name: value for name, value in self._replay.take_others(split, self._ranks).items()}
-            agreement = self._replay.take_agreement(split, self._ranks)
-            if agreement is not None:
-                found |= {PREFIX + name: value for name, value in agreement.metrics().items()}
-                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
+            more_found, by_layer = replayed(self._replay, split, self._ranks)
+            found |= more_found
         found |= {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
         self._log.write(self.steps, found | by_layer, split)
         return Logged(metrics=found, stop=self._log.watch(self.steps, found) if split == "train" else None)
@@ -567,10 +554,22 @@ class Run:
         if self._ended or not self._started:
             return
         self._ended = True
-        if self._rate is not None:
+        self._let_go()
+        self._log.end(status, message)
+
+    def _let_go(self) -> None:
+        if self._rate is not None and self._rate.attached:
             self._last_rate = self._rate.state_dict()
             self._rate.detach()
-        self._log.end(status, message)
+
+    def _end_after(self, error: BaseException) -> None:
+        """End as failed; what fails of that is noted on the error, which stays the one that is raised."""
+        self._ended = True
+        try:
+            self._let_go()
+            self._log.end("failed", f"{type(error).__name__}: {error}")
+        except Exception as second:  # noqa: BLE001  # whatever it is, the first one matters
+            error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
 
     def __enter__(self) -> Run:
         self._begun()
@@ -579,10 +578,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if error is None:
             self.end()
-        else:
-            self.end("failed", f"{kind.__name__}: {error}")
+        elif not self._ended:
+            self._end_after(error)
 
     def _begun(self) -> None:
         if not self._started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -636,3 +637,94 @@ def test_a_rate_that_is_controlled_from_a_resume_on_joins_at_its_step(
         (log,) = learn(run, 1)
     assert log["mismatch/lr_multiplier"] == 0.5
     assert "checkpoint of step 5 holds no state of mismatch.lr" in caplog.text
+
+
+def test_observe_stops_at_nothing(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    block = {"level": "observe", "lr": {"trigger": "mismatch_kl"}}
+    with pytest.warns(UserWarning, match="observe"), Run(block, trainer, rollout, tmp_path).start() as run:
+        early = rollout.generate(PROMPTS[:2])
+        rollout.weight_version += 1
+        batch = run.batch(early + rollout.generate(PROMPTS[2:]))
+        assert len(batch) == 16
+        old = run.score(batch).detach()
+        old[0, 0] = float("nan")
+        run.measure(batch, old)
+        run.step(run.score(batch).mean())
+        trainer.optimizer.zero_grad()
+        run._rate.collect(1.0, f_tau=1.0)  # type: ignore[union-attr]  # no statistic of this trigger
+        run.step(run.score(batch).mean())
+    found = {event.name for event in read_run(tmp_path / "mismatch").events}
+    assert "observed" in found and {"records", "measure", "lr"} <= set(run._verdicts.counts)
+
+
+def test_an_error_in_flight_is_the_one_that_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {"period": 2}}
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(ZeroDivisionError) as raised, Run(block, trainer, rollout, tmp_path).start() as run:
+        monkeypatch.setattr(run._log, "end", full)
+        1 / 0  # noqa: B018
+    assert "OSError: no space left" in raised.value.__notes__[0]
+    Run(block, trainer, rollout, tmp_path / "again").start().end()  # nothing was left on the optimizer
+
+
+def test_a_start_that_fails_leaves_nothing_on_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {"period": 2}}
+
+    def down(tokens: Tensor) -> Tensor:
+        raise RuntimeError("the engine is down")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="is down"):
+        patch.setattr(rollout, "score", down)
+        Run(block, trainer, rollout, tmp_path).start()
+    with Run(block, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+        save(run, tmp_path)
+    rollout.drops_updates = True
+    with torch.no_grad():
+        trainer.model.embed.weight.add_(1.0)
+    with pytest.raises(WeightSyncError):
+        Run(block, trainer, rollout, tmp_path).start(resume=tmp_path)
+    end = read_run(tmp_path / "mismatch").ends[-1]
+    assert end.status == "failed" and end.message.startswith("WeightSyncError")
+    Run(block, trainer, rollout, tmp_path / "again").start().end()
+
+
+def test_lengths_are_summed_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {}, "monitor": {"weight_sync": "off"}}
+    with Run(block, trainer, rollout, tmp_path, ranks=Two()).start() as run:
+        records = rollout.generate(PROMPTS)
+
+        def moved(tensor: Tensor) -> Tensor:
+            raise AssertionError("moved to where the ranks' backend may not be")
+
+        monkeypatch.setattr(Tensor, "cpu", moved)
+        run.batch(records)
+
+
+def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
+        for reason in ("stop", None):
+            records = [dataclasses.replace(record, finish_reason=reason) for record in rollout.generate(PROMPTS)]
+            batch = run.batch(records)
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            run.backward(run.score(batch).mean() / 2)
+        run.step()
+        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
+        assert entry.truncated is None
+
+
+def test_every_rank_looks_for_ids_that_cannot_be_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    asked = []
+    monkeypatch.setattr(trainer, "surplus", lambda: asked.append(1))
+    Run({}, trainer, rollout, tmp_path, ranks=Two(1)).start().end()
+    assert asked == [1]
