@@ -37,6 +37,7 @@ class Batch:
         records: The rollouts.
         split: "train" or "eval/<name>".
         routing: A trace per row; None where no routes are known. Under R2 the first scoring pass sets it.
+        origin: The same object for all batches that are rows of one.
     """
 
     tokens: Tensor
@@ -50,6 +51,7 @@ class Batch:
     records: tuple[RolloutRecord, ...]
     split: str = "train"
     routing: list[RoutingTrace] | None = field(default=None, repr=False)
+    origin: object = field(default_factory=object, repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.lr import LengthStatistics, RateControl, gap_statistics, length_statistics
+from mismatch_ext.host_names import HostNames
+from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.run.batch import Batch
+from mismatch_ext.verdicts import Verdicts
 
 Gap = tuple[Tensor, Tensor, Tensor]
 """Old log-probabilities, rollout log-probabilities and mask `[B, T]`."""
@@ -34,13 +36,24 @@ def lead_by_gap(rate: RateControl, gap: Gap, ranks: Ranks) -> None:
     rate.collect(tokens, **statistics)
 
 
-def lengths_of(batch: Batch, ranks: Ranks) -> LengthStatistics:
-    """Return lengths and truncated fraction of a batch over all ranks; the fraction where all of them know it."""
+def lead_by_lengths(rate: RateControl | None, batch: Batch, ranks: Ranks, names: HostNames) -> dict[str, float]:
+    """Let the lengths of a batch over all ranks lead the rate, if these are its trigger, and return what to log of them.
+
+    Args:
+        rate: Learning-rate control; None without.
+        batch: This rank's part.
+        ranks: The processes that each hold a part.
+        names: What the metrics are called.
+    """
     known = all(record.finish_reason is not None for record in batch.records)
     if ranks.size > 1:
         known = all(ranks.gather(known))
     cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
-    return length_statistics(batch.lengths, cut, reduce=lambda values, reduction: ranks.sum(values))
+    found = length_statistics(batch.lengths, cut, reduce=lambda values, reduction: ranks.sum(values))
+    if rate is not None and rate.config.trigger == "response_length":
+        rate.collect(1.0, **found.to_dict())
+    named = {names.length: found.response_length, "truncated_fraction": found.truncated_fraction}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def means_of_ranks(metrics: dict[str, float], names: Sequence[str], ranks: Ranks) -> dict[str, float]:
@@ -56,6 +69,16 @@ def means_of_ranks(metrics: dict[str, float], names: Sequence[str], ranks: Ranks
     said = ranks.gather({name: metrics[name] for name in names if name in metrics})
     values = {name: [own[name] for own in said if name in own] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items() if found}
+
+
+def findings_of_ranks(verdicts: Verdicts, ranks: Ranks) -> None:
+    """Bring what the other ranks have found under `observe` to the main process, which writes it."""
+    if not verdicts.observes or ranks.size == 1:
+        return
+    mine = [] if ranks.rank == 0 else verdicts.take()
+    for findings in ranks.gather(mine):
+        if ranks.rank == 0:
+            verdicts.add(findings, said=True)
 
 
 def number(value: Any) -> float:

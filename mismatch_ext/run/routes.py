@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
@@ -14,6 +15,19 @@ from mismatch_ext.routing import align
 from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
 from mismatch_ext.run.batch import Batch, routes_of
 from mismatch_ext.run.sides import LoopTrainer
+
+
+def check_routes(config: RoutingConfig | None, batch: Batch) -> None:
+    """Refuse rollouts without the routes that are to be replayed.
+
+    Raises:
+        RoutingError: They have none.
+    """
+    if config is not None and config.mode == "R3" and batch.routing is None:
+        raise RoutingError(
+            "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once the run "
+            "has been started."
+        )
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from torch import Tensor
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
-from mismatch_ext.errors import LoopError, RoutingError
+from mismatch_ext.errors import LoopError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.lr import RateControl, ShadowRate
@@ -48,8 +48,8 @@ from mismatch_ext.records import RolloutRecord
 from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.run.batch import Batch, lay_out
 from mismatch_ext.run.log import Logged, RunLog
-from mismatch_ext.run.measuring import lead_by_gap, lengths_of, means_of_ranks, merged, number
-from mismatch_ext.run.routes import replayed, routed
+from mismatch_ext.run.measuring import findings_of_ranks, lead_by_gap, lead_by_lengths, means_of_ranks, merged, number
+from mismatch_ext.run.routes import check_routes, replayed, routed
 from mismatch_ext.run.saved import saved_state
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
 from mismatch_ext.run.start import (
@@ -127,6 +127,7 @@ class Run:
         self._stepped = False  # since weights were last sent
         self._last_rate: dict[str, Any] | None = None  # of a run that has ended
         self._pending: dict[str, list[float]] = {}
+        self._parts: list[float] = []  # of the loss of this step
 
     # Begin.
 
@@ -189,7 +190,9 @@ class Run:
             self._warn(name, message)
         self._log.announce(INTEGRATION, measured="at every run.measure")
         if state is not None:
-            self._say_changes(state)
+            changed = changed_settings(state.get("config"), self.block.to_dict())
+            if changed is not None:
+                self._warn("settings_changed", changed)
             self.send()
 
     def _control_rate(self, rate: RateControl, step: int) -> None:
@@ -226,27 +229,19 @@ class Run:
         batch = lay_out(records, self.trainer.device, split, self._verdicts)
         with self._verdicts.checking("records"):
             expect_present(batch.provenance, self.rollout.weight_version)
-        if self.acting.routing is not None and self.acting.routing.mode == "R3" and batch.routing is None:
-            raise RoutingError(
-                "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once the run "
-                "has been started."
-            )
+        check_routes(self.acting.routing, batch)
         if split == "train":
             self._train_on(batch)
         return batch
 
     def _train_on(self, batch: Batch) -> None:
-        self._used.batch()
+        self._used.batch(batch)
         if self._kl is not None:
+            self._kl.settle()
             self._kl.begin()
         with self._verdicts.checking("lr"):
-            found = lengths_of(batch, self._ranks)
-            if found.response_length is not None:
-                self._note(self._names.length, found.response_length)
-            if found.truncated_fraction is not None:
-                self._note("truncated_fraction", found.truncated_fraction)
-            if self._rate is not None and self._rate.config.trigger == "response_length":
-                self._rate.collect(1.0, **found.to_dict())
+            for name, value in lead_by_lengths(self._rate, batch, self._ranks, self._names).items():
+                self._note(name, value)
 
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
@@ -310,13 +305,13 @@ class Run:
             self._log.observe(batch.split, native, *gap[1:], native=True)
         if batch.split != "train":
             return
-        self._used.note("measure")
+        self._used.note("measure", batch)
         if self._kl is not None:
             if reference is None:
                 raise LoopError(
                     "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
                 )
-            for name, value in self._kl.adapt(old.detach(), reference, mask, self._ranks).items():
+            for name, value in self._kl.collect(old.detach(), reference, mask, self._ranks).items():
                 self._note(PREFIX + name, value)
         if self._rate is not None:
             with self._verdicts.checking("lr"):
@@ -331,7 +326,7 @@ class Run:
                 the present policy's; the loss `ppo_clip` then takes `batch.rollout_logprobs` for the old ones.
             advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
         """
-        self._used.note("correct")
+        self._used.note("correct", batch)
         mask, section = batch.response_mask, self.block.correction
         kept = found = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
@@ -375,7 +370,7 @@ class Run:
 
     def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
         """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
-        self._used.note("penalty")
+        self._used.note("penalty", batch)
         if self._kl is None or not self._kl.config.in_rewards:
             return torch.zeros_like(old)
         return self._kl.penalty(old, reference, batch.response_mask)
@@ -387,7 +382,7 @@ class Run:
         self._begun()
         scaler = self.trainer.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
-        self._note(self._names.loss, float(loss.detach()))
+        self._parts.append(float(loss.detach()))
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
         """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
@@ -403,6 +398,9 @@ class Run:
         if loss is not None:
             self.backward(loss)
         self._used.check_step(self.steps)
+        if self._parts:
+            self._note(self._names.loss, sum(self._parts))
+            self._parts = []
         done = step(self.trainer, self._rate, max_norm, self._verdicts)
         self.steps, self._stepped = self.steps + 1, True
         self._note(self._names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
@@ -419,12 +417,13 @@ class Run:
             LoopError: They changed otherwise than by `step`, which sees to the block's sections.
         """
         self._begun()
+        self._only_stepped()
         reading, samples = self.rollout.update(self.trainer.checkpoint_parameters())
         if not self._sent_once:
             self._sent_once = True
             with self._verdicts.checking("precision", applied=True):
                 audited(self.block, self.trainer, self.rollout, reading)
-        return self.sent(samples)
+        return self._verified(samples)
 
     def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
         """Verify an update that the loop made itself; its version is `rollout.weight_version`.
@@ -435,19 +434,24 @@ class Run:
         Raises:
             WeightSyncError, LoopError: As `send`.
         """
-        verifier, stepped = self._verifier, self._stepped
-        self._stepped = False
-        if verifier is None:
-            return None
+        self._only_stepped()
+        return self._verified(samples)
+
+    def _only_stepped(self) -> None:
         acts = self.acting != MismatchConfig(level=self.acting.level, monitor=self.acting.monitor)
-        if not stepped and acts and verifier.moved():
+        if not self._stepped and acts and self._verifier is not None and self._verifier.moved():
             raise LoopError(
                 f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the block "
                 "asks for; step by it."
             )
+
+    def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
+        self._stepped = False
+        if self._verifier is None:
+            return None
         verdict: SyncVerdict | None = None
         with self._verdicts.checking("weight_sync"):
-            verdict = verifier.verify(samples)
+            verdict = self._verifier.verify(samples)
         if verdict is not None:
             self._note(PREFIX + "weight_sync_gap", verdict.gap_mean)
         return verdict
@@ -466,6 +470,7 @@ class Run:
             All of it, and whether the run is to stop.
         """
         self._begun()
+        findings_of_ranks(self._verdicts, self._ranks)
         found = self._log.measured(self.steps, split)
         by_layer: dict[str, float] = {}
         if split == "train":
@@ -488,6 +493,8 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, as JSON-able data; model, optimizer and schedule have states of their own."""
         self._begun()
+        if self._kl is not None:
+            self._kl.settle()
         state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
         state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
         parts = {"weight_sync": self._verifier, "kl": self._kl, "routing": self._replay}
@@ -536,11 +543,6 @@ class Run:
             said = self._verifier.load_state_dict(state["weight_sync"])
             if said is not None:
                 self._warn("weight_sync", said)
-
-    def _say_changes(self, state: Mapping[str, Any]) -> None:
-        changed = changed_settings(state.get("config"), self.block.to_dict())
-        if changed is not None:
-            self._warn("settings_changed", changed)
 
     # End.
 

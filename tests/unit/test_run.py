@@ -29,7 +29,9 @@ from mismatch_ext.errors import (
     WeightSyncError,
 )
 from mismatch_ext.run import Batch, LoopRollout, LoopTrainer, RolloutSide, TrainerSide
+from mismatch_ext.run.measuring import findings_of_ranks
 from mismatch_ext.rundata import read_run
+from mismatch_ext.verdicts import Finding
 from tests.models import tiny_model
 from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
 
@@ -728,3 +730,94 @@ def test_every_rank_looks_for_ids_that_cannot_be_decoded(tmp_path: Path, monkeyp
     monkeypatch.setattr(trainer, "surplus", lambda: asked.append(1))
     Run({}, trainer, rollout, tmp_path, ranks=Two(1)).start().end()
     assert asked == [1]
+
+
+def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({}, trainer, rollout, tmp_path).start() as run:
+        for parts in (1, 4):
+            batch = run.batch(rollout.generate(PROMPTS))
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            losses = [run.score(batch).mean() / parts for _ in range(parts)]
+            for loss in losses:
+                run.backward(loss)
+            run.step()
+            run.send()
+            assert run.log().metrics["loss"] == pytest.approx(losses[0].item() * parts)
+
+
+def test_each_batch_of_a_step_is_measured_and_corrected(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
+        first, second = (run.batch(rollout.generate(PROMPTS)) for _ in range(2))
+        for batch in (second, first):
+            with torch.no_grad():
+                old = run.score(batch)
+            run.measure(batch, old)
+            if batch is second:
+                run.correct(batch, old)
+            run.backward(run.score(batch).mean())
+        with pytest.raises(LoopError, match="run.correct"):
+            run.step()
+        run.correct(first.rows(0, 8), old[:8])
+        run.step()
+        run.step(run.score(first).mean())  # another epoch over them
+        run.send()
+        run.batch(rollout.generate(PROMPTS))
+        with pytest.raises(LoopError, match="run.measure"):
+            run.step(run.score(first).mean())
+
+
+def test_the_kl_controller_moves_once_for_each_batch(tmp_path: Path) -> None:
+    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-3}}}
+    states = []
+    for parts in ([(0, 16)], [(0, 5), (5, 16)]):
+        trainer, rollout = sides()
+        trainer.reference = Recurrent(3)
+        with Run(block, trainer, rollout, tmp_path / str(len(parts))).start() as run:
+            batch = run.batch(rollout.generate(PROMPTS))
+            for part in (batch.rows(*rows) for rows in parts):
+                with torch.no_grad():
+                    run.measure(part, run.score(part), run.reference(part))
+                assert run._kl is not None and run._kl.coef == 0.1
+            states.append(run.state_dict()["kl"])
+            run.batch(rollout.generate(PROMPTS))
+            assert run._kl.coef == states[-1]["coef"] != 0.1 and run.state_dict()["kl"] == states[-1]
+    assert states[0]["steps"] == states[1]["steps"] == 1
+    assert states[0]["coef"] == pytest.approx(states[1]["coef"])
+
+
+def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    theirs = Finding(check="measure", step=0, kind="stop", message="of another rank")
+    ranks = Two()
+    with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        ranks.said = [theirs]
+        findings_of_ranks(run._verdicts, ranks)
+        ranks.said = None
+    assert "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "observed"][0]
+
+    trainer, rollout = sides()
+    ranks = Two(1)
+    with Run({"level": "observe"}, trainer, rollout, tmp_path / "one", ranks=ranks).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        old = run.score(batch).detach()
+        old[0, 0] = float("nan")
+        with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
+            run.measure(batch, old)
+        run.log()
+        assert not run._verdicts.kept
+        assert [
+            asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
+        ]
+
+
+def test_weights_of_another_step_do_not_reach_the_engine(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
+        with torch.no_grad():
+            trainer.model.embed.weight.add_(1.0)
+        with pytest.raises(LoopError, match=r"and not by run.step\(\)"):
+            run.send()
+        assert rollout.weight_version == 0
