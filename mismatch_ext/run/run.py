@@ -337,7 +337,7 @@ class Run:
             if bool(mask.any()):
                 found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
             figures = over_ranks(found.metrics, mask, settings, self._ranks)  # on a rank without tokens too
-        for name, value in self._verdicts.named(figures).items():
+        for name, value in self._verdicts.named(figures).items() if batch.split == "train" else ():
             self._note(PREFIX + name, value)
         return kept if self._verdicts.observes else found
 

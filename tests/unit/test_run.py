@@ -821,3 +821,12 @@ def test_weights_of_another_step_do_not_reach_the_engine(tmp_path: Path) -> None
         with pytest.raises(LoopError, match=r"and not by run.step\(\)"):
             run.send()
         assert rollout.weight_version == 0
+
+
+def test_the_correction_of_an_evaluation_is_not_logged_as_training(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS), split="eval/x")
+        with torch.no_grad():
+            run.correct(batch, run.score(batch))
+        assert "mismatch/rollout_is_mean" not in run.log().metrics
