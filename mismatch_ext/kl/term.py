@@ -39,6 +39,7 @@ class KlTerm:
         self.config = config
         self.controller = KlController(coef, config.controller)
         self._coef_of_batch: float | None = None
+        self._collected: list[tuple[float, float]] = []
 
     @property
     def coef(self) -> float:
@@ -53,6 +54,7 @@ class KlTerm:
     def reset(self) -> None:
         """Go back to the coefficient to start with, for a training that begins anew."""
         self.controller = KlController(self.controller.initial, self.config.controller)
+        self._collected = []
         self.begin()
 
     def begin(self) -> None:
@@ -78,6 +80,22 @@ class KlTerm:
         if tokens:
             self.controller.update(found["kl_ref_k1"])
         return found
+
+    def collect(
+        self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
+    ) -> dict[str, float]:
+        """Do as `adapt` for a part of a batch; the controller answers once, at `settle`, for all parts together."""
+        self._coef_of_batch = self.controller.coef
+        found, tokens = self._measure(old_logprobs, ref_logprobs, mask, ranks)
+        self._collected.append((found["kl_ref_k1"], tokens))
+        return found
+
+    def settle(self) -> None:
+        """Let the controller answer for the next batch, if parts of one were collected since the last answer."""
+        collected, self._collected = self._collected, []
+        tokens = sum(count for _, count in collected)
+        if tokens:
+            self.controller.update(sum(k1 * count for k1, count in collected) / tokens)
 
     def measure(
         self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
@@ -208,5 +226,6 @@ class KlTerm:
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Go on from a saved state, and return what is to be said of it; see `KlController.load_state_dict`."""
         said = self.controller.load_state_dict(state)
+        self._collected = []
         self.begin()
         return said

@@ -165,8 +165,10 @@ class RateControl:
         total = sum(weight for weight, _ in collected)
         if not self.attached or total == 0:
             return {}
-        names = {name for _, statistics in collected for name in statistics}
-        means = {name: sum(w * found[name] for w, found in collected if w) / total for name in names}
+        counted = [(weight, found) for weight, found in collected if weight]
+        # What is not known of each batch, such as which responses were cut off, is not known of them together.
+        names = set.intersection(*(set(found) for _, found in counted))
+        means = {name: sum(weight * found[name] for weight, found in counted) / total for name in names}
         if self.config.trigger == "grad_norm" and "grad_norm" not in means:
             means |= {"responses": 0.0} if self._norm is None else {"grad_norm": self._norm}
         step = None if self._updates is None else self._updates()

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.records import Provenance, RolloutRecord, collate
 from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.verdicts import Verdicts
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,6 +37,7 @@ class Batch:
         records: The rollouts.
         split: "train" or "eval/<name>".
         routing: A trace per row; None where no routes are known. Under R2 the first scoring pass sets it.
+        origin: The same object for all batches that are rows of one.
     """
 
     tokens: Tensor
@@ -49,6 +51,7 @@ class Batch:
     records: tuple[RolloutRecord, ...]
     split: str = "train"
     routing: list[RoutingTrace] | None = field(default=None, repr=False)
+    origin: object = field(default_factory=object, repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,6 +115,20 @@ def batch_of(records: Sequence[RolloutRecord], device: torch.device, split: str 
         records=tuple(records),
         split=split,
         routing=routes or None,
+    )
+
+
+def lay_out(records: Sequence[RolloutRecord], device: torch.device, split: str, verdicts: Verdicts) -> Batch:
+    """Lay rollouts out as `batch_of` does; under `observe` without the provenance or the routes that it refuses.
+
+    Raises:
+        RecordError: As `batch_of`; what has no tensor, such as a row without a prompt, under `observe` too.
+        ProvenanceError: As `batch_of`.
+    """
+    with verdicts.checking("records"):
+        return batch_of(records, device, split)
+    return batch_of(
+        [replace(record, provenance=records[0].provenance, routing=None) for record in records], device, split
     )
 
 

@@ -7,11 +7,27 @@ from contextlib import contextmanager
 
 import torch
 
+from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.ranks import Ranks
+from mismatch_ext.recorder import PREFIX
 from mismatch_ext.routing import align
 from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
 from mismatch_ext.run.batch import Batch, routes_of
 from mismatch_ext.run.sides import LoopTrainer
+
+
+def check_routes(config: RoutingConfig | None, batch: Batch) -> None:
+    """Refuse rollouts without the routes that are to be replayed.
+
+    Raises:
+        RoutingError: They have none.
+    """
+    if config is not None and config.mode == "R3" and batch.routing is None:
+        raise RoutingError(
+            "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once the run "
+            "has been started."
+        )
 
 
 @contextmanager
@@ -53,3 +69,13 @@ def routed(
             "no forward pass in this block was over the batch's tokens, so that nothing was replayed; pass batch.tokens and "
             "batch.attention_mask as they are."
         )
+
+
+def replayed(replay: RouteReplay, split: str, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what is logged of the passes of a split since the last call, and what is written of each layer; on all ranks."""
+    found = {PREFIX + name: value for name, value in replay.take_others(split, ranks).items()}
+    agreement = replay.take_agreement(split, ranks)
+    if agreement is None:
+        return found, {}
+    found |= {PREFIX + name: value for name, value in agreement.metrics().items()}
+    return found, {PREFIX + name: value for name, value in agreement.layer_metrics().items()}

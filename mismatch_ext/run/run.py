@@ -22,7 +22,6 @@ is 0. A section that is present and that the loop does not use is an error at th
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,14 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.checkpoint import STATE_FILE, changed_settings, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
-from mismatch_ext.errors import LoopError, RecordError, RoutingError
+from mismatch_ext.errors import LoopError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.lr import RateControl, ShadowRate, length_statistics
-from mismatch_ext.metrics import mismatch_metrics
+from mismatch_ext.lr import RateControl, ShadowRate
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.provenance import expect_present
@@ -48,18 +46,27 @@ from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.routing.replaying import RouteReplay
-from mismatch_ext.run.batch import Batch, batch_of
+from mismatch_ext.run.batch import Batch, lay_out
 from mismatch_ext.run.log import Logged, RunLog
-from mismatch_ext.run.routes import routed
+from mismatch_ext.run.measuring import findings_of_ranks, lead_by_gap, lead_by_lengths, means_of_ranks, merged, number
+from mismatch_ext.run.routes import check_routes, replayed, routed
+from mismatch_ext.run.saved import saved_state
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
-from mismatch_ext.run.start import INTEGRATION, audited, check_block, compute_dtype, info_of, set_precision
+from mismatch_ext.run.start import (
+    INTEGRATION,
+    audited,
+    check_block,
+    compute_dtype,
+    info_of,
+    new_verifier,
+    set_precision,
+    to_warn_of,
+)
 from mismatch_ext.run.stepping import Stepped, step
 from mismatch_ext.run.used import Used
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
-from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
-
-F_TAU = "f_1.1"
+from mismatch_ext.weight_sync.verifier import WeightVerifier
 
 
 class Run:
@@ -118,7 +125,9 @@ class Run:
         self._report: AuditReport | None = None
         self._started = self._ended = self._sent_once = False
         self._stepped = False  # since weights were last sent
+        self._last_rate: dict[str, Any] | None = None  # of a run that has ended
         self._pending: dict[str, list[float]] = {}
+        self._parts: list[float] = []  # of the loss of this step
 
     # Begin.
 
@@ -136,8 +145,16 @@ class Run:
         """
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
+        try:
+            self._start(None if resume is None else saved_state(Path(resume)))
+        except BaseException as error:
+            self._end_after(error)
+            self._started = self._ended = False
+            raise
+        return self
+
+    def _start(self, state: dict[str, Any] | None) -> None:
         checking, acting = self._verdicts.checking, self.acting
-        state = None if resume is None else self._saved(Path(resume))
         if acting.precision is not None:
             set_precision(acting.precision, self.trainer)
         warning = None
@@ -157,51 +174,35 @@ class Run:
 
         self._log.sampled_with(self.rollout.sampling)
         if self._rate is not None:
-            self._rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0)
+            self._control_rate(self._rate, 0 if state is None else state["run"]["step"])
         if self.block.monitor.weight_sync != "off":
             with checking("weight_sync"):
-                self._verifier = self._new_verifier(dtype, begin=state is None)
+                verifier = new_verifier(self.block.monitor, self.trainer, self.rollout, dtype, self._log)
+                if state is None:
+                    verifier.begin()
+                self._verifier = verifier
         if state is not None:
             self._load(state)
         self._started = True
         self._log.begin(None if state is None else self.steps)
-        for name, message in self._warnings(warning) if self._ranks.rank == 0 else ():
+        said = to_warn_of(self.trainer, self.rollout, warning)  # on all ranks: a sharded model is run for it
+        for name, message in said if self._ranks.rank == 0 else ():
             self._warn(name, message)
         self._log.announce(INTEGRATION, measured="at every run.measure")
         if state is not None:
-            self._say_changes(state)
-            self._stepped = True  # in the process before
+            changed = changed_settings(state.get("config"), self.block.to_dict())
+            if changed is not None:
+                self._warn("settings_changed", changed)
             self.send()
-        return self
+
+    def _control_rate(self, rate: RateControl, step: int) -> None:
+        # A schedule that is given to the run may have moved before it.
+        joining = step or int(getattr(self.trainer.scheduler, "last_epoch", 0) or 0)
+        rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0, step=joining)
 
     def _info(self) -> dict[str, Any]:
         given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
         return info_of(self.block, self.trainer, self.rollout, self._names, **given)
-
-    def _new_verifier(self, dtype: str, *, begin: bool) -> WeightVerifier:
-        probes = draw_probes(self.trainer.vocabulary(), self.block.monitor, self.rollout.longest)
-        verifier = WeightVerifier(
-            self.trainer,
-            self.rollout,
-            self.block.monitor,
-            probes,
-            dtype=self.rollout.reading().model_dtype,
-            trainer_dtype=dtype,
-            event=self._log.event,
-        )
-        if begin:
-            verifier.begin()
-        return verifier
-
-    def _warnings(self, fits: str | None) -> Iterator[tuple[str, str]]:
-        if fits is not None:
-            yield "readiness", fits
-        surplus = self.trainer.surplus()
-        if surplus is not None:
-            yield "vocabulary", str(surplus)
-        bias = self.rollout.sampling.ratio_bias(renormalised=self.rollout.reading().engine == "vllm")
-        if bias is not None:
-            yield "ratio_bias", bias
 
     # One batch.
 
@@ -225,31 +226,22 @@ class Run:
                     f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() before "
                     "the next rollouts, or set mismatch.monitor.weight_sync='off'."
                 )
-        batch = batch_of(records, self.trainer.device, split)
+        batch = lay_out(records, self.trainer.device, split, self._verdicts)
         with self._verdicts.checking("records"):
             expect_present(batch.provenance, self.rollout.weight_version)
-        if self.acting.routing is not None and self.acting.routing.mode == "R3" and batch.routing is None:
-            raise RoutingError(
-                "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once the run "
-                "has been started."
-            )
+        check_routes(self.acting.routing, batch)
         if split == "train":
             self._train_on(batch)
         return batch
 
     def _train_on(self, batch: Batch) -> None:
-        self._used.batch()
+        self._used.batch(batch)
         if self._kl is not None:
+            self._kl.settle()
             self._kl.begin()
-        known = all(record.finish_reason is not None for record in batch.records)
-        cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
-        found = length_statistics(batch.lengths.cpu(), cut, reduce=lambda values, reduction: self._ranks.sum(values))
-        if found.response_length is not None:
-            self._note(self._names.length, found.response_length)
-        if found.truncated_fraction is not None:
-            self._note("truncated_fraction", found.truncated_fraction)
-        if self._rate is not None and self._rate.config.trigger == "response_length":
-            self._rate.collect(1.0, **{k: v for k, v in found.to_dict().items() if v is not None})
+        with self._verdicts.checking("lr"):
+            for name, value in lead_by_lengths(self._rate, batch, self._ranks, self._names).items():
+                self._note(name, value)
 
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
@@ -313,17 +305,17 @@ class Run:
             self._log.observe(batch.split, native, *gap[1:], native=True)
         if batch.split != "train":
             return
-        self._used.note("measure")
+        self._used.note("measure", batch)
         if self._kl is not None:
             if reference is None:
                 raise LoopError(
                     "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
                 )
-            for name, value in self._kl.adapt(old.detach(), reference, mask, self._ranks).items():
+            for name, value in self._kl.collect(old.detach(), reference, mask, self._ranks).items():
                 self._note(PREFIX + name, value)
-        if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau") and bool(mask.any()):
-            found = mismatch_metrics(*gap)
-            self._rate.collect(found["tokens"], mismatch_kl=found["k3_kl"], f_tau=found[F_TAU])
+        if self._rate is not None:
+            with self._verdicts.checking("lr"):
+                lead_by_gap(self._rate, gap, self._ranks)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
@@ -334,7 +326,7 @@ class Run:
                 the present policy's; the loss `ppo_clip` then takes `batch.rollout_logprobs` for the old ones.
             advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
         """
-        self._used.note("correct")
+        self._used.note("correct", batch)
         mask, section = batch.response_mask, self.block.correction
         kept = found = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
@@ -345,7 +337,7 @@ class Run:
             if bool(mask.any()):
                 found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
             figures = over_ranks(found.metrics, mask, settings, self._ranks)  # on a rank without tokens too
-        for name, value in self._verdicts.named(figures).items():
+        for name, value in self._verdicts.named(figures).items() if batch.split == "train" else ():
             self._note(PREFIX + name, value)
         return kept if self._verdicts.observes else found
 
@@ -367,14 +359,18 @@ class Run:
             rollout_logprobs=batch.rollout_logprobs if old is None else None,
             old_logprobs=old,
             groups=batch.groups,
-            logits=lambda: (self.trainer.logits(batch), self.trainer.logits(batch, reference=True)),
+            logits=lambda: (self._logits(batch), self._logits(batch, reference=True)),
             temperature=batch.temperature,
         )
         return self._used.watch("kl", term)
 
+    def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        with routed(self._replay, self.trainer, batch, version=self.steps, reference=reference):
+            return self.trainer.logits(batch, reference=reference)
+
     def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
         """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
-        self._used.note("penalty")
+        self._used.note("penalty", batch)
         if self._kl is None or not self._kl.config.in_rewards:
             return torch.zeros_like(old)
         return self._kl.penalty(old, reference, batch.response_mask)
@@ -386,7 +382,7 @@ class Run:
         self._begun()
         scaler = self.trainer.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
-        self._note(self._names.loss, float(loss.detach()))
+        self._parts.append(float(loss.detach()))
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
         """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
@@ -402,10 +398,12 @@ class Run:
         if loss is not None:
             self.backward(loss)
         self._used.check_step(self.steps)
-        done = step(self.trainer, self._rate, max_norm)
+        if self._parts:
+            self._note(self._names.loss, sum(self._parts))
+            self._parts = []
+        done = step(self.trainer, self._rate, max_norm, self._verdicts)
         self.steps, self._stepped = self.steps + 1, True
-        if math.isfinite(done.grad_norm):
-            self._note(self._names.grad_norm, done.grad_norm)
+        self._note(self._names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
         self._note(self._names.learning_rate, done.learning_rate)
         return done
 
@@ -419,12 +417,13 @@ class Run:
             LoopError: They changed otherwise than by `step`, which sees to the block's sections.
         """
         self._begun()
+        self._only_stepped()
         reading, samples = self.rollout.update(self.trainer.checkpoint_parameters())
         if not self._sent_once:
             self._sent_once = True
             with self._verdicts.checking("precision", applied=True):
                 audited(self.block, self.trainer, self.rollout, reading)
-        return self.sent(samples)
+        return self._verified(samples)
 
     def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
         """Verify an update that the loop made itself; its version is `rollout.weight_version`.
@@ -435,19 +434,24 @@ class Run:
         Raises:
             WeightSyncError, LoopError: As `send`.
         """
-        verifier, stepped = self._verifier, self._stepped
-        self._stepped = False
-        if verifier is None:
-            return None
+        self._only_stepped()
+        return self._verified(samples)
+
+    def _only_stepped(self) -> None:
         acts = self.acting != MismatchConfig(level=self.acting.level, monitor=self.acting.monitor)
-        if not stepped and acts and verifier.moved():
+        if not self._stepped and acts and self._verifier is not None and self._verifier.moved():
             raise LoopError(
                 f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the block "
                 "asks for; step by it."
             )
+
+    def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
+        self._stepped = False
+        if self._verifier is None:
+            return None
         verdict: SyncVerdict | None = None
         with self._verdicts.checking("weight_sync"):
-            verdict = verifier.verify(samples)
+            verdict = self._verifier.verify(samples)
         if verdict is not None:
             self._note(PREFIX + "weight_sync_gap", verdict.gap_mean)
         return verdict
@@ -466,22 +470,21 @@ class Run:
             All of it, and whether the run is to stop.
         """
         self._begun()
+        findings_of_ranks(self._verdicts, self._ranks)
         found = self._log.measured(self.steps, split)
         by_layer: dict[str, float] = {}
         if split == "train":
-            found |= {name: _merged(name, values) for name, values in self._pending.items()}
+            found |= {name: merged(name, values) for name, values in self._pending.items()}
             self._pending = {}
+            found |= means_of_ranks(found, (self._names.loss, PREFIX + "weight_sync_gap"), self._ranks)
             if self.trainer.scaler is not None:
                 found |= {PREFIX + name: value for name, value in self.trainer.scaler.metrics().items()}
             if self._rate is not None:
                 found |= {PREFIX + name: value for name, value in self._verdicts.named(self._rate.metrics()).items()}
         if self._replay is not None:
-            found |= {PREFIX + name: value for name, value in self._replay.take_others(split, self._ranks).items()}
-            agreement = self._replay.take_agreement(split, self._ranks)
-            if agreement is not None:
-                found |= {PREFIX + name: value for name, value in agreement.metrics().items()}
-                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
-        found |= {name: _number(value) for name, value in {**(metrics or {}), **more}.items()}
+            more_found, by_layer = replayed(self._replay, split, self._ranks)
+            found |= more_found
+        found |= {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
         self._log.write(self.steps, found | by_layer, split)
         return Logged(metrics=found, stop=self._log.watch(self.steps, found) if split == "train" else None)
 
@@ -490,10 +493,14 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, as JSON-able data; model, optimizer and schedule have states of their own."""
         self._begun()
+        if self._kl is not None:
+            self._kl.settle()
         state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
         state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
-        parts = {"weight_sync": self._verifier, "kl": self._kl, "lr": self._rate, "routing": self._replay}
+        parts = {"weight_sync": self._verifier, "kl": self._kl, "routing": self._replay}
         state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
+        if self._rate is not None:
+            state["lr"] = self._last_rate if self._last_rate is not None else self._rate.state_dict()
         if self.trainer.scaler is not None:
             state["scaler"] = self.trainer.scaler.state_dict()
         return state
@@ -518,20 +525,17 @@ class Run:
         self._begun()
         self._load(state)
 
-    def _saved(self, folder: Path) -> dict[str, Any]:
-        path = folder / STATE_FILE
-        state = read_state(path)
-        if state is None or not isinstance((state.get("run") or {}).get("step"), int):
-            raise RecordError(f"{path} holds no state of a run; resume from a folder that run.save wrote to.")
-        return state
-
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.steps = int(state["run"]["step"])
+        self.steps, self._stepped = int(state["run"]["step"]), True  # by the run that saved it
         self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
         self._log.load_state_dict(state, step=self.steps)
-        for name, part in (("kl", self._kl), ("lr", self._rate), ("routing", self._replay)):
+        for name, part in (("kl", self._kl), ("routing", self._replay)):
             if part is not None and state.get(name) is not None:
                 part.load_state_dict(state[name])
+        if self._rate is not None:
+            if state.get("lr") is None:
+                self._control_rate(self._rate, self.steps)
+            self._rate.load_state_dict(state.get("lr"))
         scaler, saved = self.trainer.scaler, state.get("scaler")
         if scaler is not None and saved is not None:
             scaler.load_state_dict(saved)
@@ -539,11 +543,6 @@ class Run:
             said = self._verifier.load_state_dict(state["weight_sync"])
             if said is not None:
                 self._warn("weight_sync", said)
-
-    def _say_changes(self, state: Mapping[str, Any]) -> None:
-        changed = changed_settings(state.get("config"), self.block.to_dict())
-        if changed is not None:
-            self._warn("settings_changed", changed)
 
     # End.
 
@@ -557,9 +556,22 @@ class Run:
         if self._ended or not self._started:
             return
         self._ended = True
-        if self._rate is not None:
-            self._rate.detach()
+        self._let_go()
         self._log.end(status, message)
+
+    def _let_go(self) -> None:
+        if self._rate is not None and self._rate.attached:
+            self._last_rate = self._rate.state_dict()
+            self._rate.detach()
+
+    def _end_after(self, error: BaseException) -> None:
+        """End as failed; what fails of that is noted on the error, which stays the one that is raised."""
+        self._ended = True
+        try:
+            self._let_go()
+            self._log.end("failed", f"{type(error).__name__}: {error}")
+        except Exception as second:  # noqa: BLE001  # whatever it is, the first one matters
+            error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
 
     def __enter__(self) -> Run:
         self._begun()
@@ -568,10 +580,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if error is None:
             self.end()
-        else:
-            self.end("failed", f"{kind.__name__}: {error}")
+        elif not self._ended:
+            self._end_after(error)
 
     def _begun(self) -> None:
         if not self._started:
@@ -583,13 +595,3 @@ class Run:
     def _warn(self, name: str, message: str) -> None:
         warnings.warn(message, stacklevel=3)
         self._log.event("warning", name, message)
-
-
-def _number(value: Any) -> float:
-    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
-
-
-def _merged(name: str, values: Sequence[float]) -> float:
-    if name.endswith(("_max", "_min")):
-        return max(values) if name.endswith("_max") else min(values)
-    return sum(values) / len(values)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import warnings
 from typing import Any
 
 from mismatch_ext.banner import Integration
-from mismatch_ext.config import MismatchConfig, PrecisionConfig
+from mismatch_ext.config import MismatchConfig, MonitorConfig, PrecisionConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import HostNames
@@ -16,7 +17,9 @@ from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReadin
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.run.info import run_info
+from mismatch_ext.run.log import RunLog
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
+from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
 
 HOST = "a loop of one's own"
 INTEGRATION = Integration(trainer="Run", correction="run.correct", lr="run.step", kl="run.kl", precision="Run")
@@ -64,6 +67,41 @@ def audited(
     report = audit(PrecisionPolicy(block.precision.dtype), trainer.reading(), rollout.reading(), sync)
     report.raise_for_findings()
     return report
+
+
+def new_verifier(
+    monitor: MonitorConfig, trainer: LoopTrainer, rollout: LoopRollout, dtype: str, log: RunLog
+) -> WeightVerifier:
+    """Return what verifies the loop's weight updates; it has not begun.
+
+    Args:
+        monitor: The section.
+        trainer, rollout: The two sides.
+        dtype: What the trainer's matrix products come out in.
+        log: Where bad updates are written.
+    """
+
+    def wrong(level: str, name: str, message: str) -> None:
+        log.event(level, name, message)
+        if monitor.weight_sync == "warn":
+            warnings.warn(message, stacklevel=6)
+
+    probes = draw_probes(trainer.vocabulary(), monitor, rollout.longest)
+    engine = rollout.reading().model_dtype
+    return WeightVerifier(trainer, rollout, monitor, probes, dtype=engine, trainer_dtype=dtype, event=wrong)
+
+
+def to_warn_of(trainer: LoopTrainer, rollout: LoopRollout, fits: str | None) -> list[tuple[str, str]]:
+    """Return names and messages of what a run begins with a warning of.
+
+    Args:
+        trainer, rollout: The two sides; the trainer runs its model, on every rank.
+        fits: What is to be warned of the weights.
+    """
+    bias = rollout.sampling.ratio_bias(renormalised=rollout.reading().engine == "vllm")
+    surplus = trainer.surplus()
+    found = {"readiness": fits, "vocabulary": None if surplus is None else str(surplus), "ratio_bias": bias}
+    return [(name, message) for name, message in found.items() if message is not None]
 
 
 def compute_dtype(reading: TrainerReading) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from mismatch_ext.lr import RateControl, ShadowRate
 from mismatch_ext.run.sides import LoopTrainer
+from mismatch_ext.verdicts import Verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,14 @@ class Stepped:
     learning_rate: float
 
 
-def step(trainer: LoopTrainer, rate: RateControl | None, max_norm: float | None) -> Stepped:
+def step(trainer: LoopTrainer, rate: RateControl | None, max_norm: float | None, verdicts: Verdicts) -> Stepped:
     """Step a trainer's optimizer as scaler and learning-rate control say, then its schedule, and clear the gradients.
 
     Args:
         trainer: The trainer; its gradients are there.
         rate: Learning-rate control; None without, and `ShadowRate` where it only computes.
         max_norm: Norm that gradients are clipped to; None clips none.
+        verdicts: What becomes of statistics that cannot lead the rate.
 
     Raises:
         LossScaleError: Overflows do not end.
@@ -42,9 +44,10 @@ def step(trainer: LoopTrainer, rate: RateControl | None, max_norm: float | None)
         scaler.unscale_(optimizer)
     norm = _grad_norm(optimizer, max_norm)
     if rate is not None:
-        if rate.config.trigger == "grad_norm":
-            rate.collect(1.0, grad_norm=norm)
-        rate.before_step()
+        with verdicts.checking("lr"):
+            if rate.config.trigger == "grad_norm":
+                rate.collect(1.0, grad_norm=norm)
+            rate.before_step()
     if scaler is None:
         optimizer.step()
     else:
@@ -55,9 +58,10 @@ def step(trainer: LoopTrainer, rate: RateControl | None, max_norm: float | None)
     acts = rate is not None and not isinstance(rate, ShadowRate)
     applied = rate.rate if rate is not None and acts else float(optimizer.param_groups[0]["lr"])
     if rate is not None:
-        if isinstance(rate, ShadowRate) and taken:
-            rate.step()
-        rate.after_step()
+        with verdicts.checking("lr"):
+            if isinstance(rate, ShadowRate) and taken:
+                rate.step()
+            rate.after_step()
     if trainer.scheduler is not None and taken:
         trainer.scheduler.step()
     optimizer.zero_grad()

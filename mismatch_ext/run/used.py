@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import LoopError
+from mismatch_ext.run.batch import Batch
 
 REMOVE = "or leave the section out of the block"
 
@@ -46,14 +47,27 @@ class Used:
                 f"log-probabilities from run.score(batch), or run it under run.replaying(batch), {REMOVE}."
             )
         self._seen: set[str] = set()
+        # What was used of each batch that this step learns from, by the batch's origin.
+        self._batches: dict[object, set[str]] = {}
+        self._learnt = False
 
-    def batch(self) -> None:
-        """Begin with a batch."""
-        self._seen -= set(self._of_batch)
+    def batch(self, batch: Batch) -> None:
+        """Take a batch; those of the step before are done with."""
+        if self._learnt:
+            self._batches, self._learnt = {}, False
+        self._batches[batch.origin] = set()
 
-    def note(self, what: str) -> None:
-        """Note that something was used."""
-        self._seen.add(what)
+    def note(self, what: str, batch: Batch | None = None) -> None:
+        """Note that something was used.
+
+        Args:
+            what: Its name.
+            batch: What it was used of, or rows of it; None for a step's.
+        """
+        if batch is None:
+            self._seen.add(what)
+        else:
+            self._batches.get(batch.origin, set()).add(what)
 
     def watch(self, what: str, term: Tensor) -> Tensor:
         """Note that something was used once a gradient comes to it."""
@@ -76,7 +90,8 @@ class Used:
         Raises:
             LoopError: Names what is missing, and what to call.
         """
+        seen = self._seen | (set.intersection(*self._batches.values()) if self._batches else set())
         for what, message in (self._of_batch | self._of_step).items():
-            if what not in self._seen:
+            if what not in seen:
                 raise LoopError(f"step {step + 1}: {message}")
-        self._seen -= set(self._of_step)
+        self._seen, self._learnt = set(), True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from mismatch_ext.errors import (
     WeightSyncError,
 )
 from mismatch_ext.run import Batch, LoopRollout, LoopTrainer, RolloutSide, TrainerSide
+from mismatch_ext.run.measuring import findings_of_ranks
 from mismatch_ext.rundata import read_run
+from mismatch_ext.verdicts import Finding
 from tests.models import tiny_model
 from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
 
@@ -504,3 +507,326 @@ def test_ids_that_cannot_be_decoded_are_asked_of_a_model_that_is_not_of_transfor
     surplus = trainer.surplus()
     assert surplus is not None and (surplus.model_size, surplus.tokenizer_size) == (VOCABULARY, 8)
     assert 0 < surplus.mass_mean < 1
+
+
+class Two:
+    """Ranks of two, of which the other has said this of what it was asked for last."""
+
+    size = 2
+
+    def __init__(self, rank: int = 0, *, sums: float = 0.0, said: Any = None) -> None:
+        self.rank, self.sums, self.said = rank, sums, said
+        self.asked: list[Any] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.asked.append(value)
+        # Of metrics a rank says a mapping; what is of the same kind is merged.
+        return [value, type(value)(self.said) if isinstance(self.said, type(value)) else value]
+
+    def sum(self, values: Tensor) -> Tensor:
+        self.asked.append(values)
+        return values + torch.full_like(values, self.sums)
+
+
+@pytest.mark.parametrize("trigger", ["mismatch_kl", "f_tau"])
+def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path) -> None:
+    collected = []
+    for noise in (NOISE, 10 * NOISE):
+        trainer, rollout = sides(noise=noise)
+        ranks = Two()
+        with Run({"lr": {"trigger": trigger}}, trainer, rollout, tmp_path / str(noise), ranks=ranks).start() as run:
+            batch = run.batch(rollout.generate(PROMPTS))
+            ranks.asked.clear()
+            ranks.sums = 8.0
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            (mine,) = (values for values in ranks.asked if isinstance(values, Tensor))
+            assert mine[2] == batch.response_mask.sum()
+            (entry,) = run._rate._collected  # type: ignore[union-attr]
+            collected.append(entry)
+            kl, f_tau, tokens = (mine + 8.0).tolist()
+            assert entry == (tokens, {"mismatch_kl": kl / tokens, "f_tau": f_tau / tokens})
+    assert collected[0] != collected[1]
+
+
+def test_loss_and_gap_of_the_weights_are_means_over_ranks(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    ranks = Two(said={"loss": 9.0, "mismatch/weight_sync_gap": 3.0})
+    with Run({}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        (log,) = learn(run, 1)
+    own = next(asked for asked in ranks.asked if isinstance(asked, dict) and "loss" in asked)
+    assert log["loss"] == (own["loss"] + 9) / 2
+    assert log["mismatch/weight_sync_gap"] == (own["mismatch/weight_sync_gap"] + 3) / 2
+
+
+def test_passes_for_logits_are_replayed(moe: Path, tmp_path: Path) -> None:
+    trainer, rollout = moe_sides(moe, dtype="bfloat16")
+    block = {"routing": {"mode": "R3", "agreement_rate": 0.0}, "kl": {"coef": 0.1, "estimator": "full"}}
+    with Run(block, trainer, rollout, tmp_path).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        seen = []
+        logits = trainer.logits
+        trainer.logits = lambda *given, **more: seen.append(logits(*given, **more)) or seen[-1]  # type: ignore[method-assign]
+        with torch.no_grad():
+            old, ref = run.score(batch), run.reference(batch)
+        run.kl(batch, run.score(batch), ref)
+        ids = [[*record.response_ids] for record in batch.records]
+        policy = seen[0].log_softmax(-1)
+        for row, tokens in enumerate(ids):
+            own = policy[row, range(len(tokens)), tokens]
+            # The engine computes in another dtype, so that some of its routes are not the model's own.
+            assert torch.allclose(own, old[row, : len(tokens)], atol=1e-5)
+        assert not torch.allclose(old, trainer.logprobs(batch), atol=1e-5)
+
+
+def test_gradients_that_are_not_finite_raise_their_alarm(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with pytest.warns(UserWarning, match="grad_norm"), Run({}, trainer, rollout, tmp_path).start() as run:
+        for _ in range(3):
+            batch = run.batch(rollout.generate(PROMPTS))
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            kept = weights(trainer)
+            run.backward(run.score(batch).mean())
+            next(trainer.model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+            run.step()
+            for name, tensor in trainer.named_parameters():
+                tensor.data.copy_(kept[name])
+            trainer.optimizer.state.clear()
+            run.send()
+            assert str(run.log().metrics["grad_norm"]) == "nan"
+    assert "grad_norm" in [(event.data or {}).get("metric") for event in read_run(tmp_path / "mismatch").events]
+
+
+def test_a_bad_update_is_warned_of_where_it_is_no_error(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"monitor": {"weight_sync": "warn"}}, trainer, rollout, tmp_path).start() as run:
+        rollout.drops_updates = True
+        with pytest.warns(UserWarning, match="stale"):
+            learn(run, 1)
+
+
+def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run(EVERYTHING, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+        state, kept = run.state_dict(), copy.deepcopy(trainer.model.state_dict())
+        learn(run, 1)
+        trainer.model.load_state_dict(kept)
+        run.load_state_dict(state)
+        verdict = run.send()
+        assert run.steps == 1 and verdict is not None and verdict.ok
+        learn(run, 1)
+
+
+def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {"period": 2}}, trainer, rollout, tmp_path).start() as run:
+        learn(run, 2)
+        before = run.state_dict()["lr"]
+    run.save(tmp_path)
+    assert run.state_dict()["lr"] == before and before["control"]["step"] == 2
+
+
+def test_a_rate_that_is_controlled_from_a_resume_on_joins_at_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, rollout = sides()
+    with Run({}, trainer, rollout, tmp_path).start() as run:
+        learn(run, 5)
+        save(run, tmp_path)
+    with Run({"lr": {"period": 4}}, trainer, rollout, tmp_path).start(resume=tmp_path) as run:
+        (log,) = learn(run, 1)
+    assert log["mismatch/lr_multiplier"] == 0.5
+    assert "checkpoint of step 5 holds no state of mismatch.lr" in caplog.text
+
+
+def test_observe_stops_at_nothing(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    block = {"level": "observe", "lr": {"trigger": "mismatch_kl"}}
+    with pytest.warns(UserWarning, match="observe"), Run(block, trainer, rollout, tmp_path).start() as run:
+        early = rollout.generate(PROMPTS[:2])
+        rollout.weight_version += 1
+        batch = run.batch(early + rollout.generate(PROMPTS[2:]))
+        assert len(batch) == 16
+        old = run.score(batch).detach()
+        old[0, 0] = float("nan")
+        run.measure(batch, old)
+        run.step(run.score(batch).mean())
+        trainer.optimizer.zero_grad()
+        run._rate.collect(1.0, f_tau=1.0)  # type: ignore[union-attr]  # no statistic of this trigger
+        run.step(run.score(batch).mean())
+    found = {event.name for event in read_run(tmp_path / "mismatch").events}
+    assert "observed" in found and {"records", "measure", "lr"} <= set(run._verdicts.counts)
+
+
+def test_an_error_in_flight_is_the_one_that_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {"period": 2}}
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(ZeroDivisionError) as raised, Run(block, trainer, rollout, tmp_path).start() as run:
+        monkeypatch.setattr(run._log, "end", full)
+        1 / 0  # noqa: B018
+    assert "OSError: no space left" in raised.value.__notes__[0]
+    Run(block, trainer, rollout, tmp_path / "again").start().end()  # nothing was left on the optimizer
+
+
+def test_a_start_that_fails_leaves_nothing_on_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {"period": 2}}
+
+    def down(tokens: Tensor) -> Tensor:
+        raise RuntimeError("the engine is down")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="is down"):
+        patch.setattr(rollout, "score", down)
+        Run(block, trainer, rollout, tmp_path).start()
+    with Run(block, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+        save(run, tmp_path)
+    rollout.drops_updates = True
+    with torch.no_grad():
+        trainer.model.embed.weight.add_(1.0)
+    with pytest.raises(WeightSyncError):
+        Run(block, trainer, rollout, tmp_path).start(resume=tmp_path)
+    end = read_run(tmp_path / "mismatch").ends[-1]
+    assert end.status == "failed" and end.message.startswith("WeightSyncError")
+    Run(block, trainer, rollout, tmp_path / "again").start().end()
+
+
+def test_lengths_are_summed_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {}, "monitor": {"weight_sync": "off"}}
+    with Run(block, trainer, rollout, tmp_path, ranks=Two()).start() as run:
+        records = rollout.generate(PROMPTS)
+
+        def moved(tensor: Tensor) -> Tensor:
+            raise AssertionError("moved to where the ranks' backend may not be")
+
+        monkeypatch.setattr(Tensor, "cpu", moved)
+        run.batch(records)
+
+
+def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
+        for reason in ("stop", None):
+            records = [dataclasses.replace(record, finish_reason=reason) for record in rollout.generate(PROMPTS)]
+            batch = run.batch(records)
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            run.backward(run.score(batch).mean() / 2)
+        run.step()
+        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
+        assert entry.truncated is None
+
+
+def test_every_rank_looks_for_ids_that_cannot_be_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    asked = []
+    monkeypatch.setattr(trainer, "surplus", lambda: asked.append(1))
+    Run({}, trainer, rollout, tmp_path, ranks=Two(1)).start().end()
+    assert asked == [1]
+
+
+def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({}, trainer, rollout, tmp_path).start() as run:
+        for parts in (1, 4):
+            batch = run.batch(rollout.generate(PROMPTS))
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            losses = [run.score(batch).mean() / parts for _ in range(parts)]
+            for loss in losses:
+                run.backward(loss)
+            run.step()
+            run.send()
+            assert run.log().metrics["loss"] == pytest.approx(losses[0].item() * parts)
+
+
+def test_each_batch_of_a_step_is_measured_and_corrected(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
+        first, second = (run.batch(rollout.generate(PROMPTS)) for _ in range(2))
+        for batch in (second, first):
+            with torch.no_grad():
+                old = run.score(batch)
+            run.measure(batch, old)
+            if batch is second:
+                run.correct(batch, old)
+            run.backward(run.score(batch).mean())
+        with pytest.raises(LoopError, match="run.correct"):
+            run.step()
+        run.correct(first.rows(0, 8), old[:8])
+        run.step()
+        run.step(run.score(first).mean())  # another epoch over them
+        run.send()
+        run.batch(rollout.generate(PROMPTS))
+        with pytest.raises(LoopError, match="run.measure"):
+            run.step(run.score(first).mean())
+
+
+def test_the_kl_controller_moves_once_for_each_batch(tmp_path: Path) -> None:
+    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-3}}}
+    states = []
+    for parts in ([(0, 16)], [(0, 5), (5, 16)]):
+        trainer, rollout = sides()
+        trainer.reference = Recurrent(3)
+        with Run(block, trainer, rollout, tmp_path / str(len(parts))).start() as run:
+            batch = run.batch(rollout.generate(PROMPTS))
+            for part in (batch.rows(*rows) for rows in parts):
+                with torch.no_grad():
+                    run.measure(part, run.score(part), run.reference(part))
+                assert run._kl is not None and run._kl.coef == 0.1
+            states.append(run.state_dict()["kl"])
+            run.batch(rollout.generate(PROMPTS))
+            assert run._kl.coef == states[-1]["coef"] != 0.1 and run.state_dict()["kl"] == states[-1]
+    assert states[0]["steps"] == states[1]["steps"] == 1
+    assert states[0]["coef"] == pytest.approx(states[1]["coef"])
+
+
+def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    theirs = Finding(check="measure", step=0, kind="stop", message="of another rank")
+    ranks = Two()
+    with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        ranks.said = [theirs]
+        findings_of_ranks(run._verdicts, ranks)
+        ranks.said = None
+    assert "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "observed"][0]
+
+    trainer, rollout = sides()
+    ranks = Two(1)
+    with Run({"level": "observe"}, trainer, rollout, tmp_path / "one", ranks=ranks).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        old = run.score(batch).detach()
+        old[0, 0] = float("nan")
+        with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
+            run.measure(batch, old)
+        run.log()
+        assert not run._verdicts.kept
+        assert [
+            asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
+        ]
+
+
+def test_weights_of_another_step_do_not_reach_the_engine(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
+        with torch.no_grad():
+            trainer.model.embed.weight.add_(1.0)
+        with pytest.raises(LoopError, match=r"and not by run.step\(\)"):
+            run.send()
+        assert rollout.weight_version == 0
+
+
+def test_the_correction_of_an_evaluation_is_not_logged_as_training(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"correction": {"preset": "tis"}}, trainer, rollout, tmp_path).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS), split="eval/x")
+        with torch.no_grad():
+            run.correct(batch, run.score(batch))
+        assert "mismatch/rollout_is_mean" not in run.log().metrics
