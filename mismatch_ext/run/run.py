@@ -500,7 +500,7 @@ class Run:
         parts = {"weight_sync": self._verifier, "kl": self._kl, "routing": self._replay}
         state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
         if self._rate is not None:
-            state["lr"] = self._last_rate if self._last_rate is not None else self._rate.state_dict()
+            state["lr"] = self._rate.state_dict() if self._rate.attached else self._last_rate
         if self.trainer.scaler is not None:
             state["scaler"] = self.trainer.scaler.state_dict()
         return state
@@ -527,6 +527,7 @@ class Run:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.steps, self._stepped = int(state["run"]["step"]), True  # by the run that saved it
+        self._pending, self._parts = {}, []
         self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
         self._log.load_state_dict(state, step=self.steps)
         for name, part in (("kl", self._kl), ("routing", self._replay)):

@@ -617,6 +617,10 @@ def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
         verdict = run.send()
         assert run.steps == 1 and verdict is not None and verdict.ok
         learn(run, 1)
+        batch = run.batch(rollout.generate(PROMPTS))
+        run.backward(run.score(batch).mean())
+        run.load_state_dict(state)
+        assert "loss" not in run.log().metrics and not run._parts  # nothing of the steps that are undone
 
 
 def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
@@ -681,12 +685,15 @@ def test_a_start_that_fails_leaves_nothing_on_the_optimizer(tmp_path: Path, monk
     def down(tokens: Tensor) -> Tensor:
         raise RuntimeError("the engine is down")
 
+    again = Run(block, trainer, rollout, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="is down"):
         patch.setattr(rollout, "score", down)
-        Run(block, trainer, rollout, tmp_path).start()
-    with Run(block, trainer, rollout, tmp_path).start() as run:
+        again.start()
+    Run(block, trainer, rollout, tmp_path / "other").start().end()
+    with again.start() as run:
         learn(run, 1)
         save(run, tmp_path)
+        assert run.state_dict()["lr"]["control"]["step"] == 1
     rollout.drops_updates = True
     with torch.no_grad():
         trainer.model.embed.weight.add_(1.0)
