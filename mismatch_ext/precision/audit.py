@@ -63,6 +63,11 @@ class EngineReading:
     logprobs_mode: str
     quantization: str | None
 
+    @property
+    def renormalises(self) -> bool:
+        """Whether its log-probabilities are of the tokens that survive truncation: vLLM's processed ones alone are."""
+        return self.engine == "vllm" and self.logprobs_mode.startswith("processed")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReading:

@@ -185,7 +185,9 @@ class Run:
             self._load(state)
         self._started = True
         self._log.begin(None if state is None else self.steps)
-        said = to_warn_of(self.trainer, self.rollout, warning)  # on all ranks: a sharded model is run for it
+        said: list[tuple[str, str]] = []
+        with checking("vocabulary"):
+            said = to_warn_of(self.trainer, self.rollout, warning)  # on all ranks: a sharded model is run for it
         for name, message in said if self._ranks.rank == 0 else ():
             self._warn(name, message)
         self._log.announce(INTEGRATION, measured="at every run.measure")

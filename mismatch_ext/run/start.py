@@ -98,7 +98,7 @@ def to_warn_of(trainer: LoopTrainer, rollout: LoopRollout, fits: str | None) -> 
         trainer, rollout: The two sides; the trainer runs its model, on every rank.
         fits: What is to be warned of the weights.
     """
-    bias = rollout.sampling.ratio_bias(renormalised=rollout.reading().engine == "vllm")
+    bias = rollout.sampling.ratio_bias(renormalised=rollout.reading().renormalises)
     surplus = trainer.surplus()
     found = {"readiness": fits, "vocabulary": None if surplus is None else str(surplus), "ratio_bias": bias}
     return [(name, message) for name, message in found.items() if message is not None]

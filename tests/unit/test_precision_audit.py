@@ -17,6 +17,7 @@ from mismatch_ext.precision.dtypes import canonical, coarser, facts, torch_dtype
 from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.precision.names import ALIASES, spelled
 from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.provenance import SamplingSettings
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -241,3 +242,16 @@ def test_facts() -> None:
         "bfloat16", "bfloat16", "float16",
     ]  # fmt: skip
     assert set(ALIASES.values()) == set(DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "renormalises"),
+    [("vllm", "processed_logprobs", True), ("vllm", "raw_logprobs", False), ("sglang", "processed_logprobs", False)],
+)
+def test_log_probabilities_of_vllm_after_processing_alone_are_of_what_survives_truncation(
+    name: str, mode: str, renormalises: bool
+) -> None:
+    reading = engine("bfloat16", engine=name, logprobs_mode=mode)
+    assert reading.renormalises == renormalises
+    bias = SamplingSettings(top_p=0.9).ratio_bias(renormalised=reading.renormalises)
+    assert bias is not None and ("too small" if renormalises else "too large") in bias

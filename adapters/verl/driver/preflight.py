@@ -151,7 +151,7 @@ class PreflightMixin(_Host):
         if self._bypasses():
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
             self._event("warning", "bypass", message)
-        if (bias := self._sampling().ratio_bias()) is not None:
+        if (bias := self._sampling().ratio_bias(renormalised=self._checked.engine.renormalises)) is not None:
             self._event("warning", "sampling", bias)
         self._log.announce(integration_of(self._checked.worker), measured="at every step")
 
