@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
-from mismatch_ext.adapters.vllm.engine import read_engine, shutdown
+from mismatch_ext.adapters.vllm.engine import is_cpu, read_engine, shutdown
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, require_routing
 from mismatch_ext.adapters.vllm.verified import InProcess
 from mismatch_ext.adapters.vllm.weights import Sending, SentTensor, update_weights
+from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
-from mismatch_ext.patching import applied
+from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
@@ -37,8 +38,7 @@ class Rollout(InProcess):
         max_new_tokens: Most tokens of a response.
         n: Responses per prompt.
         stop_token_ids: Tokens that end a response, beside the model's own.
-        patches: What was applied while the engine was built, for the header of the run.
-        patch_digest: Its digest, for the provenance of rollouts.
+        patches: What was applied while the engine was built; on a CPU, what is applied for each update joins it.
 
     Attributes:
         weight_version: Updates that were begun on the engine.
@@ -56,13 +56,14 @@ class Rollout(InProcess):
         n: int = 1,
         stop_token_ids: Sequence[int] = (),
         patches: Sequence[Mapping[str, Any]] = (),
-        patch_digest: str = "none",
     ) -> None:
         super().__init__(llm)
         self.sampling, self.max_new_tokens, self.n = sampling, max_new_tokens, n
         self.stop_token_ids = tuple(stop_token_ids)
-        self.patches: Sequence[Mapping[str, Any]] = tuple(patches)
-        self.patch_digest = patch_digest
+        # Those of each weight update beside those that the engine was built with.
+        found = [dict(patch) for patch in patches] + (described(*cpu_moe_repack()) if is_cpu(llm) else [])
+        self.patches: Sequence[Mapping[str, Any]] = tuple(found)
+        self.patch_digest = digest_of(found) if found else "none"
         self.weight_version = 0
         self._reading = read_engine(llm)
         self._shape: RoutingShape | None = None
@@ -111,9 +112,9 @@ class Rollout(InProcess):
             patches = cpu_routes_patches() if FLAG in asked else []
         with applied(*patches) as active:
             llm = LLM(model, **asked | arguments)
-            described, digest = active.describe(), active.digest
+            building = active.describe()
         limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "n": n, "stop_token_ids": stop_token_ids}
-        return cls(llm, sampling, **limits, patches=described, patch_digest=digest if patches else "none")
+        return cls(llm, sampling, **limits, patches=building)
 
     def record_routing(self, shape: RoutingShape) -> None:
         """Take the routes of rollouts from here on.

@@ -79,6 +79,10 @@ class LoopTrainer(TrainerSide, Protocol):
         """Its architecture; "" where that is not known."""
 
     @property
+    def patches(self) -> Sequence[Mapping[str, Any]]:
+        """What is patched around each pass that is replayed or recorded."""
+
+    @property
     def routing(self) -> Any:
         """What records and replays routes in the model: a `mismatch_ext.routing.replaying.Backend`."""
 

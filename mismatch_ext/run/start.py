@@ -121,6 +121,7 @@ def info_of(
         **given: Name, seed and audit, as `run_info` takes them.
     """
     device = trainer.device.type
+    replaying = trainer.patches if block.acting.routing is not None else ()
     return run_info(
         block,
         names,
@@ -132,7 +133,7 @@ def info_of(
         trainer=trainer.reading(),
         engine=rollout.reading(),
         sampling=rollout.sampling,
-        patches=list({patch["name"]: patch for patch in (*rollout.patches, *active_patches())}.values()),
+        patches=list({patch["name"]: patch for patch in (*rollout.patches, *replaying, *active_patches())}.values()),
         packages=PACKAGES,
         **given,
     )
