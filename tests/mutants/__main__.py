@@ -21,7 +21,11 @@ from tqdm import tqdm
 from tests.mutants.fault import PRODUCT, ROOT, Fault, faults
 
 LIMIT = 1200.0
-"""Seconds that one run of tests may take."""
+"""Seconds that the tests of one fault may take."""
+TOGETHER = 5400.0
+"""Seconds that all of them may take, without a fault."""
+NAMED = 3
+"""Tests that are named of those that notice a fault: more are not waited for."""
 
 
 def copy_tree(target: Path) -> None:
@@ -41,26 +45,27 @@ def copy_tree(target: Path) -> None:
             (target / environment).symlink_to(ROOT / environment)
 
 
-def failing(tree: Path, tests: tuple[str, ...], jobs: int = 1) -> list[str]:
-    """Run tests in a copy and return the names of those that fail.
+def failing(tree: Path, tests: tuple[str, ...], jobs: int = 1, limit: float = LIMIT, enough: int = 0) -> list[str]:
+    """Run tests in a copy and return the names of those that fail, of which a number may be enough.
 
     Raises:
         RuntimeError: They could not be run to their end, or none ran.
     """
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--maxfail={enough}"]
+        options += ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else []
         try:
             done = subprocess.run(
-                [*command, *(["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else [])],
+                [sys.executable, "-m", "pytest", *options, *tests],
                 cwd=tree,
                 env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)},
                 capture_output=True,
                 text=True,
-                timeout=LIMIT,
+                timeout=limit,
             )
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{' '.join(tests)}: not done after {LIMIT:g} s") from error
+            raise RuntimeError(f"{' '.join(tests)}: not done after {limit:g} s") from error
         if done.returncode not in (0, 1) or not report.is_file():
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
         cases = ElementTree.parse(report).getroot().findall(".//testcase")
@@ -92,20 +97,23 @@ def main() -> int:
         wanted = dict.fromkeys(test for fault in chosen for test in fault.tests)
         whole = tuple(test for test in wanted if "::" not in test or test.partition("::")[0] not in wanted)
         print(f"{len(chosen)} planted faults; first the tests that must notice them, without any fault", flush=True)
-        if broken := failing(tree, whole, options.jobs):
+        if broken := failing(tree, whole, options.jobs, TOGETHER):
             print(f"these fail without a fault, so they notice nothing: {', '.join(broken)}")
             return 1
         for fault in tqdm(chosen, unit="fault", file=sys.stderr):
             fault.apply(tree)
+            caught, by = [], "none"
             try:
                 if not loads(tree, fault):
-                    raise RuntimeError(f"{fault.name}: {', '.join(fault.files)} is no Python any more")
-                caught = failing(tree, fault.tests)
+                    raise RuntimeError(f"{', '.join(fault.files)} is no Python any more")
+                caught = failing(tree, fault.tests, enough=NAMED)
+                by = ", ".join(caught) or by
+            except RuntimeError as error:
+                by = f"none: {error}"
             finally:
                 fault.apply(tree, reverse=True)
-            more = f" and {len(caught) - 3} more" if len(caught) > 3 else ""
             tqdm.write(f"{'caught' if caught else 'MISSED'}  {fault.name}: {fault.title}", file=sys.stdout)
-            tqdm.write(f"        by {', '.join(caught[:3])}{more}" if caught else "        by none", file=sys.stdout)
+            tqdm.write(f"        by {by}", file=sys.stdout)
             missed += [] if caught else [fault.name]
             sys.stdout.flush()
     print(
