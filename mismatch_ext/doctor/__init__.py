@@ -1,0 +1,21 @@
+"""Why an engine and a trainer differ on the same tokens: the gap's parts, the causes that fit, and what to change."""
+
+from mismatch_ext.doctor.causes import Cause, Fit
+from mismatch_ext.doctor.diagnosis import Diagnosis, NamedCause, Scores, diagnose
+from mismatch_ext.doctor.remedies import REMEDIES, Remedy, remedy
+from mismatch_ext.doctor.sample import Sample
+from mismatch_ext.doctor.text import report
+
+__all__ = [
+    "REMEDIES",
+    "Cause",
+    "Diagnosis",
+    "Fit",
+    "NamedCause",
+    "Remedy",
+    "Sample",
+    "Scores",
+    "diagnose",
+    "remedy",
+    "report",
+]

@@ -1,0 +1,213 @@
+"""Causes, and how well each of them says what the engine's error is, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mismatch_ext.doctor.noise import Noise
+from mismatch_ext.doctor.sample import Floats, Sample
+
+DRAWS = 400
+# What a name needs on the responses that did not fit it: nats of likelihood, and how sure they are over responses.
+LEAST_GAIN, LEAST_Z = 20.0, 5.0
+# Below these it is not even a hint.
+HINT_Z = 3.5
+# The engine's error over the predicted one.
+SLOPES = (0.8, 1.25)
+LEAST_SHARE = 0.01
+# Two causes are told apart when the better one is better in so many of the draws.
+SURE = 0.975
+# Nats per token by which the best parameter of the grid may lose before it is refined.
+NEARLY = 0.02
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cause:
+    """Something that an engine may do otherwise than the trainer.
+
+    Args:
+        key: A short name, by which its remedy is found.
+        family: Causes of one family resemble each other: sampling, reporting, config, weights, cache, prompt or experts.
+        said: A sentence; `{x}` stands for the parameter.
+        predict: Maps a parameter to the log-probabilities `[N]` that the oracle gives as if it had the cause;
+            -inf for impossible.
+        grid: Parameters that are tried; positive where they are refined.
+        steps: Steps of refinement between the neighbours on the grid; 0 for parameters that are counts or numbers of a list.
+        neutral: The parameter at which nothing changes.
+        decimals: Significant digits of the parameter in the sentence.
+        names: What stands for the parameter in the sentence, by its place, where it is a number of a list.
+    """
+
+    key: str
+    family: str
+    said: str
+    predict: Callable[[float], Floats]
+    grid: tuple[float, ...] = (1.0,)
+    steps: int = 0
+    neutral: float | None = None
+    decimals: int = 3
+    names: tuple[str, ...] = ()
+
+    def sentence(self, x: float) -> str:
+        """Return the sentence with a parameter."""
+        return self.said.format(x=self.names[int(x)] if self.names else f"{x:.{self.decimals}g}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fit:
+    """How well one cause says the error.
+
+    Args:
+        cause: The cause.
+        x: Its parameter.
+        delta: The error that it predicts `[N]`; -inf where it makes a sampled token impossible.
+        gain: Log-likelihood, in nats, on the responses that did not fit it.
+        z: The gain over its standard deviation among responses.
+        slope, low, high: Error over predicted error, and its 95 % interval.
+        share: Part of the mean size of the error that it takes away, on the same responses.
+        drawn: The gain in each draw of responses.
+        ties: Keys of the causes that do as well.
+    """
+
+    cause: Cause
+    x: float
+    delta: Floats
+    gain: float
+    z: float
+    slope: float
+    low: float
+    high: float
+    share: float
+    drawn: Floats
+    ties: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether it may be named."""
+        return self.z >= LEAST_Z and self._near()
+
+    @property
+    def hints(self) -> bool:
+        """Whether it may be mentioned, without a claim."""
+        return self.z >= HINT_Z and self._near()
+
+    def _near(self) -> bool:
+        return self.gain >= LEAST_GAIN and SLOPES[0] <= self.slope <= SLOPES[1] and self.share >= LEAST_SHARE
+
+    @property
+    def finite(self) -> Floats:
+        """The predicted error `[N]`, 0 where it makes a sampled token impossible."""
+        return np.where(np.isfinite(self.delta), self.delta, 0.0)
+
+
+@dataclass
+class Search:
+    """Looks for the causes of an error.
+
+    Args:
+        sample: The tokens.
+        oracle: Log-probabilities that the causes start from `[N]`.
+        noise: What rounding alone makes of them.
+        rng: For the bootstrap over responses.
+        progress: Called with the key of each cause before it is tried.
+    """
+
+    sample: Sample
+    oracle: Floats
+    noise: Noise
+    rng: np.random.Generator
+    progress: Callable[[str], None] = lambda key: None
+    _seen: dict[tuple[int, float], Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        judging = np.unique(self.sample.row[~self.sample.fits])
+        self._draws = judging[self.rng.integers(0, len(judging), (DRAWS, len(judging)))]
+
+    def select(self, causes: Sequence[Cause], error: Floats, most: int = 2) -> tuple[list[Fit], list[Fit], Floats]:
+        """Return the causes that may be named, all fits to the whole error, best first, and what is left of it.
+
+        Args:
+            causes: Those on the list.
+            error: Engine less oracle `[N]`.
+            most: Causes to name; each after the first is fitted to what is left.
+        """
+        named: list[Fit] = []
+        first: list[Fit] = []
+        for _ in range(most):
+            fits = sorted((self.fit(cause, error) for cause in causes), key=lambda found: -found.gain)
+            first = first or fits
+            best = next(iter(fits), None)
+            # The best one that is not good enough shows that the cause is not on the list: the next best would be a wrong name.
+            if best is None or not best.holds or any(best.cause is found.cause for found in named):
+                break
+            ties = tuple(
+                other.cause.key
+                for other in fits[1:]
+                if other.hints and float(np.mean(best.drawn > other.drawn)) < SURE and other.cause.key != best.cause.key
+            )
+            named.append(Fit(**{**vars(best), "ties": ties}))
+            error = error - best.finite
+        return named, first, error
+
+    def fit(self, cause: Cause, error: Floats) -> Fit:
+        """Fit one cause on half of the responses, and judge it on the others."""
+        self.progress(cause.key)
+        x = self._parameter(cause, error)
+        delta = self._delta(cause, x)
+        judges = ~self.sample.fits
+        rest = error - np.where(np.isfinite(delta), delta, 0.0)
+        gains = self.noise.likelihood(np.where(np.isfinite(delta), rest, np.inf)) - self.noise.likelihood(error)
+        count = int(self.sample.row.max()) + 1
+
+        def summed(values: Floats) -> Floats:
+            return np.bincount(self.sample.row[judges], values[judges], count).astype(np.float64)
+
+        moved = np.where(np.isfinite(delta), delta, 0.0)
+        gain = summed(gains)
+        trust = self.noise.trust(rest)
+        above, below = summed(trust * error * moved), summed(trust * moved**2)
+        drawn = gain[self._draws].sum(1)
+        slopes = above[self._draws].sum(1) / np.maximum(below[self._draws].sum(1), 1e-300)
+        low, high = np.quantile(slopes, [0.025, 0.975])
+        return Fit(
+            cause=cause, x=x, delta=delta, gain=float(gain.sum()), z=float(gain.sum() / max(float(drawn.std()), 1e-9)),
+            slope=float(above.sum() / max(float(below.sum()), 1e-300)), low=float(low), high=float(high),
+            share=float(1 - np.abs(rest[judges]).sum() / max(float(np.abs(error[judges]).sum()), 1e-300)), drawn=drawn,
+        )  # fmt: skip
+
+    def _delta(self, cause: Cause, x: float) -> Floats:
+        key = (id(cause), x)
+        if key not in self._seen:
+            self._seen[key] = cause.predict(x) - self.oracle
+        return self._seen[key]
+
+    def _parameter(self, cause: Cause, error: Floats) -> float:
+        """Return the parameter of the largest likelihood on the responses that fit: of the grid, then between its neighbours."""
+        half, losses = self.sample.fits, dict[float, float]()
+
+        def loss(x: float) -> float:
+            if x not in losses:
+                delta = self._delta(cause, x)
+                rest = error - np.where(np.isfinite(delta), delta, 0.0)
+                losses[x] = -float(self.noise.likelihood(np.where(np.isfinite(delta), rest, np.inf))[half].mean())
+            return losses[x]
+
+        best = min(cause.grid, key=loss)
+        null = -float(self.noise.likelihood(error)[half].mean())
+        if not cause.steps or losses[best] >= null + NEARLY:
+            return best
+        grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
+        at = grid.index(best)
+        low, high = math.log(grid[max(0, at - 1)]), math.log(grid[min(len(grid) - 1, at + 1)])
+        for _ in range(cause.steps):
+            a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+            if loss(math.exp(a)) < loss(math.exp(b)):
+                high = b
+            else:
+                low = a
+        return min(losses, key=losses.__getitem__)

@@ -1,0 +1,259 @@
+"""The doctor's verdict on one sample: the gap's parts, the causes that are named, what is left, and what the tokens say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mismatch_ext.doctor.causes import Cause, Fit, Search
+from mismatch_ext.doctor.logits import of_logits
+from mismatch_ext.doctor.noise import Noise
+from mismatch_ext.doctor.remedies import Remedy, remedy
+from mismatch_ext.doctor.sample import Floats, Sample
+from mismatch_ext.doctor.split import Part, split
+from mismatch_ext.doctor.table import LogitTable
+from mismatch_ext.doctor.tokens import TokensTest, judge_tokens
+from mismatch_ext.metrics.numerics import k3
+
+# What rounding alone leaves of an error, in units of the trainer's own arithmetic: medians, then the largest hundredth.
+ROUNDING, ROUNDING_TAIL = 1.3, 3.0
+# Nats per token, below which an error is that of two float32 programs.
+FLOAT32 = 1e-5
+# An engine that errs less than this computes finer than its dtype; a trainer that errs more, coarser than the engine.
+FINER, COARSER = 0.6, 2.0
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What the trainer's side says of a sample's tokens, at the run's temperature.
+
+    Args:
+        trainer: Log-probabilities as the run computes them `[N]`.
+        own: The trainer's arithmetic in the engine's dtype, under the engine's routes `[N]`.
+        logits: Of the oracle: the trainer's model in float32, its weights rounded to the engine's dtype, under the
+            engine's routes where they are known `[N, V]`, float32, before the temperature.
+        native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
+        temperature: What the trainer divides logits by.
+        end_tokens: Ids that end a response.
+    """
+
+    trainer: Floats
+    own: Floats
+    logits: Tensor
+    native: Floats | None = None
+    temperature: float = 1.0
+    end_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedCause:
+    """A cause that a report names.
+
+    Args:
+        key, family, said: As of the `Cause`; the sentence holds the parameter.
+        parameter: Its value.
+        status: "fits", "partly" where something is left, or "confirmed" where its remedy was applied and the gap
+            fell as predicted.
+        share: Of the mean |Δlogp|; None for too few tokens.
+        z, slope, low, high: How sure the fit is; None where the tokens alone say it.
+        ties: Keys of causes that fit as well.
+        remedy: What to change.
+    """
+
+    key: str
+    family: str
+    said: str
+    parameter: float
+    status: str
+    share: float | None
+    z: float | None
+    slope: float | None
+    low: float | None
+    high: float | None
+    ties: tuple[str, ...]
+    remedy: Remedy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Args:
+        tokens, responses: How many were judged.
+        gap: `logp_abs_diff_mean`, `k3_kl` and `logp_abs_diff_max` between engine and trainer.
+        parts: Terms of the gap, in the order of the path from engine to trainer.
+        ratio, tail_ratio: The engine's error in units of the trainer's own arithmetic: of medians, and of the largest hundredth.
+        trainer_ratio: The trainer's error in the same units.
+        measurable: Whether rounding lies above float32's own, so that the ratios mean something.
+        causes: Those that are named.
+        hints: Sentences of fits that are not sure enough for a name.
+        left, left_tail: The ratios of what the named causes do not say.
+        unexplained: Mean size of what is neither named nor rounding, in nats per token.
+        notes: Sentences on what else was seen.
+        tokens_test: What the tokens themselves say.
+        verdict: "clean", "explained", "partly" or "unexplained".
+        tried: Keys of the causes on the list.
+    """
+
+    tokens: int
+    responses: int
+    gap: dict[str, float]
+    parts: tuple[Part, ...]
+    ratio: float
+    tail_ratio: float
+    trainer_ratio: float
+    measurable: bool
+    causes: tuple[NamedCause, ...]
+    hints: tuple[str, ...]
+    left: float
+    left_tail: float
+    unexplained: float
+    notes: tuple[str, ...]
+    tokens_test: TokensTest
+    verdict: str
+    tried: tuple[str, ...]
+
+    def exit_status(self, threshold: float) -> int:
+        """Return 0 for a clean pair, 1 for one that is explained, 2 where more than a threshold is not.
+
+        Args:
+            threshold: Mean size of what is not explained, in nats per token.
+        """
+        if self.verdict == "clean":
+            return 0
+        return 2 if self.verdict != "explained" and self.unexplained > threshold else 1
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        found = {"schema": SCHEMA, **asdict(self)}
+        found["tokens_test"]["finding"] = self.tokens_test.finding
+        return found
+
+    def confirmed(self, key: str, left: float, gap: float) -> Diagnosis:
+        """Return it after a cause's remedy was applied to the engine and the same tokens were scored again.
+
+        Args:
+            key: The cause's.
+            left: The engine's error then, in units of the trainer's own arithmetic.
+            gap: Mean size of that error in nats per token.
+        """
+        sure = left <= ROUNDING or gap <= FLOAT32
+        causes = tuple(
+            replace(cause, status="confirmed" if sure else cause.status) if cause.key == key else cause
+            for cause in self.causes
+        )
+        said = (
+            f"after the remedy of {key}: the engine's error is {gap:.1e} nats per token, {left:.2f} of rounding's"
+            + ("" if sure else "; it does not confirm the cause")
+        )
+        return replace(self, causes=causes, notes=(*self.notes, said))
+
+
+def diagnose(
+    sample: Sample,
+    scores: Scores,
+    causes: Sequence[Cause] = (),
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda key: None,
+) -> Diagnosis:
+    """Say why engine and trainer differ on a sample.
+
+    Args:
+        sample: What the engine sampled, and reported of it.
+        scores: What the trainer's side says of the same tokens.
+        causes: Those that need a forward pass of a changed model each; those that are functions of logits are always tried.
+        seed: Of the bootstrap over responses.
+        progress: Called with the key of each cause before it is tried.
+    """
+    rng = np.random.default_rng(seed)
+    table = LogitTable.of(sample, scores.logits, scores.temperature)
+    error, arithmetic = sample.engine - table.logprob, scores.own - table.logprob
+    noise = Noise.of(arithmetic, table.spread)
+    listed = [*of_logits(table, scores.end_tokens), *causes]
+    search = Search(sample, table.logprob, noise, rng, progress)
+    named, fits, rest = search.select(listed, error)
+    parts = {fit.cause.key: fit.finite for fit in named}
+    parts["engine's arithmetic"] = rest
+    if scores.native is not None:
+        parts["routes"] = table.logprob - scores.native
+    parts["trainer's arithmetic"] = (table.logprob if scores.native is None else scores.native) - scores.trainer
+    shares = {part.name: part for part in split(parts, sample.row, rng)}
+    trainer_ratio = noise.ratio(parts["trainer's arithmetic"])
+    tokens = judge_tokens(table)
+    left, left_tail = noise.ratio(rest), noise.tail_ratio(rest)
+    complete = _is_rounding(rest, left, left_tail)
+    found = [_named(fit, shares[fit.cause.key], complete) for fit in named]
+    if not found and tokens.finding is not None:
+        found = [_by_tokens(tokens, scores.temperature)]
+    if noise.measured and trainer_ratio > COARSER:
+        found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"]))
+    verdict = ("explained" if found else "clean") if complete else ("partly" if found else "unexplained")
+    gap = sample.engine - scores.trainer
+    return Diagnosis(
+        tokens=len(gap),
+        responses=len(np.unique(sample.row)),
+        gap={
+            "logp_abs_diff_mean": float(np.abs(gap).mean()),
+            "k3_kl": float(k3(torch.from_numpy(-gap)).mean()),
+            "logp_abs_diff_max": float(np.abs(gap).max()),
+        },
+        parts=tuple(shares.values()),
+        ratio=noise.ratio(error),
+        tail_ratio=noise.tail_ratio(error),
+        trainer_ratio=trainer_ratio,
+        measurable=noise.measured,
+        causes=tuple(found),
+        hints=tuple(f"{fit.cause.sentence(fit.x)} (z {fit.z:.1f})" for fit in fits if fit.hints and not named)[:2],
+        left=left,
+        left_tail=left_tail,
+        unexplained=0.0 if complete else max(0.0, float(np.abs(rest).mean() - np.abs(arithmetic).mean())),
+        notes=_notes(noise, left, error),
+        tokens_test=tokens,
+        verdict=verdict,
+        tried=tuple(cause.key for cause in listed),
+    )
+
+
+def _is_rounding(rest: Floats, left: float, tail: float) -> bool:
+    return (left <= ROUNDING and tail <= ROUNDING_TAIL) or float(np.abs(rest).mean()) <= FLOAT32
+
+
+def _named(fit: Fit, part: Part, complete: bool) -> NamedCause:
+    return NamedCause(
+        key=fit.cause.key, family=fit.cause.family, said=fit.cause.sentence(fit.x), parameter=fit.x,
+        status="fits" if complete else "partly", share=part.share, z=fit.z, slope=fit.slope, low=fit.low, high=fit.high,
+        ties=fit.ties, remedy=remedy(fit.cause.key),
+    )  # fmt: skip
+
+
+def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
+    """Return the cause that only the tokens show: the engine reports log-probabilities from before its sampling settings."""
+    assert test.finding is not None
+    key, value, said = test.finding
+    return NamedCause(
+        key=key, family="sampling", said=f"{said}, and the log-probabilities are from before that",
+        parameter=value * temperature if key == "temperature" else value, status="fits", share=None, z=abs(test.z), slope=None,
+        low=None, high=None, ties=("raw_logprobs",), remedy=remedy(key),
+    )  # fmt: skip
+
+
+def _coarser(ratio: float, part: Part) -> NamedCause:
+    """Return the cause that the trainer's own error shows, which was measured and not fitted."""
+    said = f"the trainer errs {ratio:.1f} times as much as the engine's dtype would: coarser dtype, other padding or positions"
+    return NamedCause(
+        key="trainer_dtype", family="trainer", said=said, parameter=ratio, status="fits", share=part.share, z=None, slope=None,
+        low=None, high=None, ties=(), remedy=remedy("trainer_dtype"),
+    )  # fmt: skip
+
+
+def _notes(noise: Noise, left: float, error: Floats) -> tuple[str, ...]:
+    if not noise.measured or left >= FINER or float(np.abs(error).mean()) <= FLOAT32:
+        return ()
+    return (f"the engine errs {left:.2f} times as much as its dtype lets expect: its head may compute in float32",)

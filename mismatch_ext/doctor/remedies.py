@@ -1,0 +1,139 @@
+"""What to change, host by host, for each cause; tests hold every flag and key to the installed host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOSTS = ("trl", "verl", "vllm", "sglang")
+_ROLLOUT = "actor_rollout_ref.rollout."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Lines to change.
+
+    Args:
+        trl: Of the GRPO config; "" where TRL has nothing to change.
+        verl: Overrides of `main_ppo`.
+        vllm: Flags of `vllm serve`, which are arguments of `LLM` too.
+        sglang: Flags of `sglang.launch_server`.
+    """
+
+    trl: str = ""
+    verl: str = ""
+    vllm: str = ""
+    sglang: str = ""
+
+
+_MODEL = Remedy(
+    trl="give trainer and engine the same checkpoint folder",
+    verl="actor_rollout_ref.model.override_config={}",
+    vllm="leave out --hf-overrides, and serve the trainer's own folder",
+    sglang="leave out --json-model-override-args, and serve the trainer's own folder",
+)
+_WEIGHTS = Remedy(
+    trl="mismatch: {monitor: {weight_sync: error}}",
+    verl="+mismatch.monitor.weight_sync=error",
+    vllm="send the trainer's weights, then reset the prefix cache",
+    sglang="send the trainer's weights, then flush the cache",
+)
+_QUANTISED = Remedy(
+    verl=f"{_ROLLOUT}quantization=null",
+    vllm="leave out --quantization, and serve unquantised weights",
+    sglang="leave out --quantization, and serve unquantised weights",
+)
+_PENALTY = Remedy(
+    trl="repetition_penalty: 1.0, and no penalty in generation_kwargs",
+    vllm="--generation-config vllm, and no penalty in the requests",
+    sglang="--sampling-defaults openai, and no penalty in the requests",
+)
+_PROMPT = Remedy(
+    trl="send token ids, and no template or special token twice",
+    vllm="send prompt_token_ids, without truncate_prompt_tokens",
+    sglang="send input_ids",
+)
+_DTYPE = Remedy(
+    trl="mismatch: {precision: {dtype: float16}}",
+    verl="+mismatch.precision.dtype=float16",
+    vllm="--dtype float16",
+    sglang="--dtype float16",
+)
+
+REMEDIES: dict[str, Remedy] = {
+    "rounding": _DTYPE,
+    "trainer_dtype": _DTYPE,
+    "routes": Remedy(
+        trl="mismatch: {routing: {mode: R3}}",
+        verl="+mismatch.routing.mode=R3",
+        vllm="--enable-return-routed-experts",
+        sglang="--enable-return-routed-experts",
+    ),
+    "temperature": Remedy(
+        trl="temperature: 1.0",
+        verl=f"{_ROLLOUT}temperature=1.0",
+        vllm="--logprobs-mode processed_logprobs, and the trainer's temperature in the requests",
+        sglang="the trainer's temperature in sampling_params",
+    ),
+    "raw_logprobs": Remedy(
+        verl=f"{_ROLLOUT}logprobs_mode=processed_logprobs",
+        vllm="--logprobs-mode processed_logprobs",
+        sglang="unset SGLANG_RETURN_ORIGINAL_LOGPROB",
+    ),
+    "top_p": Remedy(
+        trl="top_p: 1.0",
+        verl=f"{_ROLLOUT}top_p=1",
+        vllm="--generation-config vllm, and top_p 1 in the requests",
+        sglang="--sampling-defaults openai, and top_p 1 in the requests",
+    ),
+    "top_k": Remedy(
+        trl="top_k: 0",
+        verl=f"{_ROLLOUT}top_k=-1",
+        vllm="--generation-config vllm, and top_k -1 in the requests",
+        sglang="--sampling-defaults openai, and top_k -1 in the requests",
+    ),
+    "min_p": Remedy(
+        trl="min_p: null",
+        vllm="--generation-config vllm, and min_p 0 in the requests",
+        sglang="--sampling-defaults openai, and min_p 0 in the requests",
+    ),
+    "repetition_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "min_tokens": Remedy(
+        trl="no min_tokens in generation_kwargs",
+        vllm="no min_tokens in the requests",
+        sglang="no min_new_tokens in the requests",
+    ),
+    "kv_fp8": Remedy(
+        verl=f"+{_ROLLOUT}engine_kwargs.vllm.kv_cache_dtype=auto",
+        vllm="--kv-cache-dtype auto",
+        sglang="--kv-cache-dtype auto",
+    ),
+    "kv_fp8_truncated": Remedy(
+        verl=f"+{_ROLLOUT}engine_kwargs.vllm.kv_cache_dtype=auto",
+        vllm="--kv-cache-dtype auto",
+        sglang="--kv-cache-dtype auto",
+    ),
+    "weights_int8": _QUANTISED,
+    "weights_fp8": _QUANTISED,
+    "stale_weights": _WEIGHTS,
+    "stale_layer": _WEIGHTS,
+    "experts_swapped": _WEIGHTS,
+    "rope_theta": _MODEL,
+    "rope_scale": _MODEL,
+    "norm_eps": _MODEL,
+    "sliding_window": _MODEL,
+    "softcap": _MODEL,
+    "extra_token": _PROMPT,
+    "missing_first": _PROMPT,
+    "missing_last": _PROMPT,
+    "shifted": Remedy(
+        trl="align the log-probabilities with the tokens that were sampled",
+        vllm="take logprobs of the completion, token by token",
+        sglang="take output_token_logprobs, token by token",
+    ),
+}
+
+
+def remedy(key: str) -> Remedy:
+    """Return what to change for a cause; nothing for a cause that a caller has added."""
+    return REMEDIES.get(key, Remedy())

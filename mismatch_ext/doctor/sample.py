@@ -1,0 +1,128 @@
+"""The tokens that both sides are asked about, and what the engine said of them.
+
+Suffixes of shapes: N tokens that the policy sampled, over all responses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.records import RolloutRecord
+from mismatch_ext.routing import RoutingTrace
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Responses of an engine, with its log-probabilities of their tokens.
+
+    Args:
+        prompts: Token ids of each response's prompt, as the trainer sees it.
+        responses: Token ids of each response.
+        masks: True where the policy sampled a token, False where a tool or environment put it.
+        logprobs: Natural-log probabilities that the engine reported of each response's tokens while it sampled them.
+        routes: The engine's experts of each response; None where it recorded none.
+
+    Raises:
+        RecordError: Lengths differ, there are fewer than two responses, or no token is left by the masks.
+        NonFiniteLogprobError: A log-probability of a sampled token is missing or infinite; names response and token.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    responses: tuple[tuple[int, ...], ...]
+    masks: tuple[tuple[bool, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    routes: tuple[RoutingTrace, ...] | None = None
+
+    def __post_init__(self) -> None:
+        columns = (self.prompts, self.responses, self.masks, self.logprobs)
+        if len({len(column) for column in columns}) != 1:
+            raise RecordError(
+                f"{', '.join(str(len(column)) for column in columns)} prompts, responses, masks and lists of log-probabilities; "
+                "the four must be as many."
+            )
+        if len(self.responses) < 2:
+            raise RecordError(
+                f"{len(self.responses)} response: the doctor fits on one half of the responses and judges on the other; give at "
+                "least 2, and 128 for shares."
+            )
+        for row, parts in enumerate(zip(self.responses, self.masks, self.logprobs, strict=True)):
+            if len({len(part) for part in parts}) != 1:
+                raise RecordError(
+                    f"response {row}: {len(parts[0])} tokens, {len(parts[1])} mask values and {len(parts[2])} "
+                    "log-probabilities; the three must be equal."
+                )
+        if not any(map(any, self.masks)):
+            raise RecordError("every token is masked: nothing that the policy sampled is left to compare.")
+        wrong = np.flatnonzero(~np.isfinite(self.engine))
+        if len(wrong):
+            at = wrong[0]
+            raise NonFiniteLogprobError(
+                f"response {self.row[at]}, token {self.place[at]}: the engine's log-probability is {self.engine[at]}; "
+                "log those of all sampled tokens."
+            )
+
+    @classmethod
+    def of(cls, records: Sequence[RolloutRecord]) -> Sample:
+        """Return the sample that rollout records hold.
+
+        Raises:
+            RecordError: As in `Sample`.
+        """
+        routes = tuple(record.routing for record in records if record.routing is not None)
+        return cls(
+            prompts=tuple(record.prompt_ids for record in records),
+            responses=tuple(record.response_ids for record in records),
+            masks=tuple(record.response_mask for record in records),
+            logprobs=tuple(record.rollout_logprobs for record in records),
+            routes=routes if len(routes) == len(records) else None,
+        )
+
+    @cached_property
+    def row(self) -> Integers:
+        """The response of each token `[N]`."""
+        return np.repeat(np.arange(len(self.masks)), [sum(mask) for mask in self.masks])
+
+    @cached_property
+    def place(self) -> Integers:
+        """Its place in the response `[N]`."""
+        return np.array([at for mask in self.masks for at, kept in enumerate(mask) if kept], dtype=np.int64)
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """Its id `[N]`."""
+        return np.array([self.responses[r][t] for r, t in zip(self.row, self.place, strict=True)], dtype=np.int64)
+
+    @cached_property
+    def engine(self) -> Floats:
+        """The engine's log-probability of it `[N]`."""
+        return self.kept(self.logprobs)
+
+    @cached_property
+    def fits(self) -> NDArray[np.bool_]:
+        """True for the tokens of every other response, on which parameters are fitted; the others judge `[N]`."""
+        return np.asarray(self.row % 2 == 0)
+
+    def kept(self, logprobs: Sequence[Sequence[float | None]]) -> Floats:
+        """Return the sampled tokens' part of log-probabilities that are given response by response `[N]`; NaN for None."""
+        found = [
+            math.nan if value is None else float(value)
+            for values, mask in zip(logprobs, self.masks, strict=True)
+            for value, kept in zip(values, mask, strict=True)
+            if kept
+        ]
+        return np.array(found, dtype=np.float64)
+
+    def before(self, token: int, *, prompt: bool) -> tuple[int, ...]:
+        """Return what stood before a token in its response, and in its prompt if asked."""
+        row, place = int(self.row[token]), int(self.place[token])
+        return (self.prompts[row] if prompt else ()) + self.responses[row][:place]

@@ -1,0 +1,124 @@
+"""Whether the tokens themselves were drawn from the oracle's distribution: what no reported log-probability can hide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mismatch_ext.doctor.table import LogitTable
+
+NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+COUNTS = (1, 2, 3, 5, 8, 10, 20, 50)
+# Mass by which a token must lie outside of a nucleus: engine and oracle round differently.
+MARGIN = 0.003
+# Of the tokens that are expected outside, those that near-ties may put there.
+FEW = 0.1
+# Natural log of the chance that a sound sample has so few of them.
+IMPLAUSIBLE = -16.0
+SURE = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """Tokens beyond a truncation that nobody is known to have asked for.
+
+    Args:
+        setting: top_p or top_k.
+        value: Of the setting.
+        expected: Tokens that a sample without it has beyond it.
+        seen: Tokens of this sample beyond it.
+    """
+
+    setting: str
+    value: float
+    expected: float
+    seen: int
+
+    @property
+    def cut(self) -> bool:
+        """Whether the sample lacks what is beyond."""
+        # Poisson: log P(at most `seen`) is at most this, by Chernoff.
+        k, m = max(self.seen, 1e-9), self.expected
+        chance = 0.0 if k >= m else k - m + k * math.log(m / k)
+        return self.seen <= FEW * self.expected and chance < IMPLAUSIBLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensTest:
+    r"""A score test of the temperature, and counts beyond truncations.
+
+    Args:
+        z: :math:`\sum (\log p + H) / \sqrt{\sum Var}` over the tokens; about normal for a sound sample, positive
+            for a lower temperature.
+        temperature: What the tokens were drawn at, over the trainer's temperature; one Newton step from 1.
+        outside: Counts at a few truncations.
+    """
+
+    z: float
+    temperature: float
+    outside: tuple[Outside, ...]
+
+    @property
+    def truncated(self) -> Outside | None:
+        """The tightest truncation that the sample obeys."""
+        return next((found for found in self.outside if found.cut), None)
+
+    @property
+    def finding(self) -> tuple[str, float, str] | None:
+        """Key of the cause, its parameter and a sentence; None for a sound sample."""
+        cut = self.truncated
+        if cut is not None:
+            said = (
+                f"the tokens were drawn with {cut.setting} {cut.value:g} or near it: {cut.expected:.0f} are expected beyond, "
+                f"{cut.seen} were sampled"
+            )
+            return cut.setting, cut.value, said
+        if abs(self.z) >= SURE:
+            return (
+                "temperature",
+                self.temperature,
+                f"the tokens were drawn at {self.temperature:.3g} times the temperature",
+            )
+        return None
+
+
+def judge_tokens(table: LogitTable) -> TokensTest:
+    """Hold a sample against the distributions that the oracle says it was drawn from."""
+    total, spread = float((table.logprob + table.entropy).sum()), float(table.variance.sum())
+    mass = table.best.cumsum(-1)
+    probability = np.exp(table.logprob)
+    found = [
+        Outside(
+            setting="top_p",
+            value=p,
+            expected=float((1 - np.where(mass - table.best < p, table.best, 0.0).sum(-1)).clip(0).sum()),
+            seen=int((table.better >= p + MARGIN).sum()),
+        )
+        for p in NUCLEI
+    ]
+    found += [_beyond(table, mass, probability, k) for k in COUNTS if k < table.best.shape[1]]
+    return TokensTest(
+        z=total / math.sqrt(spread) if spread else 0.0,
+        temperature=1 / (1 + total / spread) if spread and total > -spread else math.inf,
+        outside=tuple(found),
+    )
+
+
+def _beyond(table: LogitTable, mass: np.ndarray, probability: np.ndarray, k: int) -> Outside:
+    seen = int((probability < table.best[:, k - 1] * (1 - MARGIN)).sum())
+    return Outside(setting="top_k", value=float(k), expected=float((1 - mass[:, k - 1]).clip(0).sum()), seen=seen)
+
+
+def said(test: TokensTest, named: Sequence[str]) -> str:
+    """Return the line of a report on the tokens.
+
+    Args:
+        test: What was found.
+        named: Keys of causes that are named already.
+    """
+    if test.finding is None:
+        return f"tokens: drawn from the trainer's own distribution, as far as they tell (z {test.z:.1f})"
+    return f"tokens: {test.finding[2]} (z {test.z:.1f})" + (", as the causes above say" if named else "")

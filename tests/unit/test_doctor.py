@@ -1,0 +1,223 @@
+"""The doctor on samples of a known policy: planted causes are named with their parameter, and clean samples name nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, report
+from mismatch_ext.doctor.split import split
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+
+VOCABULARY, RESPONSES, LENGTH = 24, 96, 40
+ROUNDING = 3e-3  # of logits, about bfloat16's
+
+
+def drawn(
+    change: Callable[[Tensor], Tensor] = lambda z: z,
+    *,
+    reported: Callable[[Tensor], Tensor] | None = None,
+    engine_rounding: float = ROUNDING,
+    trainer_rounding: float = ROUNDING,
+    responses: int = RESPONSES,
+    temperature: float = 1.0,
+    extra: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Sample, Scores]:
+    """Sample from peaked random distributions whose logits an engine changes, and score the tokens with a rounding trainer."""
+    made = torch.Generator().manual_seed(7)
+    count = responses * LENGTH
+    logits = torch.randn(count, VOCABULARY, generator=made) * 2.5
+
+    def rounded(scale: float) -> Tensor:
+        # Rounding of a network has a heavy tail.
+        return logits + scale * torch.randn(count, VOCABULARY, generator=made) * torch.randn(count, 1, generator=made)
+
+    engine = rounded(engine_rounding) if extra is None else extra(rounded(engine_rounding))
+    tokens = torch.multinomial(change(engine.double()).softmax(-1), 1, generator=made)
+    said = (reported or change)(engine.double()).log_softmax(-1).gather(-1, tokens)[:, 0]
+
+    def score(z: Tensor) -> np.ndarray:
+        return (z.double() / temperature).log_softmax(-1).gather(-1, tokens)[:, 0].numpy()
+
+    ids = tokens[:, 0].view(responses, LENGTH).tolist()
+    sample = Sample(
+        prompts=((1, 2),) * responses,
+        responses=tuple(map(tuple, ids)),
+        masks=((True,) * LENGTH,) * responses,
+        logprobs=tuple(map(tuple, said.view(responses, LENGTH).tolist())),
+    )
+    own = score(rounded(ROUNDING))
+    return sample, Scores(trainer=score(rounded(trainer_rounding)), own=own, logits=logits, temperature=temperature)
+
+
+def nucleus(p: float) -> Callable[[Tensor], Tensor]:
+    def change(z: Tensor) -> Tensor:
+        best, at = z.softmax(-1).sort(-1, descending=True)
+        out = torch.zeros_like(z, dtype=torch.bool).scatter(-1, at, best.cumsum(-1) - best >= p)
+        return z.masked_fill(out, -torch.inf)
+
+    return change
+
+
+def best_of(k: int) -> Callable[[Tensor], Tensor]:
+    return lambda z: z.masked_fill(z < z.topk(k, -1).values[:, -1:], -torch.inf)
+
+
+def likely(p: float) -> Callable[[Tensor], Tensor]:
+    return lambda z: z.masked_fill(z.softmax(-1) < p * z.softmax(-1).amax(-1, keepdim=True), -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_clean_pair_names_nothing(temperature: float) -> None:
+    found = diagnose(*drawn(lambda z: z / temperature, temperature=temperature))
+    assert found.verdict == "clean" and not found.causes and found.exit_status(0.0) == 0
+    assert found.tokens_test.finding is None and "Clean" in report(found)
+
+
+PLANTED = {
+    # Values that are on no grid.
+    "temperature": (lambda z: z / 0.97, 0.97, 0.003),
+    "top_p": (nucleus(0.93), 0.93, 0.01),
+    "top_k": (best_of(6), 6, 0),
+    "min_p": (likely(0.06), 0.06, 0.01),
+    "softcap": (lambda z: 23 * torch.tanh(z / 23), 23, 1.0),
+}
+
+
+@pytest.mark.parametrize("key", PLANTED)
+def test_a_planted_setting_is_named_with_its_value(key: str) -> None:
+    change, value, near = PLANTED[key]
+    found = diagnose(*drawn(change))
+    assert [cause.key for cause in found.causes] == [key] and found.verdict == "explained", report(found)
+    assert abs(found.causes[0].parameter - value) <= near and found.left < 1.3
+    assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
+    assert found.exit_status(0.0) == 1 and f"to mend {key}:" in report(found)
+    json.dumps(found.data(), allow_nan=False)
+
+
+@pytest.mark.parametrize(("change", "key"), [(nucleus(0.9), "top_p"), (lambda z: z / 0.8, "temperature")])
+def test_sampling_that_the_log_probabilities_hide_is_seen_in_the_tokens(
+    change: Callable[[Tensor], Tensor], key: str
+) -> None:
+    found = diagnose(*drawn(change, reported=lambda z: z))
+    assert [cause.key for cause in found.causes] == [key] and found.causes[0].share is None, report(found)
+    assert found.verdict == "explained" and found.gap["logp_abs_diff_mean"] < 0.01
+
+
+def test_log_probabilities_from_before_the_temperature_are_named() -> None:
+    found = diagnose(*drawn(lambda z: z / 0.7, reported=lambda z: z, temperature=0.7))
+    assert len(found.causes) == 1
+    assert {found.causes[0].key, *found.causes[0].ties} >= {"raw_logprobs", "temperature"}
+
+
+def drift(logits: Tensor, size: float) -> Tensor:
+    """Return an error that nothing on the list makes."""
+    made = torch.Generator().manual_seed(3)
+    return logits + size * torch.randn(logits.shape, generator=made)
+
+
+def test_what_is_not_on_the_list_is_unexplained_and_not_misnamed() -> None:
+    found = diagnose(*drawn(extra=lambda z: drift(z, 0.05)))
+    assert found.verdict == "unexplained" and not found.causes, report(found)
+    assert found.exit_status(1e-4) == 2 and found.exit_status(1.0) == 1
+
+
+def test_a_fault_of_few_tokens_is_not_clean() -> None:
+    def few(z: Tensor) -> Tensor:
+        return torch.where((torch.arange(len(z)) % 40 == 3)[:, None], drift(z, 1.0), z)
+
+    found = diagnose(*drawn(extra=few))
+    assert found.left < 1.3 and found.verdict == "unexplained", report(found)
+
+
+def changed_model(sample: Sample, scores: Scores, size: float) -> Cause:
+    """Return the cause that the engine's weights are others: it predicts what `drift` makes."""
+    tokens = torch.from_numpy(sample.tokens)[:, None]
+
+    def predict(x: float) -> np.ndarray:
+        return drift(scores.logits.double(), size * x).log_softmax(-1).gather(-1, tokens)[:, 0].numpy()
+
+    grid = (0.1, 0.5, 2.0, 10.0)
+    return Cause(
+        key="weights", family="weights", said="changed by {x}", predict=predict, grid=grid, neutral=1.0, steps=8
+    )
+
+
+@pytest.mark.parametrize("x", [1.07, 1.0, 30.0])
+def test_a_changed_model_is_fitted_between_the_points_of_its_grid(x: float) -> None:
+    size = 0.02 / x
+    sample, scores = drawn(extra=lambda z: drift(z, 0.02))
+    cause = replace(changed_model(sample, scores, size), grid=(0.5, 0.9, 1.1, 2.0, 10.0, 100.0))
+    found = diagnose(sample, scores, [cause])
+    assert [named.key for named in found.causes] == ["weights"] and found.verdict == "explained", report(found)
+    assert found.causes[0].parameter == pytest.approx(x, rel=0.05)
+
+
+def test_two_causes_at_once_are_both_named() -> None:
+    sample, scores = drawn(lambda z: z / 0.9, extra=lambda z: drift(z, 0.03))
+    found = diagnose(sample, scores, [changed_model(sample, scores, 0.03)])
+    assert {cause.key for cause in found.causes} == {"temperature", "weights"}, report(found)
+
+
+def test_a_coarser_trainer_is_named_from_its_own_error() -> None:
+    found = diagnose(*drawn(trainer_rounding=8 * ROUNDING))
+    assert [cause.key for cause in found.causes] == ["trainer_dtype"] and 5 < found.trainer_ratio < 11
+
+
+def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
+    found = diagnose(*drawn(engine_rounding=ROUNDING / 4))
+    assert found.verdict == "clean" and "head" in found.notes[0] and found.ratio < 0.6
+
+
+def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
+    found = diagnose(*drawn(lambda z: z / 0.9))
+    assert found.causes[0].status == "fits"
+    assert found.confirmed("temperature", 1.0, 1e-3).causes[0].status == "confirmed"
+    still = found.confirmed("temperature", 9.0, 1e-1)
+    assert still.causes[0].status == "fits" and "does not confirm" in still.notes[-1]
+
+
+def test_few_tokens_have_no_shares() -> None:
+    found = diagnose(*drawn(lambda z: z / 0.7, responses=20))
+    assert all(part.share is None for part in found.parts) and "no shares" in report(found)
+
+
+def test_parts_add_up_exactly() -> None:
+    made = np.random.default_rng(0)
+    terms = {name: made.normal(size=40_000) * 1e-3 for name in "abc"}
+    found = split(terms, np.arange(40_000) // 20, made)
+    assert sum(part.share or 0 for part in found) == pytest.approx(1)
+    assert sum(part.share_k3 or 0 for part in found) == pytest.approx(1)
+    assert all((part.low or 0) <= (part.share or 0) <= (part.high or 0) for part in found)
+
+
+def test_malformed_samples_are_refused() -> None:
+    sample, _ = drawn()
+    with pytest.raises(RecordError, match="1 response"):
+        replace(sample, **{name: getattr(sample, name)[:1] for name in ("prompts", "responses", "masks", "logprobs")})
+    with pytest.raises(RecordError, match="every token is masked"):
+        replace(sample, masks=((False,) * LENGTH,) * RESPONSES)
+    with pytest.raises(NonFiniteLogprobError, match="response 3, token 5"):
+        wrong = [list(row) for row in sample.logprobs]
+        wrong[3][5] = float("nan")
+        replace(sample, logprobs=tuple(map(tuple, wrong)))
+    with pytest.raises(RecordError, match="mask values"):
+        replace(sample, masks=((True,),) * RESPONSES)
+
+
+def test_masked_tokens_do_not_count() -> None:
+    sample, scores = drawn()
+    masks = ((True,) * 30 + (False,) * 10,) * RESPONSES
+    wrong = tuple(row[:30] + (float("nan"),) * 10 for row in sample.logprobs)
+    kept = np.tile(np.arange(LENGTH) < 30, RESPONSES)
+    part = replace(
+        scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
+    )
+    found: Diagnosis = diagnose(replace(sample, masks=masks, logprobs=wrong), part)
+    assert found.tokens == 30 * RESPONSES and found.verdict == "clean"
