@@ -1,0 +1,113 @@
+"""A loop of one's own on several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext import Run
+from mismatch_ext.run.measuring import findings_of_ranks
+from mismatch_ext.rundata import read_run
+from mismatch_ext.verdicts import Finding
+from tests.unit.loops import (
+    NOISE,
+    PROMPTS,
+    Two,
+    learn,
+    sides,
+)
+
+
+@pytest.mark.parametrize("trigger", ["mismatch_kl", "f_tau"])
+def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path) -> None:
+    collected = []
+    for noise in (NOISE, 10 * NOISE):
+        trainer, rollout = sides(noise=noise)
+        ranks = Two()
+        with Run({"lr": {"trigger": trigger}}, trainer, rollout, tmp_path / str(noise), ranks=ranks).start() as run:
+            batch = run.batch(rollout.generate(PROMPTS))
+            ranks.asked.clear()
+            ranks.sums = 8.0
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            (mine,) = (values for values in ranks.asked if isinstance(values, Tensor))
+            assert mine[2] == batch.response_mask.sum()
+            (entry,) = run._rate._collected  # type: ignore[union-attr]
+            collected.append(entry)
+            kl, f_tau, tokens = (mine + 8.0).tolist()
+            assert entry == (tokens, {"mismatch_kl": kl / tokens, "f_tau": f_tau / tokens})
+    assert collected[0] != collected[1]
+
+
+def test_loss_and_gap_of_the_weights_are_means_over_ranks(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    ranks = Two(said={"loss": 9.0, "mismatch/weight_sync_gap": 3.0})
+    with Run({}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        (log,) = learn(run, 1)
+    own = next(asked for asked in ranks.asked if isinstance(asked, dict) and "loss" in asked)
+    assert log["loss"] == (own["loss"] + 9) / 2
+    assert log["mismatch/weight_sync_gap"] == (own["mismatch/weight_sync_gap"] + 3) / 2
+
+
+def test_lengths_are_summed_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {}, "monitor": {"weight_sync": "off"}}
+    with Run(block, trainer, rollout, tmp_path, ranks=Two()).start() as run:
+        records = rollout.generate(PROMPTS)
+
+        def moved(tensor: Tensor) -> Tensor:
+            raise AssertionError("moved to where the ranks' backend may not be")
+
+        monkeypatch.setattr(Tensor, "cpu", moved)
+        run.batch(records)
+
+
+def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
+        for reason in ("stop", None):
+            records = [dataclasses.replace(record, finish_reason=reason) for record in rollout.generate(PROMPTS)]
+            batch = run.batch(records)
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            run.backward(run.score(batch).mean() / 2)
+        run.step()
+        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
+        assert entry.truncated is None
+
+
+def test_every_rank_looks_for_ids_that_cannot_be_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    asked = []
+    monkeypatch.setattr(trainer, "surplus", lambda: asked.append(1))
+    Run({}, trainer, rollout, tmp_path, ranks=Two(1)).start().end()
+    assert asked == [1]
+
+
+def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    theirs = Finding(check="measure", step=0, kind="stop", message="of another rank")
+    ranks = Two()
+    with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        ranks.said = [theirs]
+        findings_of_ranks(run._verdicts, ranks)
+        ranks.said = None
+    assert "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "observed"][0]
+
+    trainer, rollout = sides()
+    ranks = Two(1)
+    with Run({"level": "observe"}, trainer, rollout, tmp_path / "one", ranks=ranks).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        old = run.score(batch).detach()
+        old[0, 0] = float("nan")
+        with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
+            run.measure(batch, old)
+        run.log()
+        assert not run._verdicts.kept
+        assert [
+            asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
+        ]

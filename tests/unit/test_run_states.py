@@ -1,0 +1,173 @@
+"""State of a run of a loop of one's own: resumed, gone back to, ended, failed, and under observe."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext import Run
+from mismatch_ext.errors import (
+    RecordError,
+    WeightSyncError,
+)
+from mismatch_ext.rundata import read_run
+from tests.unit.loops import (
+    EVERYTHING,
+    PROMPTS,
+    learn,
+    same,
+    save,
+    sides,
+    weights,
+)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run(EVERYTHING, trainer, rollout, tmp_path / "whole").start() as run:
+        whole = learn(run, 4)
+    expected = weights(trainer)
+
+    trainer, rollout = sides()
+    kept = tmp_path / "kept"
+    with Run(EVERYTHING, trainer, rollout, tmp_path / "cut").start() as run:
+        learn(run, 2, checkpoint=kept)
+        sampler = rollout._random.get_state()
+
+    trainer, rollout = sides()  # another process begins with the first weights, on both sides
+    rollout._random.set_state(sampler)
+    saved = torch.load(kept / "trainer.pt")
+    for name in saved:
+        getattr(trainer, name).load_state_dict(saved[name])
+    with Run(EVERYTHING, trainer, rollout, tmp_path / "cut").start(resume=kept) as run:
+        assert run.steps == 2
+        rest = learn(run, 2)
+    assert same(expected, weights(trainer))
+    for log, other in zip(whole[2:], rest, strict=True):
+        assert {k: v for k, v in log.items() if k != "mismatch/weight_sync_gap"} == {
+            k: v for k, v in other.items() if k != "mismatch/weight_sync_gap"
+        }
+    # The multiplier, the coefficient and the baseline of the weight check had moved by then.
+    assert whole[1]["mismatch/kl_coef"] != 0.05
+    written = read_run(tmp_path / "cut/mismatch")
+    assert [record.step for record in written.steps] == [1, 2, 3, 4] and "resumed" in {e.name for e in written.events}
+
+
+def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with pytest.raises(RecordError, match=r"mismatch.json holds no state of a run"):
+        Run(None, trainer, rollout, tmp_path).start(resume=tmp_path)
+
+
+def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run(EVERYTHING, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+        state, kept = run.state_dict(), copy.deepcopy(trainer.model.state_dict())
+        learn(run, 1)
+        trainer.model.load_state_dict(kept)
+        run.load_state_dict(state)
+        verdict = run.send()
+        assert run.steps == 1 and verdict is not None and verdict.ok
+        learn(run, 1)
+        batch = run.batch(rollout.generate(PROMPTS))
+        run.backward(run.score(batch).mean())
+        run.load_state_dict(state)
+        assert "loss" not in run.log().metrics and not run._parts  # nothing of the steps that are undone
+
+
+def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {"period": 2}}, trainer, rollout, tmp_path).start() as run:
+        learn(run, 2)
+        before = run.state_dict()["lr"]
+    run.save(tmp_path)
+    assert run.state_dict()["lr"] == before and before["control"]["step"] == 2
+
+
+def test_a_rate_that_is_controlled_from_a_resume_on_joins_at_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, rollout = sides()
+    with Run({}, trainer, rollout, tmp_path).start() as run:
+        learn(run, 5)
+        save(run, tmp_path)
+    with Run({"lr": {"period": 4}}, trainer, rollout, tmp_path).start(resume=tmp_path) as run:
+        (log,) = learn(run, 1)
+    assert log["mismatch/lr_multiplier"] == 0.5
+    assert "checkpoint of step 5 holds no state of mismatch.lr" in caplog.text
+
+
+def test_a_failed_loop_says_so_in_its_file(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with pytest.raises(ZeroDivisionError), Run(None, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+        1 / 0  # noqa: B018
+    (end,) = read_run(tmp_path / "mismatch").ends
+    assert end.status == "failed" and "ZeroDivisionError" in end.message
+    # Nothing of the run is left on the optimizer.
+    assert trainer.scheduler.get_last_lr() == [pytest.approx(0.05 * 0.92)]
+
+
+def test_an_error_in_flight_is_the_one_that_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {"period": 2}}
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(ZeroDivisionError) as raised, Run(block, trainer, rollout, tmp_path).start() as run:
+        monkeypatch.setattr(run._log, "end", full)
+        1 / 0  # noqa: B018
+    assert "OSError: no space left" in raised.value.__notes__[0]
+    Run(block, trainer, rollout, tmp_path / "again").start().end()  # nothing was left on the optimizer
+
+
+def test_a_start_that_fails_leaves_nothing_on_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    block = {"lr": {"period": 2}}
+
+    def down(tokens: Tensor) -> Tensor:
+        raise RuntimeError("the engine is down")
+
+    again = Run(block, trainer, rollout, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="is down"):
+        patch.setattr(rollout, "score", down)
+        again.start()
+    Run(block, trainer, rollout, tmp_path / "other").start().end()
+    with again.start() as run:
+        learn(run, 1)
+        save(run, tmp_path)
+        assert run.state_dict()["lr"]["control"]["step"] == 1
+    rollout.drops_updates = True
+    with torch.no_grad():
+        trainer.model.embed.weight.add_(1.0)
+    with pytest.raises(WeightSyncError):
+        Run(block, trainer, rollout, tmp_path).start(resume=tmp_path)
+    end = read_run(tmp_path / "mismatch").ends[-1]
+    assert end.status == "failed" and end.message.startswith("WeightSyncError")
+    Run(block, trainer, rollout, tmp_path / "again").start().end()
+
+
+def test_observe_stops_at_nothing(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    block = {"level": "observe", "lr": {"trigger": "mismatch_kl"}}
+    with pytest.warns(UserWarning, match="observe"), Run(block, trainer, rollout, tmp_path).start() as run:
+        early = rollout.generate(PROMPTS[:2])
+        rollout.weight_version += 1
+        batch = run.batch(early + rollout.generate(PROMPTS[2:]))
+        assert len(batch) == 16
+        old = run.score(batch).detach()
+        old[0, 0] = float("nan")
+        run.measure(batch, old)
+        run.step(run.score(batch).mean())
+        trainer.optimizer.zero_grad()
+        run._rate.collect(1.0, f_tau=1.0)  # type: ignore[union-attr]  # no statistic of this trigger
+        run.step(run.score(batch).mean())
+    found = {event.name for event in read_run(tmp_path / "mismatch").events}
+    assert "observed" in found and {"records", "measure", "lr"} <= set(run._verdicts.counts)
