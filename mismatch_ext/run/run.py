@@ -513,9 +513,9 @@ class Run:
         Returns:
             The file, which holds the state before or this one whenever the process is killed.
         """
-        path = Path(folder) / STATE_FILE
+        path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
         if self._ranks.rank == 0:
-            write_state(path, self.state_dict())
+            write_state(path, state)
         return path
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -111,3 +111,17 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
         assert [
             asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
         ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_saving_moves_the_kl_controller_on_every_rank(rank: int, tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-3}}}
+    with Run(block, trainer, rollout, tmp_path, ranks=Two(rank)).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        with torch.no_grad():
+            run.measure(batch, run.score(batch), run.reference(batch))
+        assert run._kl is not None and run._kl.controller.state_dict()["steps"] == 0
+        path = run.save(tmp_path)
+        assert run._kl.controller.state_dict()["steps"] == 1
+    assert path.exists() == (rank == 0)
