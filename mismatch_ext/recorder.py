@@ -21,6 +21,9 @@ from mismatch_ext.stream import METRICS_FILE, RunStream
 
 logger = logging.getLogger(__name__)
 
+PROCESSES = 32
+"""Bits of a seed that tell processes apart."""
+
 
 def run_folder(monitor: MonitorConfig, output: Path) -> Path:
     """Return the folder of a run's metrics.
@@ -235,6 +238,32 @@ class RunRecorder:
             states = self._gather([None if accumulator is None else accumulator.state_dict()])
             accumulator = self._merged([state for state in states if state is not None])
         return None if accumulator is None or accumulator.is_empty else accumulator.compute()
+
+    def part(self) -> dict[str, int]:
+        """Return how `GapGroups` of other processes draw their tokens for a scatter plot, whose states `merge` will take.
+
+        Each process adds its number to the seed.
+        """
+        self._created += 1
+        return {"scatter_samples": self.monitor.scatter_samples, "seed": self._created << PROCESSES}
+
+    def merge(self, split: str, state: dict[str, Any], *, native: bool = False) -> None:
+        """Add what another process has measured of a batch.
+
+        Args:
+            split: "train" or "eval/<name>".
+            state: Of its `MismatchAccumulator`.
+            native: As for `observe`.
+
+        Raises:
+            RecordError: The state is of another version.
+        """
+        part = self._new()
+        part.load_state_dict(state)
+        if (split, native) in self._accumulators:
+            self._accumulators[split, native].merge(part)
+        else:
+            self._accumulators[split, native] = part
 
     def step(self, split: str, step: int, metrics: dict[str, Any]) -> None:
         """Write what the trainer logged."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,33 @@ class KlTerm:
         Returns:
             As `measure`.
         """
+        return self.adapt_to(ranks.sum(self.sums(old_logprobs, ref_logprobs, mask)).tolist())
+
+    def adapt_to(self, sums: Sequence[float]) -> dict[str, float]:
+        """Do as `adapt` with the sums of a batch whose parts were measured elsewhere.
+
+        Args:
+            sums: What `sums` returns, added up over the parts.
+        """
         self._coef_of_batch = self.controller.coef
-        found, tokens = self._measure(old_logprobs, ref_logprobs, mask, ranks)
+        found, tokens = self._means(sums)
         if tokens:
             self.controller.update(found["kl_ref_k1"])
         return found
+
+    @staticmethod
+    def sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Return what the KL of a part of a batch is known by: the sums of k1 and k3 over its tokens, and their number `[3]`.
+
+        Args:
+            logprobs: Those of the policy that is measured `[B, T]`.
+            ref_logprobs: Those of the reference `[B, T]`.
+            mask: 1 at the policy's tokens `[B, T]`.
+        """
+        chosen = mask.bool()
+        policy, reference = logprobs[chosen], ref_logprobs[chosen]
+        sums = [kl_estimate(policy, reference, name).double().sum() for name in ("k1", "k3")]
+        return torch.stack([*sums, chosen.sum().double()])
 
     def collect(
         self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
@@ -116,10 +138,10 @@ class KlTerm:
     def _measure(
         self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks
     ) -> tuple[dict[str, float], float]:
-        chosen = mask.bool()
-        policy, reference = logprobs[chosen], ref_logprobs[chosen]
-        sums = [kl_estimate(policy, reference, name).double().sum() for name in ("k1", "k3")]
-        k1, k3, tokens = ranks.sum(torch.stack([*sums, chosen.sum().double()])).tolist()
+        return self._means(ranks.sum(self.sums(logprobs, ref_logprobs, mask)).tolist())
+
+    def _means(self, sums: Sequence[float]) -> tuple[dict[str, float], float]:
+        k1, k3, tokens = sums
         count = max(tokens, 1.0)
         return {"kl_ref_k1": k1 / count, "kl_ref_k3": k3 / count, "kl_coef": self.coef}, tokens
 

@@ -5,7 +5,7 @@ Shapes: B responses of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -115,25 +115,24 @@ def gap_statistics(
 
 
 def leading_statistics(
-    trigger: Trigger, lengths: Tensor, limit: int, gap: tuple[Tensor, Tensor, Tensor] | None
+    trigger: Trigger, lengths: Tensor, truncated: Tensor, gap: Mapping[str, float]
 ) -> dict[str, float | None]:
-    """Return what leads the rate with a trigger, of a whole batch in this process.
+    """Return what leads the rate with a trigger, of a whole batch that was measured elsewhere.
 
     Args:
         trigger: Of `mismatch.lr`.
-        lengths: Tokens per response `[B]`.
-        limit: Tokens at which a response is cut off.
-        gap: Old log-probabilities, rollout log-probabilities and mask `[B, T]`; None where they are not known.
+        lengths: The policy's own tokens of each response `[B]`.
+        truncated: True where a response was cut off at the length limit `[B]`.
+        gap: Measures of the batch by name, as `MismatchSummary` has them; empty where they are not known.
 
     Returns:
         Statistics as `RateControl.collect` takes them; empty where the trigger is not measured on a batch, or the batch has
         no token.
     """
     if trigger == "response_length":
-        return length_statistics(lengths, lengths >= limit, reduce=lambda x, reduction: x).to_dict()
-    if trigger in ("mismatch_kl", "f_tau") and gap is not None:
-        tokens, found = gap_statistics(*gap)
-        return {**found} if tokens else {}
+        return length_statistics(lengths, truncated, reduce=lambda x, reduction: x).to_dict()
+    if trigger in ("mismatch_kl", "f_tau") and gap:
+        return {"mismatch_kl": gap["k3_kl"], "f_tau": gap[F_TAU]}
     return {}
 
 

@@ -2,11 +2,13 @@
 
 from mismatch_ext.metrics.accumulator import MismatchAccumulator, MismatchSummary, mismatch_metrics
 from mismatch_ext.metrics.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
+from mismatch_ext.metrics.groups import GapGroups
 from mismatch_ext.metrics.names import MEASURES, Measure
 from mismatch_ext.metrics.profiles import Profile
 
 __all__ = [
     "MEASURES",
+    "GapGroups",
     "Interval",
     "Measure",
     "MismatchAccumulator",

@@ -84,31 +84,77 @@ class MismatchAccumulator:
         # Rows: sort key, rollout log-prob, old log-prob. The smallest keys are a uniform sample, also after merging.
         self._sample = torch.empty(0, 3, dtype=torch.float64)
 
-    def update(self, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> None:
+    def update(
+        self, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, chosen: Tensor | None = None
+    ) -> None:
         """Add a batch.
 
         Args:
             old_logprobs: Trainer's log-probabilities at sampling time `[B, T]`, any float dtype.
             rollout_logprobs: Engine's log-probabilities `[B, T]`, any float dtype.
-            response_mask: True, or 1, at tokens that count `[B, T]`. Nothing is read elsewhere.
+            response_mask: True, or 1, at the policy's own tokens `[B, T]`. Nothing is read elsewhere.
+            chosen: True, or 1, at those of them that count `[B, T]`; None counts all. A token's position in the profile is its
+                number among the policy's own, whichever of them count and whatever tools wrote in between.
 
         Raises:
             RecordError: Shapes differ, or a dtype is not as said.
             NonFiniteLogprobError: A counted value is NaN or infinite; names tensor, row, position and value.
         """
         mask = _checked_mask(old_logprobs, rollout_logprobs, response_mask)
-        # Unmasked tokens are selected once; everything below runs over them alone.
-        places = mask.flatten().nonzero()[:, 0]
+        picked = mask if chosen is None else mask & _checked_chosen(chosen, mask)
+        # Tokens that count are selected once; everything below runs over them alone.
+        places = picked.flatten().nonzero()[:, 0]
         if not len(places):
             return
-        rows, positions = places // mask.shape[1], places % mask.shape[1]
+        rows, columns = places // mask.shape[1], places % mask.shape[1]
         old, rollout = (x.detach().flatten()[places].double() for x in (old_logprobs, rollout_logprobs))
+        self._add_places(old, rollout, rows, columns, mask.shape[0], (mask.cumsum(1) - 1).flatten()[places])
+
+    def update_rows(
+        self,
+        old_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        response_mask: Tensor,
+        lengths: Tensor,
+        chosen: Tensor | None = None,
+    ) -> None:
+        """Add a batch whose rows lie one after the other, without padding: R places in all.
+
+        Args:
+            old_logprobs: Trainer's log-probabilities `[R]`, any float dtype.
+            rollout_logprobs: Engine's log-probabilities `[R]`, any float dtype.
+            response_mask: True, or 1, at the policy's own tokens `[R]`.
+            lengths: Places of each row `[B]`, whole numbers that add up to R, on the tensors' device.
+            chosen: As for `update`, `[R]`.
+
+        Raises:
+            RecordError, NonFiniteLogprobError: As `update`.
+        """
+        mask = _checked_mask(old_logprobs, rollout_logprobs, response_mask, dims=1)
+        picked = mask if chosen is None else mask & _checked_chosen(chosen, mask)
+        if lengths.dim() != 1 or int(lengths.sum()) != len(mask):
+            raise RecordError(
+                f"lengths {list(lengths.shape)} add up to {int(lengths.sum())}, and there are {len(mask)} places in the rows."
+            )
+        places = picked.nonzero()[:, 0]
+        if not len(places):
+            return
+        ends = lengths.cumsum(0)
+        starts, rows = ends - lengths, torch.searchsorted(ends, places, right=True)
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))  # the policy's own tokens before each place
+        old, rollout = (x.detach()[places].double() for x in (old_logprobs, rollout_logprobs))
+        own = before[places] - before[starts[rows]]
+        self._add_places(old, rollout, rows, places - starts[rows], len(lengths), own)
+
+    def _add_places(
+        self, old: Tensor, rollout: Tensor, rows: Tensor, columns: Tensor, batch: int, positions: Tensor
+    ) -> None:
         for name, values in (("old_logprobs", old), ("rollout_logprobs", rollout)):
-            _require_finite(name, values, rows, positions)
+            _require_finite(name, values, rows, columns)
         d = old - rollout
         size, token_k3, rollout_p = d.abs(), k3(d), rollout.exp()
         self._add_tokens(d, size, token_k3, old.exp(), rollout_p)
-        self._add_sequences(d, old, rollout, rows, mask.shape[0])
+        self._add_sequences(d, old, rollout, rows, batch)
         self._histograms["position"].update(positions.double(), size, token_k3)
         self._histograms["probability"].update(rollout_p, size, token_k3)
         if self.scatter_samples:
@@ -325,15 +371,21 @@ def _pearson(moments: dict[str, float]) -> float:
     return max(-1.0, min(1.0, moments["pq"] / math.sqrt(moments["pp"]) / math.sqrt(moments["qq"])))
 
 
-def _checked_mask(old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+def _checked_mask(old: Tensor, rollout: Tensor, mask: Tensor, dims: int = 2) -> Tensor:
     shapes = {"old_logprobs": old, "rollout_logprobs": rollout, "response_mask": mask}
-    if len({tuple(t.shape) for t in shapes.values()}) != 1 or mask.dim() != 2:
+    if len({tuple(t.shape) for t in shapes.values()}) != 1 or mask.dim() != dims:
         listed = ", ".join(f"{name} {list(t.shape)}" for name, t in shapes.items())
-        raise RecordError(f"{listed}: the three must have one shape [B, T].")
+        raise RecordError(f"{listed}: the three must have one shape {'[B, T]' if dims == 2 else '[R]'}.")
     for name, tensor in (("old_logprobs", old), ("rollout_logprobs", rollout)):
         if not tensor.is_floating_point():
             raise RecordError(f"{name} has dtype {tensor.dtype}; log-probabilities must be floating point.")
     return as_bool("response_mask", mask)
+
+
+def _checked_chosen(chosen: Tensor, mask: Tensor) -> Tensor:
+    if chosen.shape != mask.shape:
+        raise RecordError(f"chosen {list(chosen.shape)} does not fit response_mask {list(mask.shape)}.")
+    return as_bool("chosen", chosen)
 
 
 def _require_finite(name: str, values: Tensor, rows: Tensor, positions: Tensor) -> None:

@@ -226,7 +226,11 @@ def _profile(runs: Mapping[str, RunData], kind: str) -> tuple[Figure, ...]:
             labels += [label for label in names if label not in labels]
             means.append(_profile_trace(name, index, names, pooled, pooled.mean, True, split, order))
             shares.append(_profile_trace(name, index, names, pooled, pooled.gap_share, False, split, order))
-    what = "token index in the response" if kind == "position" else "probability given by the rollout engine"
+    what = (
+        "token index in the response, tools' tokens left out"
+        if kind == "position"
+        else "probability given by the rollout engine"
+    )
     filled = {label for trace in means for label, n in zip(trace["x"], trace["customdata"], strict=True) if n[0]}
     axis: dict[str, Any] = {
         "title": what,

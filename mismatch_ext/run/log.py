@@ -151,6 +151,10 @@ class RunLog:
         """Add a batch of `[B, T]` log-probabilities to a split, as `RunRecorder.observe` does."""
         self.recorder.observe(split, old, rollout, mask, native=native)
 
+    def merge(self, split: str, state: dict[str, Any], *, native: bool = False) -> None:
+        """Add what another process has measured of a batch to a split, as `RunRecorder.merge` does."""
+        self.recorder.merge(split, state, native=native)
+
     def event(
         self, level: str, name: str, message: str, data: dict[str, Any] | None = None, *, step: int | None = None
     ) -> None:

@@ -21,6 +21,7 @@ from mismatch_ext.lr import (
     gap_statistics,
     leading_statistics,
 )
+from mismatch_ext.metrics import mismatch_metrics
 
 HALVED = LrConfig(period=2)
 REACTIVE = LrConfig(rule="reactive", surge=SurgeConfig(baseline_window=2, smoothing=1))
@@ -237,14 +238,15 @@ def test_a_shadow_makes_the_same_of_it_and_leaves_the_optimizer_alone() -> None:
 
 
 def test_statistics_that_lead_the_rate() -> None:
-    lengths = torch.tensor([4, 8, 8])
-    found = leading_statistics("response_length", lengths, 8, None)
-    assert found == {"responses": 3, "response_length": 20 / 3, "truncated_fraction": 2 / 3}
-    gap = (torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
-    found = leading_statistics("f_tau", lengths, 8, gap)
+    # Tools wrote two of the second response's tokens: the policy's own are six, and it has reached the limit all the same.
+    lengths, truncated = torch.tensor([4, 6, 8]), torch.tensor([False, True, True])
+    found = leading_statistics("response_length", lengths, truncated, {})
+    assert found == {"responses": 3, "response_length": 6.0, "truncated_fraction": 2 / 3}
+    gap = mismatch_metrics(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
+    found = leading_statistics("f_tau", lengths, truncated, gap)
     assert found["f_tau"] == 0.5 and found["mismatch_kl"] == pytest.approx((2.718281828 - 2) / 2)
-    assert leading_statistics("f_tau", lengths, 8, (*gap[:2], torch.zeros(1, 2, dtype=torch.bool))) == {}
-    assert leading_statistics("grad_norm", lengths, 8, gap) == leading_statistics("f_tau", lengths, 8, None) == {}
+    assert leading_statistics("f_tau", lengths, truncated, {}) == {}
+    assert leading_statistics("grad_norm", lengths, truncated, gap) == {}
 
 
 def test_a_gap_over_ranks_is_one_over_their_tokens() -> None:

@@ -6,10 +6,8 @@ from typing import Any
 
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.worker.replay import FIELD
-from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.records import non_finite
 
 
 def sampled_rows(batch: Any) -> list[int]:
@@ -50,21 +48,3 @@ def check_routes(batch: Any, step: int) -> None:
             f"{len(lost)} of {len(keys)} rollouts of step {step} came without routing ({named}), and R3 cannot replay them. The "
             "rollout server records routing, so look at the agent loop: it must pass on `routed_experts` of each answer."
         )
-
-
-def check_logprobs(batch: Any, rollout: Tensor, mask: Tensor, step: int) -> None:
-    """Refuse log-probabilities that are not numbers.
-
-    Args:
-        batch: verl's keys of the batch.
-        rollout: The engine's log-probabilities of the sampled rows `[B, T]`.
-        mask: Sampled tokens `[B, T]`, bool.
-        step: Step that the rollouts are of.
-
-    Raises:
-        NonFiniteLogprobError: Names the first rollout and token.
-    """
-    bad = (~rollout.isfinite() & mask).nonzero()
-    if len(bad):
-        row, token = (int(x) for x in bad[0])
-        raise non_finite(f"{batch.keys[sampled_rows(batch)[row]]} of step {step}", token, float(rollout[row, token]))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import transfer_queue as tq
 from mismatch_ext.adapters.verl.driver.correction import apply_correction
-from mismatch_ext.adapters.verl.driver.kl import adapt, apply_kl_to_rewards, baseline
+from mismatch_ext.adapters.verl.driver.kl import apply_kl_to_rewards, groups
 from mismatch_ext.adapters.verl.settings.correction import native_rollout_correction, settings_of
 from mismatch_ext.adapters.verl.settings.kl import coefficient
-from mismatch_ext.adapters.verl.worker.kl import BASELINE, COEF
+from mismatch_ext.adapters.verl.worker.kl import COEF
+from mismatch_ext.adapters.verl.worker.spread import shares
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
-from tensordict import TensorDict
-from verl import DataProto
-from verl.workers.utils.padding import response_to_nested
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import ResolvedCorrection
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import Patch, PatchSet
+from mismatch_ext.recorder import PREFIX
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
@@ -58,27 +56,20 @@ class ObjectiveMixin(_Host):
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Compute advantages as verl does, with the coefficient and the baseline of this batch fixed before."""
         if self._kl is not None:
-            fields = ["uid", "response_mask", "old_log_probs", "rollout_log_probs", "ref_log_prob"]
-            found = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-            mask = found["response_mask"]
-            data = DataProto(batch=found.to_padded_tensor())
-            data.non_tensor_batch["uid"] = _texts(data.batch.pop("uid"))
-            metrics.update(adapt(data, self._kl))
-            if self._kl.config.has_baseline:
-                field = TensorDict(
-                    {BASELINE: response_to_nested(baseline(data, self._kl, batch.keys), mask)},
-                    batch_size=len(batch),
-                )
-                tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=field)
+            sums = self._kl_sums(batch, self._kl, baseline=self._kl.config.has_baseline)
+            metrics.update({PREFIX + name: value for name, value in self._kl.adapt_to(sums).items()})
         return super()._compute_advantage(batch, metrics)
+
+    def _kl_sums(self, batch: Any, term: KlTerm, *, baseline: bool) -> list[float]:
+        """Let the workers sum up the KL of a batch, and put its leave-one-out baseline where their loss finds it."""
+        ranks = self.actor_rollout_wg.world_size
+        given = [
+            shares(groups(batch.keys), ranks),
+            *([value] * ranks for value in (batch.partition_id, term, baseline)),
+        ]
+        return [sum(values) for values in zip(*self.actor_rollout_wg.mismatch_kl(*given), strict=True)]
 
     def _carry_coefficient(self, batch: Any) -> None:
         """Send the coefficient of this batch along with it to the workers."""
         if self._kl is not None:
             batch.extra_info[COEF] = self._kl.coef
-
-
-def _texts(values: Any) -> Any:
-    import numpy as np
-
-    return np.array(values.tolist(), dtype=object)

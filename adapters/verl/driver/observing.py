@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.driver.reports import Gap, merged
+from mismatch_ext.adapters.verl.driver.batch_checks import sampled_rows
+from mismatch_ext.adapters.verl.driver.reports import merged
 from mismatch_ext.adapters.verl.settings.correction import settings_of
 from mismatch_ext.adapters.verl.settings.kl import coefficient
 from mismatch_ext.adapters.verl.worker.forward_hooks import OBSERVED
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.correction import correct, of_weights
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.lr import ShadowRate, leading_statistics
+from mismatch_ext.lr import ShadowRate
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.verdicts import ENFORCE, Finding, Verdicts
 
@@ -31,9 +31,14 @@ class ObservingMixin(_Host):
 
     _block: MismatchConfig
     _verdicts: Verdicts
-    _gap: Gap | None
     _shadow_rate: ShadowRate | None = None
     _shadow_kl: KlTerm | None = None
+
+    if TYPE_CHECKING:
+
+        def _bypasses(self) -> bool: ...
+        def _kl_sums(self, batch: Any, term: KlTerm, *, baseline: bool) -> list[float]: ...
+        def _statistics(self, trigger: Trigger) -> dict[str, float | None]: ...
 
     def _watch(self) -> None:
         """Build what computes beside the run what the sections would have done."""
@@ -53,29 +58,30 @@ class ObservingMixin(_Host):
     def _would_change_advantages(self, batch: Any) -> dict[str, float]:
         """Return metrics of the correction and of the KL that the block would have applied to a batch."""
         found: dict[str, float] = {}
-        if self._block.correction is not None and self._gap is not None:
+        if self._block.correction is not None and not self._bypasses():
             with self._verdicts.checking("correction"):
-                old, rollout, mask = self._gap
+                # The whole batch, as verl's own correction has it, and no longer than this takes.
+                fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+                data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+                padded = data.to_padded_tensor()
+                old, rollout, mask = (padded[name][sampled_rows(batch)] for name in fields)
                 # The off-policy mask is of the update, which stock verl makes without it.
                 settings = replace(settings_of(self._block.correction), off_policy_threshold=None)
-                metrics = correct(rollout, old, mask, settings).metrics
+                metrics = correct(rollout.float(), old.float(), mask.bool(), settings).metrics
                 found |= {PREFIX + ENFORCE + name: value for name, value in of_weights(metrics).items()}
         if self._shadow_kl is not None and self.use_reference_policy:
             with self._verdicts.checking("kl"):
-                fields = ["old_log_probs", "ref_log_prob", "response_mask"]
-                data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-                metrics = self._shadow_kl.adapt(*(data.to_padded_tensor()[name] for name in fields))
+                metrics = self._shadow_kl.adapt_to(self._kl_sums(batch, self._shadow_kl, baseline=False))
                 found |= {PREFIX + ENFORCE + name: value for name, value in metrics.items()}
         return found
 
-    def _would_set_rate(self, lengths: torch.Tensor, limit: int) -> dict[str, float]:
+    def _would_set_rate(self) -> dict[str, float]:
         """Return what is logged of the rate that the block would have applied to the next update."""
         if self._shadow_rate is None or self._block.lr is None:
             return {}
         found: dict[str, float] = {}
         with self._verdicts.checking("lr"):
-            statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
-            self._shadow_rate.collect(**statistics)
+            self._shadow_rate.collect(**self._statistics(self._block.lr.trigger))
             metrics = self._shadow_rate.lead()
             found = {f"{PREFIX}{ENFORCE}{name}": value for name, value in metrics.items()}
         return found

@@ -14,7 +14,6 @@ from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.fixes import FIXES
 from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
-from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
@@ -26,8 +25,6 @@ from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
 
 Report = Mapping[str, Any]
-Gap = tuple[Tensor, Tensor, Tensor]
-"""Old log-probabilities, rollout log-probabilities and mask of a batch `[B, T]`."""
 
 LOSS = "mismatch_ext.adapters.verl.worker.loss"
 """Module of the loss that holds what verl's own has no words for."""

@@ -11,29 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import transfer_queue as tq
 from mismatch_ext.adapters.verl.block import active_block, early_findings
-from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs, check_routes, sampled_rows, versions
+from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, versions
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
+from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
-from mismatch_ext.adapters.verl.driver.reports import Gap, merged
+from mismatch_ext.adapters.verl.driver.reports import merged
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
 from mismatch_ext.adapters.verl.settings.prepare import TRAINER
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
 from omegaconf import DictConfig, OmegaConf, open_dict
-from torch import Tensor
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import VERL
-from mismatch_ext.lr import leading_statistics
 from mismatch_ext.origins import Origins
 from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.routing.agreement import of_layer
@@ -42,13 +39,9 @@ from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
-OLD, ROLLOUT, MASK = "old_log_probs", "rollout_log_probs", "response_mask"
-MEASURED_TOGETHER = 1 << 20
-"""Places of a batch that are measured together."""
-
 
 @register_trainer(TRAINER)
-class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixin, PPOTrainerSync):
+class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin, PPOTrainerSync):
     """Chosen by `settings.prepare` for a configuration with a block; verl's own trainer runs those without."""
 
     def __init__(self, config: DictConfig) -> None:
@@ -65,7 +58,6 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
             # verl asks in several places whether the mode is "sync", and this trainer is.
             config.trainer.v1.trainer_mode = "sync"
         self._log = self._new_log(config)
-        self._gap: Gap | None = None
         self._watchdog = self._new_watchdog()
         routing = block.routing
         self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
@@ -165,12 +157,6 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
 
     # One batch.
 
-    def _read(self, batch: Any, *fields: str) -> dict[str, Any]:
-        """Return fields of a batch, padded on the right with 0, without the rows that verl has filled it up with."""
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
-        padded = data.to_padded_tensor()
-        return {name: padded[name][sampled_rows(batch)] for name in fields}
-
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
@@ -181,7 +167,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
-        batch = super()._compute_old_log_prob(batch, metrics)
+        with self._measuring(batch, "train"):
+            batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
         return batch
@@ -195,56 +182,55 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         return recorded or not self._verdicts.observes
 
     def _measure_gap(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Measure a batch that verl has scored."""
-        found = self._read(batch, OLD, ROLLOUT, MASK)
-        old, rollout, mask = found[OLD].float(), found[ROLLOUT].float(), found[MASK].bool()
-        check_logprobs(batch, rollout, mask, self.global_steps)
-        if not self._bypasses():
-            self._gap = (old, rollout, mask)
-            for part in zip(*(x.split(self._rows_at_once(mask)) for x in self._gap), strict=True):
-                self._log.observe("train", *part)
-            if not self._verdicts.observes:
-                self._measure_native(batch, found[MASK])
-            elif self._draws is not None and self._has_routes():
-                if self._draws.comparison():
-                    with self._verdicts.checking("routes"):
-                        metrics.update(self._compare_routes(batch))
-
-    @staticmethod
-    def _rows_at_once(mask: Tensor) -> int:
-        """Return how many rows are measured together: widened to float64, a large batch would take gigabytes."""
-        return max(1, MEASURED_TOGETHER // max(mask.shape[1], 1))
+        """Take what the workers have measured of a batch that verl has scored, or looks at without a score of its own."""
+        self._measured = None
+        if self._bypasses():
+            self._measured = self._known(batch, self._looked_at(batch), {})
+            return
+        groups, parts = self._collected(batch)
+        self._measured = self._known(batch, parts, groups.scalars("train"))
+        self._log.merge("train", groups.state_dict()["train"])
+        if not self._verdicts.observes:
+            self._measure_native(batch)
+        elif self._draws is not None and self._has_routes():
+            if self._draws.comparison():
+                with self._verdicts.checking("routes"):
+                    metrics.update(self._compare_routes(batch))
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._watchdog.phase(f"scoring the rollouts of step {self.global_steps} by the reference")
-        return super()._compute_ref_log_prob(batch, metrics)
+        if self._block.routing is not None and self._block.routing.reference:
+            return super()._compute_ref_log_prob(batch, metrics)
+        with self._without_routes(batch):
+            return super()._compute_ref_log_prob(batch, metrics)
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._watchdog.phase(f"computing values in step {self.global_steps}")
-        return super()._compute_values(batch, metrics)
+        with self._without_routes(batch):
+            return super()._compute_values(batch, metrics)
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._watchdog.phase(f"updating the critic in step {self.global_steps}")
         self._updating = True
-        return super()._update_critic(batch, metrics)
+        with self._without_routes(batch):
+            return super()._update_critic(batch, metrics)
 
-    def _measure_native(self, batch: Any, mask: Tensor) -> None:
+    def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
         if self._draws is None or not self._draws.native_gap():
             return
-        assert self._gap is not None
         temperature = self.config.actor_rollout_ref.rollout.temperature
         given, batch.extra_info = (
             batch.extra_info,
             {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, NATIVE: True},
         )
         try:
-            self.actor_rollout_wg.compute_log_prob(batch)
+            with self._without_routes(batch), self._measuring(batch, NATIVE_GROUP):
+                self.actor_rollout_wg.compute_log_prob(batch)
         finally:
             batch.extra_info = given
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["log_probs", MASK])
-        native = response_from_nested(data["log_probs"], data[MASK]).to_padded_tensor(0.0)[sampled_rows(batch)]
-        self._log.observe("train", native.float(), *self._gap[1:], native=True)
+        groups, _ = self._collected(batch)
+        self._log.merge("train", groups.state_dict()[NATIVE_GROUP], native=True)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
@@ -252,10 +238,8 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         if self._verdicts.observes:
             return self._update_observed(batch, metrics)
         if self._block.lr is not None:
-            lengths, limit = self._lengths(batch)
-            statistics = leading_statistics(self._block.lr.trigger, lengths, limit, self._gap)
-            metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(**statistics)))
-        self._gap = None  # a large batch's is not kept while the next one is sampled
+            metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(**self._statistics(self._block.lr.trigger))))
+        self._measured = None
         self._carry_coefficient(batch)
         self._updating = True
         batch = super()._update_actor(batch, metrics)
@@ -268,19 +252,13 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin, ObservingMixi
         """Update the actor as verl does, and log the rate that the block would have applied."""
         if self._block.lr is not None:
             with self._verdicts.checking("lr"):
-                metrics.update(self._would_set_rate(*self._lengths(batch)))
-        self._gap = None
+                metrics.update(self._would_set_rate())
+        self._measured = None
         self._updating = True
         batch = super()._update_actor(batch, metrics)
         self._after_update(metrics)
         self._finished_update()
         return batch
-
-    def _lengths(self, batch: Any) -> tuple[Tensor, int]:
-        """Return the tokens of each response of a batch, and how many it may have."""
-        fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["responses"])
-        lengths = fields["responses"].offsets().diff()[sampled_rows(batch)]
-        return lengths, int(self.config.actor_rollout_ref.rollout.response_length)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self._verdicts.observes:

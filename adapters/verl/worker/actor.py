@@ -15,11 +15,14 @@ from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
+from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, fields_of, measured
 from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards, reshard
+from mismatch_ext.adapters.verl.worker.spread import Group, kl_of, looked_at
 from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import nn
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -27,6 +30,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.fingerprint import fingerprint
+from mismatch_ext.kl import KlTerm
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import check_readiness
@@ -42,6 +46,9 @@ register_engine()
 F = TypeVar("F", bound=Callable[..., Any])
 # verl adds the members of Dispatch as it is imported.
 on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+on_each_rank: Callable[[F], F] = register(dispatch_mode=Dispatch.DP_COMPUTE)  # type: ignore[attr-defined]
+"""For arguments that are lists with an entry for each rank."""
+on_its_part: Callable[[F], F] = register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
 started_on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[attr-defined]
 
 
@@ -49,6 +56,7 @@ class MismatchWorker(ActorRolloutRefWorker):
     """verl's worker with the block: what it has built is looked at before the first step."""
 
     _readiness: str | None = None
+    _measured: PartMeasured | None = None
 
     @property
     def _actor(self) -> TrainingWorker:
@@ -123,6 +131,34 @@ class MismatchWorker(ActorRolloutRefWorker):
                 engine: Any = part.engine
                 engine.weight_version = global_steps
         return metrics
+
+    @on_its_part
+    def compute_log_prob(self, data: Any) -> Any:
+        """Score a part of a batch as verl does, and measure it where the driver asks: `mismatch_measured` hands that out."""
+        asked = tu.pop(data, key=ASKED, default=None)
+        fields = fields_of(data)
+        output = super().compute_log_prob(data)
+        # Of the ranks that hold one part, such as those that share its sequences, one has what came out.
+        if asked is not None and output is not None:
+            part = self._actor.engine.get_data_parallel_rank()
+            self._measured = measured(fields, part=part, log_probs=output["log_probs"], **asked)
+        return output
+
+    @on_all_ranks
+    def mismatch_measured(self) -> PartMeasured | None:
+        """Return what this rank has measured in the last pass that asked for it; None where another one holds the output."""
+        found, self._measured = self._measured, None
+        return found
+
+    @on_each_rank
+    def mismatch_look_at(self, keys: list[str], partition: str, first: int) -> list[PartMeasured]:
+        """Look at rows of a batch that no pass scores before its update; see `spread.looked_at`."""
+        return looked_at(keys, partition, first)
+
+    @on_each_rank
+    def mismatch_kl(self, groups: list[Group], partition: str, term: KlTerm, baseline: bool) -> list[float]:
+        """Sum up the KL of groups of rows, and put their baseline into the batch; see `spread.kl_of`."""
+        return kl_of(groups, partition, term, baseline=baseline)
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:

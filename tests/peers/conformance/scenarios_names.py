@@ -23,15 +23,13 @@ def kl_in_trl(model: str, out: str) -> dict[str, Any]:
 
 def kl_in_verl() -> dict[str, Any]:
     """Measure two batches with an adaptive coefficient, as the driver does between old log-probabilities and advantages."""
-    from mismatch_ext.adapters.verl.driver.kl import adapt
-
     from mismatch_ext.config import MismatchConfig
-    from tests.peers.verl.in_process.scenarios_driver import driving, proto
+    from tests.peers.verl.in_process.scenarios_driver import adapted, driving, proto
 
     block = MismatchConfig.parse({"kl": KL})
     assert block is not None
     with driving(kl=block.kl) as (driver, _):
-        steps = [adapt(proto(), driver._kl) for _ in range(2)]
+        steps = [{f"mismatch/{k}": v for k, v in adapted(proto(), driver._kl).items()} for _ in range(2)]
         return {"steps": [_of_kl(step) for step in steps], "state": driver._kl.state_dict()}
 
 

@@ -273,14 +273,6 @@ def test_micro_batches_of_padding_and_missing_fields(direct: Any) -> None:
     assert found["untouched"]
 
 
-def test_a_logprob_that_is_not_a_number_is_refused_where_a_token_was_sampled(direct: Any) -> None:
-    found = direct["unfit"]
-    said = "NonFiniteLogprobError: rollout {}: the engine reported log-probability {}; its logits overflowed"
-    assert found["sampled"].startswith(said.format("prompt_2 of step 4, token 1", "nan"))
-    assert found["infinite"].startswith(said.format("prompt_1 of step 4, token 2", "-inf"))
-    assert found["not sampled"] == ""
-
-
 @pytest.mark.parametrize("number", range(len(SET)))
 def test_what_a_section_sets_in_verls_configuration(direct: Any, number: int) -> None:
     found, expected = direct["settings"][number], SET[number][3]

@@ -174,13 +174,14 @@ def test_every_update_is_compared_by_probes_and_tensors_and_a_stale_one_is_told(
     assert engine["observations"] == 4 and engine["dtype"] == "float32" and engine["baseline"][0] < 1e-4
 
 
-def test_the_driver_holds_nothing_of_a_batch_after_its_step(experts: tuple[VerlRun, Path]) -> None:
+def test_the_driver_holds_nothing_of_a_batchs_tokens(experts: tuple[VerlRun, Path]) -> None:
     run, work = experts
     run.expect_failure(3)
     looks = [json.loads(line) for line in (work / "left.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [look["when"] for look in looks] == ["before", "after"] * 3
-    # Before the update it holds the gap, whose statistics may lead the rate.
-    assert all(bool(look["found"]) == (look["when"] == "before") for look in looks), looks
+    # Before the update it holds a number for each response, which may lead the rate.
+    kept = [f"MismatchTrainer._measured.{name}" for name in ("lengths", "truncated")]
+    assert all(look["found"] == (kept if look["when"] == "before" else []) for look in looks), looks
 
 
 def test_the_report_draws_verls_own_metrics_and_misses_nothing_before_the_failure(

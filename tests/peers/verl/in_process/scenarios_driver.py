@@ -9,18 +9,17 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.driver import kl as driver_kl
-from mismatch_ext.adapters.verl.driver.batch_checks import check_logprobs
 from mismatch_ext.adapters.verl.driver.correction import apply_correction
+from mismatch_ext.adapters.verl.driver.kl import groups
 from mismatch_ext.adapters.verl.settings.correction import VERL_PRESETS, set_correction, settings_of
 from mismatch_ext.adapters.verl.settings.kl import set_kl
 from mismatch_ext.adapters.verl.worker.kl import BASELINE, loss_term
 from mismatch_ext.adapters.verl.worker.loss import make_loss
+from mismatch_ext.adapters.verl.worker.spread import block_baseline
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -138,8 +137,27 @@ def bypass_preset(theirs: Any, config: DictConfig, block: MismatchConfig) -> dic
             "gradient": float(gradients[0].abs().max())}  # fmt: skip
 
 
+def baseline_of(data: Any, term: KlTerm, keys: list[str] | None = None) -> Any:
+    """Return the baseline of a batch as ranks compute it, group by group; without keys each row is a session of its prompt."""
+    uids = data.non_tensor_batch["uid"]
+    keys = [f"{uid}_{row}_0" for row, uid in enumerate(uids)] if keys is None else keys
+    found = torch.zeros_like(data.batch["old_log_probs"])
+    for group in groups(keys):
+        rows = [keys.index(key) for key in group]
+        part = {name: values[rows] for name, values in data.batch.items()}
+        found[rows] = block_baseline(part, term, torch.zeros(len(rows), dtype=torch.long))
+    return found
+
+
+def adapted(data: Any, term: KlTerm) -> dict[str, float]:
+    """Let a term adapt to a batch that lies on two ranks."""
+    fields = [data.batch[name] for name in ("old_log_probs", "ref_log_prob", "response_mask")]
+    parts = [KlTerm.sums(*(field[half] for field in fields)) for half in (slice(None, 5), slice(5, None))]
+    return term.adapt_to(sum(parts).tolist())  # type: ignore[union-attr]
+
+
 def baselines() -> dict[str, Any]:
-    """Compare the driver's baseline with the one that the core computes where it sees the whole batch."""
+    """Compare the baseline of blocks with the one that the core computes where it sees the whole batch."""
     result = {}
     for estimator, ratio, target in itertools.product(
         ("k1", "k3"), ("none", "token", "sequence"), ("token", "sequence")
@@ -151,7 +169,7 @@ def baselines() -> dict[str, Any]:
         behavior = data.batch["rollout_log_probs"]
         whole = kl_surrogate(logps, data.batch["ref_log_prob"], mask, kl, behavior_logprobs=behavior, groups=groups)
         expected = torch.autograd.grad(whole.sum(), logps)[0]
-        fields = {**data.batch, "loss_mask": mask, BASELINE: driver_kl.baseline(data, term)}
+        fields = {**data.batch, "loss_mask": mask, BASELINE: baseline_of(data, term)}
         # Row by row, as a micro-batch of one row is.
         terms = [
             loss_term(logps[i : i + 1], {k: v[i : i + 1] for k, v in fields.items()}, term).sum()
@@ -176,9 +194,10 @@ def sessions() -> Any:
         "response_mask": torch.ones(4, 2).long(),
     }
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a"] * 4, dtype=object)})
+    term = KlTerm(KlConfig(coef=1.0), 1.0)
     return [
-        driver_kl.baseline(data, KlTerm(KlConfig(coef=1.0), 1.0), keys).tolist()
-        for keys in (None, ["a_0_0", "a_1_0", "a_2_0", "a_2_1"])
+        baseline_of(data, term, [f"a_{row}" for row in rows]).tolist()
+        for rows in (("0_0", "1_0", "2_0", "3_0"), ("0_0", "1_0", "2_0", "2_1"))
     ]
 
 
@@ -229,14 +248,14 @@ def rewards() -> dict[str, Any]:
     expected = data.batch["token_level_scores"] - 0.5 * d
     section = block_of(kl={"coef": 0.1, "controller": {"target_kl": 1e-3, "proportional": 0.5, "integral": 0.1}}).kl  # type: ignore[assignment]
     control = KlTerm(section, 0.1)
-    coefs = [driver_kl.adapt(data, control)["mismatch/kl_coef"] for _ in range(3)]
+    coefs = [adapted(data, control)["kl_coef"] for _ in range(3)]
     resumed = KlTerm(section, 0.1)
     resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
     return {
         "error": float((data.batch["token_level_rewards"] - expected).abs().max()), "spread": float(d.sum(1).std()),
         "metrics": metrics, "mean": float((d.sum(1) / mask.sum(1)).mean()), "coefs": coefs,
-        "next": [driver_kl.adapt(data, control)["mismatch/kl_coef"], driver_kl.adapt(data, resumed)["mismatch/kl_coef"]],
-        "k1": [driver_kl.adapt(data, control)["mismatch/kl_ref_k1"], float(d.sum() / mask.sum())],
+        "next": [adapted(data, control)["kl_coef"], adapted(data, resumed)["kl_coef"]],
+        "k1": [adapted(data, control)["kl_ref_k1"], float(d.sum() / mask.sum())],
     }  # fmt: skip
 
 
@@ -292,25 +311,6 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any]) -> Any:
     return {"done": done, "changed": differences(before, OmegaConf.to_container(config, resolve=False))}
 
 
-def unfit() -> dict[str, str]:
-    """Say what becomes of a rollout's log-probability that is not a number: of a sampled token, and of one that was not."""
-    keys = [f"prompt_{row}" for row in range(3)]
-    batch = SimpleNamespace(keys=keys, tags=[{"is_padding": True}, {}, {}])  # verl has filled it up in front
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    found = {}
-    for name, (row, token, value) in {
-        "sampled": (1, 1, float("nan")), "infinite": (0, 2, float("-inf")), "not sampled": (1, 2, float("nan"))
-    }.items():  # fmt: skip
-        logprobs = torch.full(mask.shape, -1.0)
-        logprobs[row, token] = value
-        try:
-            check_logprobs(batch, logprobs, mask, 4)
-            found[name] = ""
-        except MismatchError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
 def driver(cases: list[Any]) -> dict[str, Any]:
     """Run everything but the exact values."""
     return {
@@ -320,7 +320,6 @@ def driver(cases: list[Any]) -> dict[str, Any]:
         "rewards": rewards(),
         "weights": weights(),
         "edges": edges(),
-        "unfit": unfit(),
         "settings": [set_up(*case) for case in cases],
     }
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
-from mismatch_ext.adapters.verl.driver.kl import baseline
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.settings import prepare as settings
 from mismatch_ext.adapters.verl.settings.correction import settings_of
@@ -27,10 +26,12 @@ from mismatch_ext.errors import MismatchError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.kl import KlTerm, kl_surrogate
 from mismatch_ext.lr import leading_statistics
+from mismatch_ext.metrics import mismatch_metrics
 from mismatch_ext.monitor import Monitor
 from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
 from tests.peers.verl.in_process.routes import as_rollout, nested, other
+from tests.peers.verl.in_process.scenarios_driver import baseline_of
 from tests.peers.verl.in_process.scenarios_losses import Engine, build_models, sampled_batch
 from tests.peers.verl.in_process.scenarios_replay import experts_seen
 from tests.peers.verl.in_process.scenarios_training import watched
@@ -172,7 +173,7 @@ def kl(host: Host, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
             what = "the token-level rewards that advantages are computed from"
             return {"what": what, "error": float((found - expected).abs().max()), "effect": float(expected.abs().max())}
         if block.kl.has_baseline:
-            host.set(BASELINE, baseline(host.proto(data), KlTerm(block.kl, block.kl.coef)), data)
+            host.set(BASELINE, baseline_of(host.proto(data), KlTerm(block.kl, block.kl.coef)), data)
     finally:
         driver._patches.revert()
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)
@@ -238,7 +239,8 @@ def lr(model: str, keys: dict[str, Any], config: DictConfig, block: MismatchConf
     lengths, norms, given = mask.sum(1), [], []
     assert block.lr is not None
     for number in range(2):
-        found = leading_statistics(block.lr.trigger, lengths, 8, (old, old - 0.1 * (number + 1), mask))
+        gap = mismatch_metrics(old, old - 0.1 * (number + 1), mask)
+        found = leading_statistics(block.lr.trigger, lengths, lengths >= 8, gap)
         given.append(found)
         built.engine.mismatch_update_lr(**found)
         norms.append(float(update(built, data)["grad_norm"][0]))
