@@ -71,21 +71,39 @@ class Origins:
         self.present = now
         return now
 
-    def check(self, rollouts: Iterable[tuple[str, int | None, int | None]]) -> Provenance:
+    def check(self, rollouts: Iterable[tuple[str, int | None, int | None]], *, older: bool = False) -> Provenance:
         """Refuse a batch of which a rollout is not of the weights that the engines have now.
 
         Args:
             rollouts: Each one's name, and versions of the weights at its first and last token; None when unknown.
+            older: Accept rollouts of older weights, and of several, as an asynchronous host trains on.
 
         Raises:
             ProvenanceError: A rollout's origin is unknown, or it is of other weights; names it.
         """
+        if older:
+            return self._check_older(rollouts)
         found = one_provenance(
             (f"rollout {name}", sampled_by(name, self.present, first, last)) for name, first, last in rollouts
         )
         assert self.present is not None  # or the first rollout is refused
         expect_present(found, self.present.weight_version)
         return found
+
+    def _check_older(self, rollouts: Iterable[tuple[str, int | None, int | None]]) -> Provenance:
+        """Refuse rollouts of unknown weights, or of newer ones than the engines have."""
+        found = []
+        for name, first, last in rollouts:
+            of = sampled_by(name, self.present, first, last, allow_mixed=True)
+            assert self.present is not None and first is not None  # or it is refused
+            found.append((name, replace(of, weight_version=self.present.weight_version)))
+            if not first <= of.weight_version <= self.present.weight_version:
+                raise ProvenanceError(
+                    f"rollout {name} was sampled with weight_version={first} to {last}, and the engines have weight_version="
+                    f"{self.present.weight_version}: versions rise, and none is ahead of the engines. Something has changed its "
+                    "stamps, or it is of another run."
+                )
+        return one_provenance(found)
 
 
 def sampled_by(

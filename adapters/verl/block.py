@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import asdict, dataclass
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.loading import load_mapping
@@ -13,8 +14,39 @@ from mismatch_ext.verdicts import Finding
 BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
 """Environment variable that holds the block as JSON: Ray hands it to all processes of a run, as verl's own settings travel."""
 
+MODE_VARIABLE = "MISMATCH_EXT_MODE"
+"""Environment variable that holds the trainer's mode as JSON, where it is not verl's default: workers are told of none."""
+
 FINDINGS_VARIABLE = "MISMATCH_EXT_FINDINGS"
 """Environment variable that holds what `observe` has found in the configuration, for the trainer that writes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMode:
+    """How verl's trainer takes turns with its rollout servers.
+
+    Args:
+        name: "sync", "colocate_async" or "separate_async".
+        updates: Local updates of the actor between two weight updates, verl's `parameter_sync_step`.
+    """
+
+    name: str = "sync"
+    updates: int = 1
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether rollouts of a batch may be of older weights than the servers have."""
+        return self.name != "sync"
+
+    def encode(self) -> str:
+        """Return the mode as `active_mode` reads it."""
+        return json.dumps(asdict(self))
+
+
+def active_mode() -> RunMode:
+    """Return the mode of the run that this process belongs to."""
+    text = os.environ.get(MODE_VARIABLE)
+    return RunMode(**json.loads(text)) if text else RunMode()
 
 
 def early_findings() -> list[Finding]:

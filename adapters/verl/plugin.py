@@ -74,7 +74,7 @@ def _load() -> None:
     _SEAM.put(VALIDATE_CONFIG.calling(_prepare), RUNTIME_ENV.calling(_refuse_unprepared))
     if active_block() is not None:
         # In the process of verl's TaskRunner the trainer is looked up by its name.
-        import mismatch_ext.adapters.verl.driver.trainer  # noqa: F401
+        import mismatch_ext.adapters.verl.driver.modes  # noqa: F401
         from mismatch_ext.adapters.verl.rollout.replicas import register_replica
 
         register_replica()

@@ -206,9 +206,13 @@ class RateControl:
         if self._updates is None:
             self._informed = False
 
-    def moved(self) -> None:
-        """Follow the host's count of updates, or stay where it stayed."""
-        self._informed = False
+    def moved(self, *, step_over: bool = True) -> None:
+        """Follow the host's count of updates, or stay where it stayed.
+
+        Args:
+            step_over: Whether the next update needs statistics of its own; not so where the host counts several as one.
+        """
+        self._informed = self._informed and not step_over
         self._follow()
 
     @property

@@ -205,13 +205,18 @@ class RouteReplay:
         Raises:
             RoutingError: Routes do not fit their tokens, or cannot be this model's.
         """
-        if not self._checked and bool(mask.any()):
+        if not self._checked and bool((checked := self._checkable(trace, mask)).any()):
             self._checked = True
-            check_plausible(trace, native, mask)
+            check_plausible(trace, native, checked)
         self._count(split, agreement(trace, native, mask, real=real))
+
+    def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
+        """Return which recorded rows `[R]` the model's own choice can tell apart from another model's."""
+        return mask
 
     def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
         """Check routes once against the model's own, on all ranks or none."""
+        mask = self._checkable(trace, mask)
         error, some = None, bool(mask.any())
         try:
             if some:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing.trace import RoutingTrace, run_lengths
 
@@ -11,7 +14,9 @@ Span = tuple[int, int]
 """Versions of the weights at a sequence's first and last token."""
 
 
-def stamped(trace: RoutingTrace, span: Span | None, sent: int | None, request: str) -> RoutingTrace:
+def stamped(
+    trace: RoutingTrace, span: Span | None, sent: int | None, request: str, *, older: bool = False
+) -> RoutingTrace:
     """Return routes with the versions of the weights that they are of.
 
     Args:
@@ -19,6 +24,7 @@ def stamped(trace: RoutingTrace, span: Span | None, sent: int | None, request: s
         span: What its engine says; None when nobody does.
         sent: Version that the engine was sent last; None where that is unknown, and any is taken.
         request: Name of the request, for messages.
+        older: Accept routes of older weights, and of several, as an asynchronous host replays.
 
     Raises:
         RoutingError: They are of other weights than were sent last, or nobody says of which.
@@ -37,7 +43,15 @@ def stamped(trace: RoutingTrace, span: Span | None, sent: int | None, request: s
     trace = replace(trace, versions=run_lengths(stamps))
     if sent is not None:
         try:
-            trace.expect_version(sent)
+            trace.expect_version(sent, allow_mixed=older)
         except RoutingError as error:
             raise RoutingError(f"request {request}: {error}") from None
     return trace
+
+
+def by_row(trace: RoutingTrace) -> Tensor:
+    """Return the version of the weights that each row of a trace is of `[rows]`, int64."""
+    found = torch.empty(trace.rows, dtype=torch.int64)
+    for first, version in trace.versions:
+        found[first:] = version
+    return found

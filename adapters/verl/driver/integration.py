@@ -25,6 +25,7 @@ def info_of(
     checked: Checked,
     patches: list[dict[str, Any]],
     sampling: SamplingSettings,
+    host: str,
 ) -> dict[str, Any]:
     """Return the header of a run's metrics file.
 
@@ -34,6 +35,7 @@ def info_of(
         checked: What the processes were found to run with.
         patches: Descriptions of the patches in use in the driver.
         sampling: Settings that the engine samples with.
+        host: Name of verl's trainer.
     """
     worker, engine = checked.worker, checked.engine
     trainer, stock = config.trainer, block.level == "observe"
@@ -41,7 +43,7 @@ def info_of(
         block,
         dataclasses.replace(VERL, next_rate=stock or not logs_applied_rate(worker)),
         name=f"{trainer.project_name}/{trainer.experiment_name}",
-        host=f"verl {installed('verl')} PPOTrainerSync",
+        host=f"verl {installed('verl')} {host}",
         model=str(config.actor_rollout_ref.model.path),
         model_type=str(worker.get("model_type", "")),
         parameters=sum(checked.trainer.parameter_dtypes.values()),

@@ -28,7 +28,7 @@ from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
 else:
     _Host = object
 

@@ -19,7 +19,7 @@ from mismatch_ext.patching import Patch, PatchSet
 from mismatch_ext.recorder import PREFIX
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
 else:
     _Host = object
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from mismatch_ext.recorder import PREFIX
 from mismatch_ext.verdicts import ENFORCE, Finding, Verdicts
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
 else:
     _Host = object
 
@@ -48,7 +49,8 @@ class ObservingMixin(_Host):
                 steps = int(optim.get("lr_warmup_steps") or -1)
                 ratio = float(optim.get("lr_warmup_steps_ratio") or 0.0)
                 total = int(self.total_training_steps)
-                warmup = steps if steps > 0 else int(ratio * total)
+                updates = steps if steps > 0 else int(ratio * total)
+                warmup = math.ceil(updates / self.parameter_sync_step)
                 self._shadow_rate = ShadowRate(self._block.lr)
                 self._shadow_rate.attach(warmup=warmup, step=int(self.global_steps), steps=total)
         if self._block.kl is not None:
@@ -82,6 +84,8 @@ class ObservingMixin(_Host):
         found: dict[str, float] = {}
         with self._verdicts.checking("lr"):
             self._shadow_rate.collect(**self._statistics(self._block.lr.trigger))
+            if self.local_trigger_step:
+                return {}  # the rule counts steps
             metrics = self._shadow_rate.lead()
             found = {f"{PREFIX}{ENFORCE}{name}": value for name, value in metrics.items()}
         return found

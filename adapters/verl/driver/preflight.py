@@ -34,7 +34,7 @@ from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync.verifier import draw_probes
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
 else:
     _Host = object
 
@@ -53,6 +53,10 @@ class PreflightMixin(_Host):
     _patches: PatchSet
     _surplus: Mapping[str, Any] | None = None
 
+    def _replicas(self) -> list[Any]:
+        """Return the rollout servers of all managers; none before they are started."""
+        return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
+
     def _bypasses(self) -> bool:
         """Whether the engine's log-probabilities stand for the old policy's, so that the trainer takes none."""
         given = self.config.algorithm.get("rollout_correction")
@@ -67,7 +71,7 @@ class PreflightMixin(_Host):
         self._watchdog.phase("checking workers and rollout servers")
         self._probes = self._draw_probes()
         workers = self.actor_rollout_wg.mismatch_report()
-        rollouts = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
+        rollouts = read_rollouts(self._replicas(), ANSWER_TIMEOUT)
         self._checked = check_reports(self._block, workers, rollouts, self._verdicts)
         self._surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
         with self._verdicts.checking("vocabulary"):
@@ -80,7 +84,7 @@ class PreflightMixin(_Host):
             EngineError: One does not answer.
             ProvenanceError: One has others than were sent, or runs with something else than the others.
         """
-        answers = read_rollouts(self.llm_server_manager.get_replicas(), ANSWER_TIMEOUT)
+        answers = read_rollouts(self._replicas(), ANSWER_TIMEOUT)
         self._origins.sent(self.global_steps, engine_answers(answers))
 
     def _draw_probes(self) -> torch.Tensor:
@@ -95,7 +99,7 @@ class PreflightMixin(_Host):
             return
         self._weights = RolloutWeights(
             self.actor_rollout_wg,
-            self.llm_server_manager.get_replicas(),
+            self._replicas(),
             self._block.monitor,
             self._probes,
             dtype=self._checked.engine.model_dtype,
@@ -132,7 +136,7 @@ class PreflightMixin(_Host):
         Raises:
             EngineError: There are some, or a server does not answer.
         """
-        if refused := refused_answers(self.llm_server_manager.get_replicas(), timeout):
+        if refused := refused_answers(self._replicas(), timeout):
             raise EngineError(f"{what} of step {self.global_steps}: {refused}")
 
     def _announce(self) -> None:
@@ -177,7 +181,9 @@ class PreflightMixin(_Host):
         if self._verdicts.observes and not hasattr(self, "_checked"):
             # Nothing is known of the processes, which is a finding; what else is measured is written all the same.
             return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
-        found = info_of(self.config, self._block, self._checked, active_patches(), self._sampling())
+        # The class of verl's that this trainer is a mixin over.
+        host = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
+        found = info_of(self.config, self._block, self._checked, active_patches(), self._sampling(), host)
         present = self._origins.present
         return found if present is None else found | {"provenance": dataclasses.asdict(present)}
 

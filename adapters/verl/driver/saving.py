@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
 from mismatch_ext.adapters.verl.driver.whole import resumable
+from mismatch_ext.adapters.verl.settings.modes import SYNC
 from omegaconf import open_dict
 
 from mismatch_ext.checkpoint import (
@@ -28,10 +29,15 @@ from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync as _Host
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
 else:
     _Host = object
 
+
+IN_FLIGHT = (
+    "The checkpoint holds the prompts and answers in flight; the batch of the step that failed is not trained on again."
+)
+"""What a rescued checkpoint of an asynchronous mode holds."""
 
 Note = tuple[str, str, str, dict[str, Any] | None]
 """An event of the step that is resumed: level, name, message, data."""
@@ -50,6 +56,8 @@ class SavingMixin(_Host):
     _updated_step: int
     _saved_step: int
     _updating: bool
+    _waiting: list[Mapping[str, float | None]]
+    """Statistics of batches that the learning rate's rule has not counted yet."""
     _kept: tuple[Any, dict[str, Any]] = (None, {})
     _resumed: tuple[dict[str, Any], list[Note]] = ({}, [])
     _rescued = False
@@ -60,6 +68,12 @@ class SavingMixin(_Host):
 
         def _raise_refused(self, what: str, timeout: float = ...) -> None: ...
         def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = ...) -> None: ...
+
+    def _pause_rollout(self) -> None:
+        """Free the memory of rollout servers that share the trainer's devices, as verl does before it saves."""
+        if self.trainer_mode != SYNC:
+            self.checkpoint_manager.abort_replicas()  # answers are in flight, which servers keep for their clients to resume
+        self.checkpoint_manager.sleep_replicas()
 
     def _folder(self, step: int) -> Path:
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
@@ -87,6 +101,7 @@ class SavingMixin(_Host):
             "config": self._block.to_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
             "routing": None if self._draws is None else self._draws.state_dict(),
+            "lr": {"waiting": [dict(statistics) for statistics in self._waiting]} if self._waiting else None,
         }
 
     def _logged(self) -> None:
@@ -125,6 +140,7 @@ class SavingMixin(_Host):
             said.append(self._kl.load_state_dict(state["kl"]))
         if self._draws is not None and state.get("routing") is not None:
             self._draws.load_state_dict(state["routing"])
+        self._waiting = list((state.get("lr") or {}).get("waiting", ()))
         self._log.load_state_dict(state, step=self.global_steps)
         notes += [("warning", "settings_changed", message, None) for message in said if message]
         if (state.get("log") or {}).get("written") is False:
@@ -182,8 +198,8 @@ class SavingMixin(_Host):
         step = self._updated_step
         if self._updating:
             error.add_note(
-                f"It failed in the middle of the update of step {self.global_steps}, whose weights are of no step; resume from "
-                "the last checkpoint."
+                f"It failed in an update of step {self.global_steps}, or between two of them: the weights are of no step; resume "
+                "from the last checkpoint."
             )
             return
         if step == 0:
@@ -192,10 +208,15 @@ class SavingMixin(_Host):
             failed_in, self.global_steps = self.global_steps, step
             kept, self._rescued = self._kept, True
             try:
-                self.checkpoint_manager.sleep_replicas()  # verl saves while the rollout's memory is free
+                self._pause_rollout()
                 with _no_limit(self.config):
                     self._save_checkpoint()
-                torch.save(kept[0], self._folder(step) / "data.pt")
+                if self.trainer_mode == SYNC:
+                    torch.save(
+                        kept[0], self._folder(step) / "data.pt"
+                    )  # the prompts of the step that failed are sampled again
+                else:
+                    error.add_note(IN_FLIGHT)  # with all prompts that were read and not taken for a batch
             except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
                 error.add_note(f"The training state of step {step} could not be saved: {failure}")
                 return

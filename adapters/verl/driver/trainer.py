@@ -1,4 +1,4 @@
-"""verl's synchronous PPO trainer with the `mismatch:` block.
+"""verl's PPO trainer with the `mismatch:` block, in each of its modes; `modes.py` puts it over the class of a mode.
 
 Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (the gap) ->
 `_compute_advantage` (correction, KL in rewards) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
@@ -7,12 +7,13 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from mismatch_ext.adapters.verl.block import active_block, early_findings
-from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, versions
+from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, sampled_rows, versions
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
@@ -20,13 +21,12 @@ from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.driver.reports import merged
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
+from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
-from mismatch_ext.adapters.verl.settings.prepare import TRAINER
+from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
 from omegaconf import DictConfig, OmegaConf, open_dict
-from verl.trainer.ppo.v1.trainer_base import register_trainer
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
@@ -40,29 +40,33 @@ from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
 
-@register_trainer(TRAINER)
-class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin, PPOTrainerSync):
+class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin):
     """Chosen by `settings.prepare` for a configuration with a block; verl's own trainer runs those without."""
+
+    host_mode: ClassVar[str] = SYNC
+    """Mode of the class of verl's that this one is put over."""
 
     def __init__(self, config: DictConfig) -> None:
         block = active_block()
         if block is None:
             raise ConfigError(
-                f"trainer.v1.trainer_mode={TRAINER!r}, but no mismatch block reached this process; give the block (+mismatch...) "
-                "and leave trainer_mode alone."
+                f"trainer.v1.trainer_mode={trainer_of(self.host_mode)!r}, but no mismatch block reached this process; give the "
+                "block (+mismatch...) and leave trainer_mode alone."
             )
         self._block: MismatchConfig = block
         self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
         self._verdicts.add(early_findings(), said=True)
         with open_dict(config):
-            # verl asks in several places whether the mode is "sync", and this trainer is.
-            config.trainer.v1.trainer_mode = "sync"
+            # verl reads its mode in many places: by it, it asks for settings, checkpoints and replay buffer.
+            config.trainer.v1.trainer_mode = self.host_mode
         self._log = self._new_log(config)
         self._watchdog = self._new_watchdog()
         routing = block.routing
         self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
         self._updated_step = self._saved_step = 0
         self._updating = False
+        self._step_metrics = StepMetrics()
+        self._waiting: list[Mapping[str, float | None]] = []
         super().__init__(config)
         self._origins = Origins(self._sampling())
         self._begin_objective()
@@ -99,8 +103,7 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
     def _release_waiting(self) -> None:
         """End the processes whose answers the trainer may be waiting for."""
         handles = list(getattr(getattr(self, "actor_rollout_wg", None), "workers", []))
-        manager = getattr(self, "llm_server_manager", None)
-        handles += [server for replica in (manager.get_replicas() if manager else []) for server in replica.servers]
+        handles += [server for replica in self._replicas() for server in replica.servers]
         for handle in handles:
             ray.kill(handle)
 
@@ -155,7 +158,30 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
             self._raise_refused("validation")
         super().on_validate_end()
 
-    # One batch.
+    # One batch, of which a step has one for each local update.
+
+    @property
+    def _first_update(self) -> bool:
+        """Whether the weights that are scored are those that the rollout servers have, and not moved on by an update since."""
+        return bool(self.local_trigger_step == 0)
+
+    @property
+    def _last_update(self) -> bool:
+        """Whether a weight update follows the present local update."""
+        return bool(self.local_trigger_step == self.parameter_sync_step - 1)
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
+        """Take a step as verl does, and add up this package's metrics of its local updates by what they are."""
+        self._step_metrics = StepMetrics()
+        batch = super().step(metrics, timing_raw)
+        metrics.update(self._step_metrics.result())
+        return batch
+
+    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
+        """Make a local update as verl does, and take this package's metrics out of those that verl averages."""
+        batch = super()._step_once(metrics, timing_raw, sample_batch_size)
+        self._step_metrics.take(metrics, len(sampled_rows(batch)))
+        return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
@@ -163,7 +189,7 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
         with self._verdicts.checking("rollouts"):
             self._raise_refused("rollouts")
         with self._verdicts.checking("records"):
-            self._origins.check(versions(batch))
+            self._origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
@@ -190,6 +216,8 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
         groups, parts = self._collected(batch)
         self._measured = self._known(batch, parts, groups.scalars("train"))
         self._log.merge("train", groups.state_dict()["train"])
+        if not self._first_update:
+            return  # a further pass would be of weights that have moved on
         if not self._verdicts.observes:
             self._measure_native(batch)
         elif self._draws is not None and self._has_routes():
@@ -238,14 +266,19 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
         if self._verdicts.observes:
             return self._update_observed(batch, metrics)
         if self._block.lr is not None:
-            metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(**self._statistics(self._block.lr.trigger))))
+            self._waiting.append(self._statistics(self._block.lr.trigger))
+            if self._first_update:  # the rule counts steps: what later updates learn from leads the next one
+                *earlier, latest = self._waiting
+                metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(*earlier, **latest)))
+                self._waiting = []
         self._measured = None
         self._carry_coefficient(batch)
         self._updating = True
         batch = super()._update_actor(batch, metrics)
         under_our_names(metrics)
-        self._finished_update()
-        metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
+        if self._last_update:
+            self._finished_update()
+            metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 
     def _update_observed(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -256,8 +289,9 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
         self._measured = None
         self._updating = True
         batch = super()._update_actor(batch, metrics)
-        self._after_update(metrics)
-        self._finished_update()
+        if self._last_update:
+            self._after_update(metrics)
+            self._finished_update()
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -290,7 +324,7 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
     def _stop(self) -> None:
         """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""
         if self._saved_step != self.global_steps:
-            self.checkpoint_manager.sleep_replicas()  # verl saves while the rollout's memory is free
+            self._pause_rollout()
             self._save_checkpoint()
         self.total_training_steps = self.global_steps
 

@@ -7,6 +7,7 @@ parent does.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -129,18 +130,20 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
             self.mismatch_lr.put_on()
             self.mismatch_lr.load_state_dict((read_state(local_path, rank=dist.get_rank()) or {}).get("lr"))
 
-    def mismatch_update_lr(self, **statistics: float | None) -> dict[str, float]:
+    def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
         """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
 
         Args:
-            **statistics: As `LrController.update` takes them; none where `mismatch.lr` watches nothing.
+            *earlier: Statistics of batches that no step of the rule has counted yet.
+            **statistics: Of the batch, as `LrController.update` takes them; none where `mismatch.lr` watches nothing.
 
         Raises:
             RecordError: The trigger's statistic is missing or not finite.
         """
         if self.mismatch_lr is None:
             return {}
-        self.mismatch_lr.collect(**statistics)
+        for found in (*earlier, statistics):
+            self.mismatch_lr.collect(**found)
         return self.mismatch_lr.lead()
 
     def mismatch_metrics(self) -> dict[str, float]:

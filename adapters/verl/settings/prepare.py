@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, FINDINGS_VARIABLE, encode
+from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, FINDINGS_VARIABLE, MODE_VARIABLE, encode
 from mismatch_ext.adapters.verl.megatron.settings import megatron_settings
 from mismatch_ext.adapters.verl.settings.correction import set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
+from mismatch_ext.adapters.verl.settings.modes import MODES, TRAINER, run_mode, trainer_of
 from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, check_bypass, check_host, refused
 from mismatch_ext.adapters.verl.settings.rehearsal import entered, leave, rehearse, say_changes
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -24,9 +24,6 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.names import SHORT, spelled
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import PEERS, installed, on_cpu_build, require
-
-TRAINER = "mismatch"
-"""Name of our trainer in verl's registry, and of our engine's vendor."""
 
 
 def prepare(config: DictConfig) -> dict[str, Any]:
@@ -65,7 +62,8 @@ def refuse_unprepared(config: DictConfig) -> None:
 def _is_prepared(config: DictConfig) -> bool:
     """Tell whether the block is on its way to the other processes; a trainer_mode set by hand does not say so."""
     variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
-    return OmegaConf.select(config, "trainer.v1.trainer_mode") == TRAINER and BLOCK_VARIABLE in variables
+    ours = {trainer_of(mode) for mode in MODES}
+    return OmegaConf.select(config, "trainer.v1.trainer_mode") in ours and BLOCK_VARIABLE in variables
 
 
 def _prepare(config: DictConfig) -> None:
@@ -141,7 +139,7 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
 
 
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
-    config.trainer.v1.trainer_mode = TRAINER
+    config.trainer.v1.trainer_mode = trainer_of(run_mode(config).name)
     if config.actor_rollout_ref.rollout.name != "vllm":
         return  # SGLang's server is ours by verl's registry
     engine = config.actor_rollout_ref.rollout.engine_kwargs
@@ -220,7 +218,9 @@ def _set_routing(config: DictConfig, block: MismatchConfig) -> None:
 
 def _set_environment(config: DictConfig, block: MismatchConfig) -> None:
     """Hand the block to every process that Ray starts, and let verl's registry choose our engine there."""
-    variables: Mapping[str, str] = {BLOCK_VARIABLE: encode(block), "VERL_ENGINE_VENDOR": TRAINER}
+    variables: dict[str, str] = {BLOCK_VARIABLE: encode(block), "VERL_ENGINE_VENDOR": TRAINER}
+    if (mode := run_mode(config)).asynchronous:
+        variables[MODE_VARIABLE] = mode.encode()
     init = config.ray_kwargs.ray_init
     runtime = init.get("runtime_env") or {}
     given = dict(runtime.get("env_vars") or {})

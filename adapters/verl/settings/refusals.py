@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from mismatch_ext.adapters.verl.settings.modes import MODES, unsupported
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
@@ -24,8 +25,7 @@ ELSEWHERE = (
 # Setting, values that are allowed, and why no other is. What verl's configuration does not have is passed over.
 REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("trainer.use_v1", (True,), "the deprecated trainer has no registry that ours could enter by"),
-    ("trainer.v1.trainer_mode", ("sync",), "rollouts of older weights are not told apart from numerics"),
-    ("actor_rollout_ref.hybrid_engine", (True,), "the rollout server is checked through the actor's workers"),
+    ("trainer.v1.trainer_mode", MODES, "this release has a trainer for each mode of verl's own, and for no other"),
     (
         "actor_rollout_ref.actor.strategy",
         ("fsdp", "fsdp2", "megatron"),
@@ -69,6 +69,8 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         value = OmegaConf.select(config, setting)
         if value is not None and value not in allowed:
             raise refused(setting, value, " or ".join(map(repr, allowed)), why)
+    if (found := unsupported(config)) is not None:
+        raise refused(*found)
     wanted = config.actor_rollout_ref.actor.strategy
     given = config.actor_rollout_ref.ref.strategy
     same = given == wanted or {given, wanted} <= FSDP

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mismatch_ext.adapters.verl.settings.modes import HYBRID, unsupported
 from mismatch_ext.adapters.verl.settings.refusals import ELSEWHERE, REQUIRED
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -21,7 +22,7 @@ Step = tuple[str, Callable[[DictConfig], Any]]
 ENTERED = (
     "trainer.use_v1",
     "trainer.v1.trainer_mode",
-    "actor_rollout_ref.hybrid_engine",
+    HYBRID,
     "actor_rollout_ref.rollout.name",
 )
 """Settings without which this package's trainer cannot take the place of verl's, and so cannot observe."""
@@ -72,7 +73,10 @@ def entered(config: DictConfig) -> bool:
         return False
     allowed = {name: values for name, values, _ in REQUIRED}
     given = {name: OmegaConf.select(config, name) for name in ENTERED}
-    return all(value is None or value in allowed.get(name, (value,)) for name, value in given.items())
+    if not all(value is None or value in allowed.get(name, (value,)) for name, value in given.items()):
+        return False
+    found = unsupported(config)
+    return found is None or found[0] not in ENTERED
 
 
 def leave(config: DictConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -232,9 +232,14 @@ class MismatchWorker(ActorRolloutRefWorker):
         return _Scoring(self._engine)
 
     @on_all_ranks
-    def mismatch_update_lr(self, **statistics: float) -> dict[str, float]:
-        """Let statistics of the batch, the same on all ranks, lead the rate of the update that learns from it."""
-        return dict(self._engine.mismatch_update_lr(**statistics))
+    def mismatch_update_lr(self, *earlier: Mapping[str, float], **statistics: float) -> dict[str, float]:
+        """Let statistics of the batch, the same on all ranks, lead the rate of the step that learns from it.
+
+        Args:
+            *earlier: Statistics of batches since the rule's last step.
+            **statistics: Of this one.
+        """
+        return dict(self._engine.mismatch_update_lr(*earlier, **statistics))
 
     @on_all_ranks
     def mismatch_findings(self) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """The `lr` section in verl: a multiplier on the schedule of an actor's worker.
 
 A step is one of verl's updates: its scheduler moves once per update, however many mini-batches and epochs that has, and `period`
-and warm-up count the same. The driver's statistics make every rank's multiplier the same.
+and warm-up count the same; the `parameter_sync_step` local updates of `separate_async` between two weight updates are one. The
+driver's statistics make every rank's multiplier the same.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class MegatronRate(RateControl):
         warmup = max(int(self._schedule.lr_warmup_steps), 0)
         self.attach(self._optimizers, self._views, warmup=warmup, updates=lambda: int(self._schedule.num_steps))
 
-    def moved(self) -> None:
+    def moved(self, *, step_over: bool = True) -> None:
         """Follow Megatron's schedule to its next update."""
         for view in self._views:
             view.step()
-        super().moved()
+        super().moved(step_over=step_over)

@@ -25,7 +25,7 @@ from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import RoutingTrace, align, align_packed
 from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.routing.tokens import PADDING, TokenRows
-from mismatch_ext.routing.versions import Span, stamped
+from mismatch_ext.routing.versions import Span, by_row, stamped
 
 FIELD = "routed_experts"
 TRAIN = "train"
@@ -107,6 +107,7 @@ class EngineReplay(RouteReplay):
         super().__init__(config, backend, model, seed=seed, ranks=WORLD)
         self._model, self._sharing = model, sharing
         self.weight_version: int | None = None  # that the rollout engine was sent last
+        self.takes_older = False  # whether rollouts may be of older weights than these
 
     def ingest(
         self,
@@ -136,7 +137,7 @@ class EngineReplay(RouteReplay):
         if self.config.mode == "R2" and sent is not None:
             spans = [(sent, sent)] * len(found)  # recorded here, whoever sampled the tokens
         return [
-            replace(routes, trace=stamped(routes.trace, span, sent, name).of_tokens(ids))
+            replace(routes, trace=stamped(routes.trace, span, sent, name, older=self.takes_older).of_tokens(ids))
             for routes, ids, span, name in zip(found, tokens, spans, names, strict=True)
         ]
 
@@ -216,6 +217,12 @@ class EngineReplay(RouteReplay):
         real = share.rows(rows.real())
         with self.replaying(self._model, share.trace(trace), share.rows(mask), real=real, split=split):
             yield
+
+    def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
+        """Return the rows of the weights that score them: what older weights chose differs by what was learnt since."""
+        if not self.takes_older or self.weight_version is None:
+            return mask
+        return mask & (by_row(trace) == self.weight_version).to(mask.device)
 
     def _laid(self, samples: Sequence[SampleRoutes], rows: Rows) -> tuple[RoutingTrace, Tensor]:
         """Return the routes of a forward pass, a row per token, and where they were recorded."""

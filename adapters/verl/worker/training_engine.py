@@ -6,13 +6,14 @@ verl's registry looks engines up by device and vendor first, so that `VERL_ENGIN
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Mapping
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.block import active_block, active_mode
 from mismatch_ext.adapters.verl.worker.forward_hooks import RoutingMixin
 from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
 from mismatch_ext.adapters.verl.worker.lr import rate_of, warmup_steps
@@ -60,7 +61,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         self.block = None if self.verdicts.observes else given
         self.watched = given if self.verdicts.observes else None
         self._rate: RateControl | None = None
-        self._steps = self._skipped = 0
+        self._steps = self._skipped = self._updates = 0
+        self._mode = active_mode()
         if self.block is not None:
             self._check_setup(self.block)
 
@@ -106,6 +108,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             self._replay = EngineReplay(
                 block.routing, self.module, int(self.engine_config.seed), int(self.ulysses_sequence_parallel_size)
             )
+            self._replay.takes_older = self._mode.asynchronous
         if not self._trains:
             return
         refuse_disabled(self.scaler, get_device_name())
@@ -115,9 +118,10 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             self._rate.attach(
                 self.optimizer,
                 self.lr_scheduler,
-                warmup=warmup_steps(self.optimizer_config),
+                warmup=math.ceil(warmup_steps(self.optimizer_config) / self._mode.updates),
                 steps=int(self.optimizer_config.total_training_steps),
-                updates=lambda: int(self.lr_scheduler.last_epoch),
+                # Local updates between two weight updates are one step of the rule.
+                updates=lambda: int(self.lr_scheduler.last_epoch) // self._mode.updates,
             )
 
     def _watch(self, block: MismatchConfig) -> None:
@@ -136,6 +140,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         if block.routing is not None and int(self.ulysses_sequence_parallel_size) == 1:
             with self.verdicts.checking("routing"):
                 self._watched_replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
+                self._watched_replay.takes_older = self._mode.asynchronous
 
     def _build_fsdp_module(self, module: Any) -> Any:
         precision = None if self.block is None else self.block.precision
@@ -178,31 +183,34 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         Stock verl moves it in any case, and returns the next rate.
         """
         steps, self._steps = self._steps, 0
+        self._updates += 1
         if self._rate is None and not self._scales:
             return super().lr_scheduler_step()  # type: ignore[no-any-return]
         applied = self._rate.rate if self._rate is not None else float(self.lr_scheduler.get_last_lr()[0])
         if steps:
             super().lr_scheduler_step()
         if self._rate is not None:
-            self._rate.moved()
+            self._rate.moved(step_over=self._updates % self._mode.updates == 0)
         return applied
 
     @property
     def _scales(self) -> bool:
         return self.block is not None and self.scaler is not None
 
-    def mismatch_update_lr(self, **statistics: float | None) -> dict[str, float]:
+    def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
         """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
 
         Args:
-            **statistics: As `LrController.update` takes them; none where `mismatch.lr` watches nothing.
+            *earlier: Statistics of batches that no step of the rule has counted yet.
+            **statistics: Of the batch, as `LrController.update` takes them; none where `mismatch.lr` watches nothing.
 
         Raises:
             RecordError: The trigger's statistic is missing or not finite.
         """
         if self._rate is None:
             return {}
-        self._rate.collect(**statistics)
+        for found in (*earlier, statistics):
+            self._rate.collect(**found)
         return self._rate.lead()
 
     # Checkpoints

@@ -18,6 +18,8 @@ from verl.utils.ulysses import (
 
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.tokens import TokenRows
+from mismatch_ext.routing.trace import run_lengths
+from mismatch_ext.routing.versions import by_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,8 @@ class Share:
         assert trace.tokens is not None and trace.starts is not None
         experts = self.rows(torch.cat(trace.parts))
         starts = _begun(self.rows(trace.starts))
-        return replace(trace, parts=(experts,), tokens=self.rows(trace.tokens).clone(), starts=starts)
+        stamps = run_lengths(enumerate(self.rows(by_row(trace)).tolist()))
+        return replace(trace, parts=(experts,), versions=stamps, tokens=self.rows(trace.tokens).clone(), starts=starts)
 
     def whole(self, values: Tensor) -> Tensor:
         """Return all ranks' pieces in the order of the packed row; all of them must call this."""

@@ -223,7 +223,21 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
     [
         (("trainer.use_v1=False",), "trainer.use_v1=False"),
         (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
-        (("trainer.v1.trainer_mode=separate_async",), "trainer.v1.trainer_mode='separate_async'"),
+        (("trainer.v1.trainer_mode=mismatch_separate_async",), "trainer.v1.trainer_mode='mismatch_separate_async'"),
+        (("trainer.v1.trainer_mode=separate_async",), "actor_rollout_ref.hybrid_engine=True"),
+        (("actor_rollout_ref.hybrid_engine=False",), "actor_rollout_ref.hybrid_engine=False"),
+        (
+            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.hybrid_engine=False"),
+            "actor_rollout_ref.hybrid_engine=False",
+        ),
+        (
+            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.name=sglang"),
+            "actor_rollout_ref.rollout.name='sglang'",
+        ),
+        (
+            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
+            "actor_rollout_ref.actor.strategy='megatron'",
+        ),
         (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
         (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
         (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),

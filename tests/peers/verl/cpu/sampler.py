@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+
+class PromptReplayBuffer(ReplayBufferAsync):
+    """verl's own for asynchronous training, which looks often: answers are still in flight when a batch is taken."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, poll_interval=0.05)
 
 
 class OrderedReplayBuffer(ReplayBuffer):

@@ -1,0 +1,97 @@
+"""verl's asynchronous modes without Ray: weights put aside by the real workers, and a rate whose rule counts steps."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.verl.block import MODE_VARIABLE
+from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
+from verl.experimental.separation.engine_workers import DetachActorWorker
+
+from tests.peers.verl.in_process.workers import (
+    batch,
+    environment,
+    logprobs,
+    parameters,
+    scored,
+    strategy,
+    update,
+    worker,
+)
+
+
+def detached(kind: type[Any], built: Any) -> Any:
+    """Return a worker of a kind around an engine that is there."""
+    asked: Any = object.__new__(kind)
+    asked.actor, asked.config = built, SimpleNamespace(actor=SimpleNamespace(strategy=strategy()))
+    asked._strategy_handlers = None
+    return asked
+
+
+def aside(model: str) -> dict[str, Any]:
+    """Score by the weights of before an update, as verl's trainer does from its second local update on."""
+    found = {}
+    for kind in (DetachActorWorker, MismatchDetachWorker):
+        built = worker(model, {})
+        asked, data = detached(kind, built), batch()
+        asked.save_model_to_cpu(0)
+        first = _flat(logprobs(built, data))
+        update(built, scored(built, data))
+        moved, present = _flat(logprobs(built, data)), parameters(built)
+        asked.save_model_to_cpu(1)
+        asked.restore_model_from_cpu(0)
+        again = _flat(logprobs(built, data))
+        asked.restore_model_from_cpu(1)
+        asked.clear_cpu_model(1)
+        found[kind.__name__] = {
+            "moved": _far(moved, first),
+            "old": _far(again, first),
+            "kept": parameters(built) == present,
+            "saved": sorted(asked.cpu_saved_models),
+        }
+    return found
+
+
+def _flat(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([value for row in rows for value in row])
+
+
+def _far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def rates(model: str) -> dict[str, list[float]]:
+    """Return the rate of each update of a rule that halves it at every step, with one update to a step and with two."""
+    found = {}
+    for updates in (1, 2):
+        mode = json.dumps({"name": "separate_async", "updates": updates})
+        with environment(**{MODE_VARIABLE: mode}):
+            built = worker(model, {"lr": {"period": 1}}, optimizer={"lr": 1e-3, "lr_scheduler_type": "constant"})
+        data, found[str(updates)] = scored(built, batch()), []
+        for number in range(4):
+            if number % updates == 0:
+                built.engine.mismatch_update_lr()
+            found[str(updates)].append(float(update(built, data)["lr"][0]))
+    return found
+
+
+def statistics(model: str) -> dict[str, Any]:
+    """Lead a rule by the statistics of a step's two batches, and leave one out."""
+    mode = json.dumps({"name": "separate_async", "updates": 2})
+    with environment(**{MODE_VARIABLE: mode}):
+        built = worker(model, {"lr": {"trigger": "response_length"}})
+    data = scored(built, batch())
+    for step in range(2):
+        earlier = [{"response_length": 10.0 * step}] if step else []
+        built.engine.mismatch_update_lr(*earlier, response_length=20.0)
+        for _ in range(2):
+            update(built, data)
+    history = [value for _, value, *_ in built.engine._rate.control.state_dict()["surge"]["history"]]
+    try:
+        update(built, data)
+    except Exception as error:  # noqa: BLE001 - the test says which
+        return {"history": history, "left_out": f"{type(error).__name__}: {error}"}
+    return {"history": history, "left_out": ""}
