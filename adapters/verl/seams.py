@@ -44,6 +44,23 @@ SEAMS = (
         where=("verl",),
     ),
     Seam(
+        name="verl/trainer_modes",
+        peer="verl",
+        features=("monitor",),
+        what="taking the place of the trainer of each mode, and of the worker that puts weights aside",
+        claims=(
+            Takes(f"{_TRAINER}:register_trainer", "name", first=True),
+            Takes(f"{_TRAINER}:get_trainer_cls", "name", first=True),
+            Takes(f"{_TRAINER}:PPOTrainer._step_once", "sample_batch_size"),
+            Has(f"{_TRAINER}:PPOTrainer._rollout_server_managers"),
+            Has(f"{_TRAINER}:PPOTrainer._setup"),
+            Has("verl.trainer.ppo.v1.trainer_separate_async:logger"),
+            Has("verl.experimental.separation.engine_workers:DetachActorWorker.copy_handler"),
+        ),
+        upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
+        where=("verl",),
+    ),
+    Seam(
         name="verl/kl_in_rewards",
         peer="verl",
         features=("kl",),

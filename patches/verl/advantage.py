@@ -15,7 +15,9 @@ Handler = Callable[[Any], dict[str, float]]
 """Gets verl's DataProto, changes it as verl's function does, and returns metrics."""
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/ppo/v1/trainer_base.py"
-_NOT_COVERED = "verl's deprecated trainer and its asynchronous ones, which import the function for themselves."
+_NOT_COVERED = (
+    "verl's deprecated trainer and the asynchronous ones derived from it, which import the function for themselves."
+)
 
 
 def _penalise(original: Callable[..., Any], handler: Handler) -> Callable[..., Any]:

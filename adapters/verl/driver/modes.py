@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import ray
 import verl.trainer.ppo.v1.trainer_colocate_async
 import verl.trainer.ppo.v1.trainer_separate_async
-import verl.trainer.ppo.v1.trainer_sync  # noqa: F401, each registers its class
+import verl.trainer.ppo.v1.trainer_sync
 from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer
 from mismatch_ext.adapters.verl.settings.modes import MODES, SEPARATE, trainer_of
 from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
@@ -21,6 +22,20 @@ from verl.trainer.ppo.v1.trainer_base import get_trainer_cls, register_trainer
 
 class DetachedWorkers(MismatchTrainer):
     """Whose workers can put weights aside, for π_old of the updates between two weight updates."""
+
+    def _setup(self) -> None:
+        """Start workers and servers as verl does, without a line of its log.
+
+        verl 0.9.1 logs it with an argument of `print`, `flush=True`, which is a TypeError wherever lines of INFO are shown, as
+        they are unless VERL_LOGGING_LEVEL says otherwise.
+        """
+        logger = verl.trainer.ppo.v1.trainer_separate_async.logger
+        level = logger.level
+        logger.setLevel(max(level, logging.WARNING))
+        try:
+            super()._setup()
+        finally:
+            logger.setLevel(level)
 
     def _init_resource_pool_mgr(self) -> None:
         """Map verl's roles as it does, with our worker where it has its own; the reference may have a role for itself."""
