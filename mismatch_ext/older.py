@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_ext.host_names import PREFIX
+from mismatch_ext.metrics.names import PARTS_OF_STALE
 
 NATIVE = "native/"
+KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer", "kept")), *PARTS_OF_STALE)
+"""What figures begin with that are of other tokens, or of another pass, than the gap: each has a count of its own."""
 # Metric -> the count that weighs it, tokens by default. ESS describes one batch: a plain mean over steps.
 ROUTING_WEIGHT = "routing/compared_tokens"
-WEIGHTS = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None}
+WEIGHTS = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None, "source": None}
 FALLING = (PREFIX + "loss_scale",)
 """Metrics of which every fall is noted."""
 STRETCHES = 1024
@@ -33,10 +36,11 @@ def weight_of(column: str) -> str | None:
     Args:
         column: Name of the metric without "mismatch/".
     """
-    plain = column.removeprefix(NATIVE)
+    kind = next((kind for kind in KINDS if column.startswith(kind)), "")
+    plain = column.removeprefix(kind)
     count_name = WEIGHTS.get(plain, ROUTING_WEIGHT if plain.startswith("routing/") else "tokens")
     if count_name and plain != column:
-        count_name = NATIVE + count_name
+        count_name = kind + count_name
     return f"{PREFIX}{count_name}" if count_name else None
 
 

@@ -17,6 +17,7 @@ from mismatch_ext.host_names import PREFIX as PREFIX
 from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.rundata import read_run
+from mismatch_ext.staleness import StaleGap
 from mismatch_ext.stream import METRICS_FILE, RunStream
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class RunRecorder:
         self._created = 0
         self._early_events: list[tuple[Any, ...]] = []
         self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
+        self._stale: StaleGap | None = None
         self._flushes: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,6 +209,34 @@ class RunRecorder:
             self._accumulators[split, native] = self._new()
         self._accumulators[split, native].update(old_logprobs, rollout_logprobs, response_mask)
 
+    def follow_versions(self, least: int) -> None:
+        """Tell drift from numerics in what is observed of training from here on; every rank must call it, or none.
+
+        Args:
+            least: Tokens of one version that are enough for a figure.
+        """
+        self._stale = StaleGap(sampling=self.sampling, least=least)
+
+    @property
+    def stale(self) -> StaleGap | None:
+        """What is measured of rollouts of older weights since the last flush; None where no versions are followed."""
+        return self._stale
+
+    def _take_stale(self) -> dict[str, float]:
+        """Return what was measured of older weights since the last flush, over all ranks."""
+        if self._stale is None:
+            return {}
+        mine, self._stale = self._stale, StaleGap(sampling=self.sampling, least=self._stale.least)
+        if self._world_size > 1:
+            assert self._gather is not None
+            merged = StaleGap(sampling=self.sampling, least=mine.least)
+            for state in self._gather([mine.state_dict()]):
+                part = StaleGap(sampling=self.sampling, least=mine.least)
+                part.load_state_dict(state)
+                merged.merge(part)
+            mine = merged
+        return {PREFIX + name: value for name, value in mine.metrics().items()}
+
     def flush(self, split: str, step: int) -> dict[str, float]:
         """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
 
@@ -215,10 +245,11 @@ class RunRecorder:
             step: Finished optimizer steps.
 
         Returns:
-            Metrics with the prefix "mismatch/", those without routing replay with "mismatch/native/"; empty when nothing was
-            observed.
+            Metrics with the prefix "mismatch/", those without routing replay with "mismatch/native/", and where versions are
+            followed those of `StaleGap`; empty when nothing was observed.
         """
         summary, native = self._take(split, native=False), self._take(split, native=True)
+        stale = self._take_stale() if split == "train" else {}
         if summary is None:
             return {}
         count = self._flushes.get(split, 0)
@@ -228,7 +259,7 @@ class RunRecorder:
         scalars = {PREFIX + name: value for name, value in summary.scalars.items()}
         if native is not None:
             scalars |= {f"{PREFIX}native/{name}": value for name, value in native.scalars.items()}
-        return scalars
+        return scalars | stale
 
     def _take(self, split: str, *, native: bool) -> MismatchSummary | None:
         """Return what was observed since the last flush, over all ranks; None when nothing was, or all of it masked."""

@@ -5,7 +5,13 @@ from mismatch_ext.lr.control import LrControl
 from mismatch_ext.lr.controller import LrController, PeriodicController, ReactiveController, make_controller
 from mismatch_ext.lr.rate import RateControl, ShadowRate
 from mismatch_ext.lr.state import LrState
-from mismatch_ext.lr.statistics import LengthStatistics, gap_statistics, leading_statistics, length_statistics
+from mismatch_ext.lr.statistics import (
+    LengthStatistics,
+    gap_statistics,
+    leading_statistics,
+    length_statistics,
+    numerics_statistics,
+)
 
 __all__ = [
     "LengthStatistics",
@@ -22,4 +28,5 @@ __all__ = [
     "leading_statistics",
     "length_statistics",
     "make_controller",
+    "numerics_statistics",
 ]

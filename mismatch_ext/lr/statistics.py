@@ -15,6 +15,7 @@ from torch import Tensor
 from mismatch_ext.config import Trigger
 from mismatch_ext.errors import RecordError
 from mismatch_ext.metrics import mismatch_metrics
+from mismatch_ext.staleness import StaleGap
 
 F_TAU = "f_1.1"
 """The threshold of F that leads the rate with `trigger: f_tau`: the tail is thin at 2."""
@@ -134,6 +135,21 @@ def leading_statistics(
     if trigger in ("mismatch_kl", "f_tau") and gap:
         return {"mismatch_kl": gap["k3_kl"], "f_tau": gap[F_TAU]}
     return {}
+
+
+def numerics_statistics(gap: StaleGap) -> dict[str, float]:
+    """Return what leads the rate where rollouts may be of older weights: of tokens of one version, since drift is no mismatch.
+
+    Args:
+        gap: What was measured of the rollouts that the next step learns from.
+
+    Returns:
+        Statistics as `RateControl.collect` takes them; where numerics is unknown, those of a batch that is no measurement.
+    """
+    summary = gap.numerics()
+    if summary is None:
+        return {"responses": 0.0}
+    return {"mismatch_kl": summary.scalars["k3_kl"], "f_tau": summary.scalars[F_TAU]}
 
 
 def _sum_over_ranks(tensor: Tensor, reduction: str) -> Tensor:

@@ -234,6 +234,11 @@ class MismatchAccumulator:
         """Whether no unmasked token was added yet."""
         return not self._sums["tokens"]
 
+    @property
+    def tokens(self) -> int:
+        """Unmasked tokens that were added."""
+        return int(self._sums["tokens"])
+
     def merge(self, other: MismatchAccumulator) -> None:
         """Add what another accumulator measured, as if its batches had come here.
 

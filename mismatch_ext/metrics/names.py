@@ -82,6 +82,23 @@ MITIGATION_MEASURES = {
 """What the mitigations log beside the gap, by name without prefix."""
 
 
+STALENESS_MEASURES = {
+    "numerics/<name>": "measures above of tokens of one version, v = w: what precision, kernels and routing make; no such name where unknown",
+    "numerics/source": "where these tokens are from: 1 the batch, 2 finished rollouts in the buffer, 3 scored by kept weights of their version",
+    "numerics/<source>/tokens": "tokens of one version that each source gave: `batch`, `buffer`, `kept`; 0 where it was not asked, too",
+    "numerics/<source>/logp_abs_diff_mean": "mean |rollout(v) - train(v)| of each source that has tokens; likewise `k3_kl`",
+    "drift/<name>": "measures above of train(v) - train(w), over the tokens of source `kept`: what training did since they were sampled",
+    "stale/<name>": "measures above of the batch's tokens of other or unknown versions: numerics and drift together",
+    "staleness_mean": "mean w - v over tokens of known version, in weight updates",
+    "staleness_max": "largest w - v of a token",
+    "same_version_frac": "share of the batch's tokens that were sampled by the very weights that score it",
+    "unknown_version_frac": "share of the batch's tokens of which nobody says with which weights they were sampled",
+}
+"""What is logged where rollouts may be of older weights, by name without prefix."""
+PARTS_OF_STALE = ("numerics/", "drift/", "stale/")
+"""What such figures of the gap's parts begin with."""
+
+
 _SAMPLING = "sampling/importance_sampling_ratio/"
 CORRECTION_MEASURES: dict[str, Measure] = {
     "rollout_is_mean": Measure("mean w", "mean weight of tokens, before it is normalised", verl="rollout_corr/rollout_is_mean", trl=_SAMPLING + "mean"),
@@ -153,6 +170,16 @@ def table() -> str:
     lines += ["", "## Of the mitigations", "", "Logged where the section is on.", "", "| name | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in MITIGATION_MEASURES.items()]
     lines += [
+        "",
+        "## Of stale rollouts",
+        "",
+        "Logged where the trainer samples asynchronously; the names above are then of the whole gap, which the correction corrects.",
+        "With v the version of the weights that sampled a token and w that which scores it, rollout(v) - train(w) is numerics,",
+        "rollout(v) - train(v), and drift, train(v) - train(w). See docs/drift.md. In synchronous runs v = w, and all of the gap is numerics.",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+        *(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in STALENESS_MEASURES.items()),
         "",
         "## Of the weights",
         "",

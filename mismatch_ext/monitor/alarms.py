@@ -64,6 +64,9 @@ class Alarm:
         return dataclasses.asdict(self) | {"value": self.value if math.isfinite(self.value) else None}
 
 
+STALENESS = PREFIX + "staleness_max"
+"""Metric of every log of a run whose rollouts may be of older weights."""
+NUMERICS = PREFIX + "numerics/"
 ANEW = "alarms_anew"
 """Name of the event that says which alarms a resumed run begins anew."""
 
@@ -185,7 +188,7 @@ class Monitor:
         """Return the name that a rule's metric has in this log, and its value; a name once found is kept to."""
         if rule.default is not None and rule.default.superseded_by in metrics:
             return None, None
-        names = logged_names(rule.metric, self.names)
+        names = _names(rule, self.names, metrics)
         for name in (watch.name,) if watch.name in names else names:
             if name in metrics and (value := _number(metrics[name])) is not None:
                 return name, value
@@ -207,6 +210,13 @@ class Monitor:
                 logger.warning(message, exc_info=error)
             return [dataclasses.replace(alarm, status="failed call", message=message)]
         return []
+
+
+def _names(rule: Rule, names: HostNames, metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names under which a rule's metric may be in this log."""
+    if rule.default is not None and rule.default.numerics and STALENESS in metrics:
+        return (NUMERICS + rule.metric.removeprefix(PREFIX),)
+    return logged_names(rule.metric, names)
 
 
 def _number(value: Any) -> float | None:
@@ -269,7 +279,7 @@ def _where(rule: Rule, side: Side) -> str:
 def _raised(rule: Rule, name: str, value: float, side: Side, first_step: int, step: int) -> str:
     streak = "" if rule.patience == 1 else f" for {rule.patience} logs in a row, since step {first_step}"
     text = f"{name} is {value:.4g} at step {step}, {_where(rule, side)}{streak}"
-    short, default = name.removeprefix(PREFIX), rule.default
+    short, default = name.removeprefix(NUMERICS).removeprefix(PREFIX), rule.default
     is_what = MEASURES[short].meaning if short in MEASURES else ROUTING_MEASURES.get(short)
     text += f" ({is_what})" if is_what else ""
     # What the built-in rule knows is said of its own side and, as far as it depends on it, its own threshold.

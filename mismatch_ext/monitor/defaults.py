@@ -23,6 +23,8 @@ class DefaultRule:
         meaning: What it means in words, after "which means that".
         advice: What to do.
         superseded_by: Metric that says the same; in a log that holds it, this one is not watched.
+        numerics: Whether it is about numerics. Where rollouts may be of older weights, the figure of tokens of one version is
+            then watched, `mismatch/numerics/...`, and nothing in a log that has none: drift is no fault of either side.
     """
 
     above: float | None = None
@@ -32,6 +34,7 @@ class DefaultRule:
     meaning: str
     advice: str
     superseded_by: str | None = None
+    numerics: bool = False
 
     @property
     def main_side(self) -> Literal["above", "below", "non-finite"]:
@@ -52,18 +55,21 @@ DEFAULTS: dict[str, DefaultRule] = {
         source="NeMo RL's documentation: below 1e-3 in a healthy run.",
         meaning="the rollout policy is further from the trainer's than in healthy runs",
         advice="give both sides one precision, correct by importance weights, or with experts replay their routing",
+        numerics=True,
     ),
     PREFIX + "logp_abs_diff_mean": DefaultRule(
         above=0.1,
         source="slime's CI asserts at most 0.1; TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs.",
         meaning="the two sides differ by as much as with stale weights",
         advice=STALE_ADVICE,
+        numerics=True,
     ),
     PREFIX + "log_ppl_abs_diff": DefaultRule(
         above=0.1,
         source="A choice: the limit of logp_abs_diff_mean, for a gap that has one sign along a response.",
         meaning="whole responses are more, or less, probable to the engine than to the trainer",
         advice=STALE_ADVICE,
+        numerics=True,
     ),
     PREFIX + "ess_token": DefaultRule(
         below=0.3,
@@ -109,12 +115,17 @@ DEFAULTS: dict[str, DefaultRule] = {
 
 def table() -> str:
     """Return the built-in alarms as Markdown."""
+    about = [f"`{name}`" for name, rule in DEFAULTS.items() if rule.numerics]
     lines = [
         "# Built-in alarms",
         "",
         "Printed by `python -m mismatch_ext.monitor`. Each warns after that many logs in a row; a value that is not finite is",
         "out of bounds under any of them. `mismatch.monitor.alarms` changes them and adds others, `default_alarms: false` leaves",
         "on only those that it names.",
+        "",
+        f"{', '.join(about)} are about numerics: of asynchronous rollouts",
+        "they watch `mismatch/numerics/...`, of tokens that the very weights sampled which score them, and nothing in a log",
+        "without such tokens. Naming one in `alarms` changes nothing of that; for stale tokens give `stale/k3_kl` a threshold.",
         "",
         "Some metrics have another name in each host, and may be named by their role in all of them (a metric of that very name "
         "goes first):",

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.metrics.names import MEASURES
 from mismatch_ext.monitor.rules import logged_names
+from mismatch_ext.report.drift import MARK, NUMERICS
 from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import ABS_DIFF_MEAN
 from mismatch_ext.report.text import quantity
@@ -76,9 +77,17 @@ def _observed(run: RunData) -> list[str]:
 
 def _gap(run: RunData) -> list[str]:
     lines: list[str] = []
-    for label, names in (("k3", (PREFIX + "k3_kl",)), ("mean |Δlogp|", (PREFIX + ABS_DIFF_MEAN, HOST_ABS_DIFF))):
+    shown: list[tuple[str, tuple[str, ...]]] = [
+        ("k3", (PREFIX + "k3_kl",)),
+        ("mean |Δlogp|", (PREFIX + ABS_DIFF_MEAN, HOST_ABS_DIFF)),
+    ]
+    if run.logs(MARK)[0]:
+        shown.insert(0, ("k3 of numerics alone", (f"{PREFIX}{NUMERICS}k3_kl",)))
+    for label, names in shown:
         name = next((n for n in names if run.series(n)[0]), None)
         if name is None:
+            if NUMERICS in names[0]:
+                lines.append(_line("gap" if not lines else "", f"{label} is unknown: no token of one version"))
             continue
         steps, values = run.series(name)
         known = [(value, step) for step, value in zip(steps, values, strict=True) if value is not None]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.host_names import Role
+from mismatch_ext.report import drift
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, present, style, trace_of
 from mismatch_ext.report.learning_rate import learning_rate
 from mismatch_ext.report.lines import over_steps, step_traces
@@ -36,6 +37,7 @@ def sections(runs: Mapping[str, RunData]) -> list[Section]:
     """Build every plot of the report in reading order."""
     return [
         Section(id="gap", title="Gap over steps", figures=_gap(runs), absent="No gap metrics were recorded."),
+        Section(id="drift", title="Numerics and drift", figures=drift.figures(runs), absent=""),
         Section(id="kl", title="KL and effective sample size", figures=_kl(runs), absent="No k3 was recorded."),
         Section(
             id="training",

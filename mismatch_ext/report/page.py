@@ -34,6 +34,15 @@ COLUMN_LABELS = {
     "k3_kl": ("k3", "mean of r − 1 − log r with r = trainer / rollout: low-variance estimate of the same KL"),
     "seq_kl": ("seq KL", "mean over sequences of the summed log-ratio, in nat per sequence"),
     "seq_k3_kl": ("seq k3", "mean over sequences of k3 of the summed log-ratio, in nat per sequence"),
+    "numerics/logp_abs_diff_mean": (
+        "numerics |Δlogp|",
+        "mean |Δlogp| of tokens that were scored by the weights that sampled them, in nat",
+    ),
+    "numerics/k3_kl": ("numerics k3", "k3 of the same tokens, in nat per token"),
+    "drift/logp_abs_diff_mean": (
+        "drift |Δlogp|",
+        "mean |Δlogp| between the trainer's versions that sampled and score, in nat",
+    ),
     "ess_token": ("ESS token", "effective sample size of the token weights as a fraction, mean over steps"),
     "ess_seq": ("ESS seq", "effective sample size of the sequence weights as a fraction, mean over steps"),
 }

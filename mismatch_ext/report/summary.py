@@ -24,6 +24,8 @@ ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
 COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq")
+STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl", "drift/" + ABS_DIFF_MEAN)
+"""Columns of runs whose rollouts may be of older weights."""
 RATIO_COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "k3_kl", "seq_kl", "seq_k3_kl")
 # Up to this many runs every pair is compared; beyond it each is compared with the run of the smallest gap.
 MAX_PAIRED_RUNS = 4
@@ -98,7 +100,7 @@ def summarise(runs: Mapping[str, RunData]) -> Summary:
     """Compute the table of the report from the data of one or several runs."""
     tails = {name for run in runs.values() for name in run.logged()}
     thresholds = sorted(filter(_is_tail, (n.removeprefix(PREFIX) for n in tails)), key=lambda n: float(n[2:]))
-    columns = (*COLUMNS[:6], *thresholds, *COLUMNS[6:])
+    columns = (*COLUMNS[:6], *thresholds, *COLUMNS[6:], *(c for c in STALE_COLUMNS if PREFIX + c in tails))
     rows = [_row(name, run, split, columns) for name, run in runs.items() for split in run.splits]
     present = tuple(c for c in columns if any(row.values.get(c) is not None for row in rows))
     return Summary(rows=tuple(rows), ratios=tuple(_ratios(rows)), columns=present)

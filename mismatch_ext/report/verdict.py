@@ -17,10 +17,11 @@ in a mixture-of-experts router.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mismatch_ext.precision.names import spelled
+from mismatch_ext.report.drift import Parts, parts
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Row, Summary, pooled
 from mismatch_ext.report.text import quantity
@@ -40,7 +41,7 @@ POSITION_GROWTH = 1.5
 # A ratio between two runs worth a recommendation.
 CLEAR_RATIO = 2.0
 
-SAME, SMALL, ELEVATED, LARGE, UNKNOWN = "same", "small", "elevated", "large", "unknown"
+SAME, SMALL, ELEVATED, LARGE, UNKNOWN, MIXED = "same", "small", "elevated", "large", "unknown", "mixed"
 LEVELS = (SAME, SMALL, ELEVATED, LARGE)
 LEVEL_LABELS = {
     SAME: "same policy",
@@ -48,6 +49,7 @@ LEVEL_LABELS = {
     ELEVATED: "elevated gap",
     LARGE: "large gap",
     UNKNOWN: "not measured",
+    MIXED: "numerics unknown",
 }
 _SINGULAR = {
     SAME: "computes the same policy on both sides",
@@ -55,10 +57,20 @@ _SINGULAR = {
     ELEVATED: "has a gap above what healthy runs report",
     LARGE: "has a gap as large as stale weights cause",
     UNKNOWN: "recorded no mismatch metrics",
+    MIXED: "has stale rollouts and no token of one version, so that numerics and drift cannot be told apart",
 }
 _PLURAL = {level: text.replace("has", "have", 1) for level, text in _SINGULAR.items()} | {
     SAME: "compute the same policy on both sides"
 }
+
+
+TELL_APART = (
+    "set mismatch.monitor.keep_weights, so that a share of the stale tokens is scored by the weights that sampled them, before "
+    "anything is changed because of that gap"
+)
+NO_PRECISION = (
+    "what is left is drift, which no precision closes: let importance weights correct it, or let rollouts be less stale"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +89,7 @@ class RunVerdict:
     cause: str | None
     status: str
     ended: str = "training"
+    parts: Parts | None = None
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
@@ -92,13 +105,17 @@ def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
 
 
 def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
-    """Judge one run by its worst split."""
-    rows = [row for row in summary.rows if row.run == name and row.values.get(ABS_DIFF_MEAN) is not None]
+    """Judge one run by its worst split; where rollouts may be of older weights, training by its numerics alone."""
+    known = parts(run)
+    rows = [row if known is None or row.split != "train" else _of_numerics(row, known) for row in summary.rows]
+    rows = [row for row in rows if row.run == name and row.values.get(ABS_DIFF_MEAN) is not None]
     main = next((row for row in rows if row.split == "train"), rows[0] if rows else None)
     worst = max(rows, key=_severity, default=None)
     return RunVerdict(
         run=name,
-        level=level_of(_mean(worst), worst.values.get("k3_kl") if worst else None),
+        level=MIXED
+        if known is not None and known.numerics is None
+        else level_of(_mean(worst), worst.values.get("k3_kl") if worst else None),
         mean=_mean(main),
         split=main.split if main else "train",
         worst_mean=_mean(worst),
@@ -109,7 +126,12 @@ def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
         cause=_known_cause(run, summary, name),
         status=run_status(run),
         ended=run.ends[-1].of if run.ends else "training",
+        parts=known,
     )
+
+
+def _of_numerics(row: Row, known: Parts) -> Row:
+    return replace(row, values={**row.values, ABS_DIFF_MEAN: known.numerics, "k3_kl": known.k3})
 
 
 def _mean(row: Row | None) -> float | None:
@@ -159,7 +181,9 @@ def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
 def verdict(runs: Mapping[str, RunData], summary: Summary) -> str:
     """Say in one sentence which runs agree, how large the gap is, what dominates it, and what to do."""
     judged = [judge(name, run, summary) for name, run in runs.items()]
-    measured = [v for v in judged if v.level != UNKNOWN]
+    measured = [v for v in judged if v.level in LEVELS]
+    if not measured and any(v.level == MIXED for v in judged):
+        return f"{_levels_clause(judged, judged[0])}: {TELL_APART}."
     if not measured:
         return (
             "No mismatch metrics were recorded, so nothing can be said about the two policies: check that "
@@ -176,10 +200,16 @@ def verdict(runs: Mapping[str, RunData], summary: Summary) -> str:
     return f"{'; '.join(clauses)}: {_advice(worst, best, judged)}."
 
 
+def _drifts(known: Parts) -> bool:
+    """Tell whether most of the whole gap is drift, and it is more than healthy runs have in all."""
+    total = known.total or 0.0
+    return total > HEALTHY_ABS_DIFF and total >= CLEAR_RATIO * (known.numerics or 0.0)
+
+
 def _levels_clause(judged: Sequence[RunVerdict], worst: RunVerdict) -> str:
     parts = []
     unit = "mean |Δlogp| "
-    for level in (*LEVELS, UNKNOWN):
+    for level in (*LEVELS, MIXED, UNKNOWN):
         group = [v for v in judged if v.level == level]
         if group:
             names = []
@@ -191,9 +221,13 @@ def _levels_clause(judged: Sequence[RunVerdict], worst: RunVerdict) -> str:
 
 
 def _with_numbers(v: RunVerdict, unit: str, *, detail: bool) -> str:
+    if v.parts is not None and v.parts.numerics is None and v.parts.total is not None:
+        return f"{v.run} ({unit}{quantity(v.parts.total, 2)} of both)"
     if v.mean is None:
         return v.run
     text = f"{unit}{quantity(v.mean, 2)}"
+    if v.parts is not None and v.split == "train":
+        text += f" of numerics, {quantity(v.parts.total, 2)} with the drift of stale rollouts"
     if v.split != "train":
         text += f" on {v.split}"
     if detail and v.worst_split != v.split:
@@ -217,12 +251,14 @@ def dominates(run: RunData, v: RunVerdict) -> str | None:
     split = v.split
     probability = pool_profile(run, "probability", split)
     position = pool_profile(run, "position", split)
-    if probability is not None and (text := _by_probability(probability)):
+    if v.parts is None and probability is not None and (text := _by_probability(probability)):
         return text
     if v.mean and v.k3 is not None and v.k3 > FEW_TOKENS * v.mean * v.mean:
         run_block = run.header.get("run")
         model_type = run_block.get("model_type", "") if isinstance(run_block, dict) else ""
         return "few tokens carry the gap" + (", as when experts flip" if "moe" in str(model_type) else "")
+    if v.parts is not None:
+        return None  # the profiles are of the whole gap
     if position is not None and (growth := position.growth()) is not None and growth >= POSITION_GROWTH:
         return f"the gap grows along the response ({quantity(growth, 2)} times from early to late tokens)"
     return "the gap is spread over all tokens, as rounding is" if probability is not None else None
@@ -239,6 +275,8 @@ def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerd
     for v in judged:
         if v.cause:
             return f"in {v.run} {v.cause}" if len(judged) > 1 else v.cause
+    if worst.level in (SAME, SMALL) and worst.parts is not None and _drifts(worst.parts):
+        return NO_PRECISION
     if worst.level == SAME:
         return "nothing to do"
     clear = best is not None and (worst.mean or 0) >= CLEAR_RATIO * (best.mean or 0)

@@ -412,6 +412,55 @@ def test_a_missing_renderer_names_the_extra(tmp_path: Path, monkeypatch: pytest.
                 render(run)
 
 
+def stale_run(
+    folder: Path, name: str, *, numerics: float | None, drift: float | None = 0.05, total: float = 0.06
+) -> Path:
+    """Write a bfloat16 run of stale rollouts."""
+    stream = RunStream.open(folder / name, header=header(name))
+    for step in range(1, 5):
+        logged = {
+            "tokens": 100.0,
+            "logp_abs_diff_mean": total,
+            "k3_kl": total**2,
+            "staleness_max": 2.0,
+            "staleness_mean": 1.5,
+        }
+        if numerics is not None and step > 1:
+            logged |= {"numerics/tokens": 40.0, "numerics/source": 3.0, "numerics/k3_kl": numerics**2}
+            logged |= {"numerics/logp_abs_diff_mean": numerics}
+            if drift is not None:
+                logged |= {"drift/tokens": 40.0, "drift/logp_abs_diff_mean": drift}
+        stream.step(step, {f"mismatch/{key}": value for key, value in logged.items()})
+    stream.end(4, "completed")
+    stream.close()
+    return folder
+
+
+def test_no_precision_is_advised_for_what_is_drift(tmp_path: Path) -> None:
+    drifts = say(stale_run(tmp_path / "a", "bf16", numerics=0.002))
+    assert "bf16 (mean |Δlogp| 0.002 of numerics, 0.06 with the drift of stale rollouts) has a small gap" in drifts
+    assert drifts.endswith(
+        "which no precision closes: let importance weights correct it, or let rollouts be less stale."
+    )
+    assert "float16" not in drifts
+    faulty = say(stale_run(tmp_path / "b", "bf16", numerics=0.05))
+    assert faulty.endswith("set mismatch.precision.dtype to float16.")
+    unknown = say(stale_run(tmp_path / "c", "bf16", numerics=None))
+    assert "bf16 (mean |Δlogp| 0.06 of both) has stale rollouts and no token of one version" in unknown
+    assert "set mismatch.monitor.keep_weights" in unknown and "float16" not in unknown
+
+
+def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path, page: Page) -> None:
+    from mismatch_ext.report.figures import sections
+    from mismatch_ext.report.summary import load_runs
+
+    runs = load_runs(stale_run(tmp_path, "bf16", numerics=0.002))
+    section = next(section for section in sections(runs) if section.id == "drift")
+    assert [figure.id for figure in section.figures] == ["numerics", "drift", "staleness"]
+    assert "numerics is known of 3 of 4 logs by kept weights in 3 (120 tokens)" in section.figures[0].caption
+    assert "numerics" not in page.text.lower()
+
+
 def test_quantity_and_dtype() -> None:
     values = (None, 0.0, 0.01234, 2.1e-6, 8.06, 12345.0, 1e6, -3e-4, 65536.0)
     assert [quantity(v) for v in values] == [

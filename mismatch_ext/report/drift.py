@@ -1,0 +1,141 @@
+"""Numerics and drift in the report: what is known of a run whose rollouts may be of older weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mismatch_ext.host_names import PREFIX
+from mismatch_ext.report.charts import Figure, present
+from mismatch_ext.report.lines import over_steps
+from mismatch_ext.report.summary import ABS_DIFF_MEAN, pooled
+from mismatch_ext.rundata import RunData
+from mismatch_ext.staleness import SOURCES
+
+MARK = PREFIX + "staleness_max"
+"""Metric of every log of a run whose rollouts may be of older weights."""
+NUMERICS = "numerics/"
+SOURCE_LABELS = {
+    "batch": "tokens of the batch",
+    "buffer": "rollouts in the buffer",
+    "kept": "kept weights",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run's gap is made of, pooled over its steps.
+
+    Args:
+        numerics: Mean |rollout(v) - train(v)| of tokens of one version, nats; None where no step had any.
+        k3: k3 of the same.
+        drift: Mean |train(v) - train(w)|, nats; None where it was not measured apart.
+        total: Mean |rollout(v) - train(w)| of all tokens, nats.
+        stale: The same of stale tokens.
+        staleness: Mean number of updates since the tokens were sampled.
+        unknown: Logs without a token of one version.
+        logs: Logs in all.
+        sources: Logs and tokens of each source that gave the figure.
+    """
+
+    numerics: float | None
+    k3: float | None
+    drift: float | None
+    total: float | None
+    stale: float | None
+    staleness: float | None
+    unknown: int
+    logs: int
+    sources: Mapping[str, tuple[int, int]]
+
+
+def parts(run: RunData) -> Parts | None:
+    """Return what a run's gap is made of; None where its rollouts are of the weights that score them."""
+    logs = run.logs(MARK)[0]
+    if not logs:
+        return None
+    found = {name: pooled(run, name) for name in (f"{NUMERICS}{ABS_DIFF_MEAN}", f"{NUMERICS}k3_kl", "staleness_mean")}
+    of = {name: pooled(run, name) for name in (f"drift/{ABS_DIFF_MEAN}", ABS_DIFF_MEAN, f"stale/{ABS_DIFF_MEAN}")}
+    return Parts(
+        numerics=found[f"{NUMERICS}{ABS_DIFF_MEAN}"],
+        k3=found[f"{NUMERICS}k3_kl"],
+        drift=of[f"drift/{ABS_DIFF_MEAN}"],
+        total=of[ABS_DIFF_MEAN],
+        stale=of[f"stale/{ABS_DIFF_MEAN}"],
+        staleness=found["staleness_mean"],
+        unknown=logs - run.logs(f"{PREFIX}{NUMERICS}source")[0],
+        logs=logs,
+        sources=_sources(run),
+    )
+
+
+def _sources(run: RunData) -> dict[str, tuple[int, int]]:
+    """Return of each source the logs, of those that are kept whole, whose figure it gave, and the tokens of that figure."""
+    found: dict[str, tuple[int, int]] = {}
+    for record in run.steps:
+        number, tokens = (record.metrics.get(f"{PREFIX}{NUMERICS}{name}") for name in ("source", "tokens"))
+        if record.split == "train" and number is not None and tokens is not None:
+            name = SOURCES[int(number) - 1]
+            logs, before = found.get(name, (0, 0))
+            found[name] = (logs + 1, before + int(tokens))
+    return found
+
+
+def said_of(known: Parts) -> str:
+    """Say where the numerics of a run is known from: "known of 3 of 4 logs by tokens of the batch in 1 (300 tokens), ..."."""
+    by = [
+        f"{SOURCE_LABELS[source]} in {known.sources[source][0]} ({known.sources[source][1]:,} tokens)"
+        for source in SOURCES
+        if source in known.sources
+    ]
+    text = f"numerics is known of {known.logs - known.unknown} of {known.logs} logs"
+    last = sum(logs for logs, _ in known.sources.values())
+    text += f", and of the last {last} by" if by and last < known.logs - known.unknown else " by" if by else ""
+    return f"{text} {', '.join(by)}" if by else text
+
+
+def figures(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
+    """Plot numerics, drift, and how old rollouts are; nothing of runs whose rollouts are of the weights that score them."""
+    found = {name: known for name, run in runs.items() if (known := parts(run)) is not None}
+    if not found:
+        return ()
+    sources = "; ".join(
+        said_of(known) if len(found) == 1 else f"{name}: {said_of(known)}" for name, known in found.items()
+    )
+    return present(
+        over_steps(
+            runs,
+            "numerics",
+            f"{PREFIX}{NUMERICS}{ABS_DIFF_MEAN}",
+            "Numerics: mean |Δlogp| of tokens of one version",
+            "mean |Δlogp| (nat)",
+            f"What precision, kernels and routing make; a gap in the line is unknown, not 0. Here {sources}.",
+            log=True,
+        ),
+        over_steps(
+            runs,
+            "drift",
+            f"{PREFIX}drift/{ABS_DIFF_MEAN}",
+            "Drift: mean |Δlogp| between the trainer's versions",
+            "mean |Δlogp| (nat)",
+            "What training did to the policy since the tokens were sampled; no precision closes it, a correction weighs it.",
+            log=True,
+        ),
+        over_steps(
+            runs,
+            "stale",
+            f"{PREFIX}stale/{ABS_DIFF_MEAN}",
+            "Mean |Δlogp| of stale tokens",
+            "mean |Δlogp| (nat)",
+            "Numerics and drift together.",
+            log=True,
+        ),
+        over_steps(
+            runs,
+            "staleness",
+            PREFIX + "staleness_mean",
+            "Staleness",
+            "weight updates",
+            "Mean number of weight updates between sampling a token and scoring it.",
+        ),
+    )

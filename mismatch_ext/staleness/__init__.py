@@ -1,0 +1,15 @@
+"""Rollouts of older weights: which version sampled each token, and drift told from numerics."""
+
+from mismatch_ext.staleness.gap import SOURCES, Source, StaleGap
+from mismatch_ext.staleness.versions import UNKNOWN, Segment, segments_of_span, staleness, token_versions
+
+__all__ = [
+    "SOURCES",
+    "UNKNOWN",
+    "Segment",
+    "Source",
+    "StaleGap",
+    "segments_of_span",
+    "staleness",
+    "token_versions",
+]

@@ -1,0 +1,188 @@
+"""The gap of stale rollouts, and what of it is numerics.
+
+v is the version of the weights that sampled a token, w the one that scores it:
+
+    rollout(v) - train(w)  =  rollout(v) - train(v)  +  train(v) - train(w)
+    the gap                   numerics                   drift
+
+Tokens of one version, v = w, have no drift: their gap is numerics, exactly. They are looked for in this order:
+
+    batch   tokens of the batch that were sampled by the very weights that score it; no extra pass
+    buffer  finished rollouts of that version that are not trained on yet, scored beside the batch
+    kept    tokens of older versions, scored by the weights of their version, which were kept; only here drift is measured too
+
+Where none has a token, numerics is unknown, which is not 0. Staleness tells nothing of a part's size: regressing the gap on it
+gave intercepts whose error was several times the numerics.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from mismatch_ext.errors import RecordError
+from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.staleness.versions import UNKNOWN, staleness
+
+Source = Literal["batch", "buffer", "kept"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+"""Where tokens of one version come from, best first; `numerics/source` is the place in this list, from 1."""
+ENOUGH = 256
+"""Tokens of a source that are enough for its figure, where no other number is given."""
+PARTS = ("stale", "drift", *SOURCES)
+COUNTS = ("tokens", "known", "unknown", "staleness")
+
+
+class StaleGap:
+    """Accumulates the gap of rollouts that older weights may have sampled, by what it is made of.
+
+        gap = StaleGap()
+        gap.add_batch(old, rollout, mask, versions, scoring=w)
+        if not gap.enough():
+            gap.add_buffer(fresh_old, fresh_rollout, fresh_mask)
+        metrics = gap.metrics()         # "numerics/k3_kl": ..., or no such name where it is unknown
+
+    Args:
+        sampling: Settings that the tokens were sampled with.
+        least: Tokens of a source that are enough for its figure; a source with fewer speaks only where no other has more.
+    """
+
+    def __init__(self, *, sampling: SamplingSettings | None = None, least: int = ENOUGH) -> None:
+        if least < 1:
+            raise RecordError(f"least={least} must be >= 1 token.")
+        self.sampling, self.least = sampling, least
+        self._parts = {name: MismatchAccumulator(sampling=sampling) for name in PARTS}
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._oldest = 0
+
+    def add_batch(
+        self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, versions: Tensor, *, scoring: int
+    ) -> None:
+        """Add a batch that is trained on.
+
+        Args:
+            old_logprobs: The trainer's log-probabilities at version `scoring` `[B, T]`.
+            rollout_logprobs: The engine's, each at the version that sampled it `[B, T]`.
+            mask: True, or 1, at tokens that count `[B, T]`.
+            versions: Version that sampled each token, or `UNKNOWN` `[B, T]`.
+            scoring: Version of the trainer's weights.
+
+        Raises:
+            RecordError: A token is of a version that the trainer has not reached yet, or shapes differ.
+        """
+        mask = mask.bool()
+        known = staleness(versions.masked_fill(~mask, UNKNOWN), scoring)
+        if len(known) and int(known.min()) < 0:
+            raise RecordError(
+                f"a token was sampled by weights of version {scoring - int(known.min())}, and the batch is scored by those of "
+                f"version {scoring}: the versions of engine and trainer do not count the same."
+            )
+        same = mask & (versions == scoring)
+        self._parts["batch"].update(old_logprobs, rollout_logprobs, same)
+        self._parts["stale"].update(old_logprobs, rollout_logprobs, mask & ~same)
+        self._count(mask=mask, known=known)
+
+    def _count(self, *, mask: Tensor, known: Tensor) -> None:
+        tokens = int(mask.sum())
+        self._counts["tokens"] += tokens
+        self._counts["known"] += len(known)
+        self._counts["unknown"] += tokens - len(known)
+        self._counts["staleness"] += int(known.sum())
+        self._oldest = max(self._oldest, int(known.max()) if len(known) else 0)
+
+    def add_buffer(self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
+        """Add rollouts that are not trained on yet, scored by the version that sampled them.
+
+        Args:
+            train_logprobs: The trainer's log-probabilities `[B, T]`.
+            rollout_logprobs: The engine's `[B, T]`.
+            mask: True, or 1, at tokens of that version `[B, T]`.
+        """
+        self._parts["buffer"].update(train_logprobs, rollout_logprobs, mask)
+
+    def add_kept(self, own_logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
+        """Add stale tokens that were scored by the kept weights of their own version too.
+
+        Args:
+            own_logprobs: The trainer's log-probabilities at the version that sampled each token, train(v) `[B, T]`.
+            old_logprobs: The trainer's at the version that scores the batch, train(w) `[B, T]`.
+            rollout_logprobs: The engine's `[B, T]`.
+            mask: True, or 1, at tokens that were scored so `[B, T]`.
+        """
+        self._parts["kept"].update(own_logprobs, rollout_logprobs, mask)
+        self._parts["drift"].update(old_logprobs, own_logprobs, mask)
+
+    def tokens(self, source: Source) -> int:
+        """Return how many tokens of one version a source gave."""
+        return int(self._parts[source].tokens)
+
+    def enough(self) -> bool:
+        """Whether a source has enough tokens, so that no further one need be asked."""
+        return any(self.tokens(source) >= self.least for source in SOURCES)
+
+    @property
+    def source(self) -> Source | None:
+        """The first source with enough tokens, else the one with most; None where none has a token: numerics is unknown."""
+        for source in SOURCES:
+            if self.tokens(source) >= self.least:
+                return source
+        most = max(SOURCES, key=self.tokens)
+        return most if self.tokens(most) else None
+
+    def numerics(self) -> MismatchSummary | None:
+        """Return the measures of tokens of one version; None where they are unknown."""
+        return None if self.source is None else self._parts[self.source].compute()
+
+    def merge(self, other: StaleGap) -> None:
+        """Add what another accumulator measured, as if its batches had come here."""
+        for name, part in other._parts.items():
+            self._parts[name].merge(part)
+        for name, count in other._counts.items():
+            self._counts[name] += count
+        self._oldest = max(self._oldest, other._oldest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums as plain JSON-able data."""
+        return {
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "counts": dict(self._counts),
+            "oldest": self._oldest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            RecordError: It has other parts, or parts of another version.
+        """
+        if set(state.get("parts", ())) != set(PARTS) or set(state.get("counts", ())) != set(COUNTS):
+            raise RecordError(
+                f"state of a stale gap with parts {sorted(state.get('parts', ()))!r}; expected {sorted(PARTS)}."
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        self._counts, self._oldest = dict(state["counts"]), int(state["oldest"])
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged, by name without prefix; what is unknown has no name."""
+        found: dict[str, float] = {}
+        if self._counts["known"]:
+            found["staleness_mean"] = self._counts["staleness"] / self._counts["known"]
+        found["staleness_max"] = float(self._oldest)
+        if self._counts["tokens"]:
+            found["same_version_frac"] = self.tokens("batch") / self._counts["tokens"]
+            found["unknown_version_frac"] = self._counts["unknown"] / self._counts["tokens"]
+        for name in ("stale", "drift"):
+            if not self._parts[name].is_empty:
+                found |= {f"{name}/{key}": value for key, value in self._parts[name].compute().scalars.items()}
+        for source in SOURCES:
+            found[f"numerics/{source}/tokens"] = float(self.tokens(source))
+            if self.tokens(source):
+                scalars = self._parts[source].compute().scalars
+                found |= {f"numerics/{source}/{name}": scalars[name] for name in ("logp_abs_diff_mean", "k3_kl")}
+        if (summary := self.numerics()) is not None and self.source is not None:
+            found |= {f"numerics/{name}": value for name, value in summary.scalars.items()}
+            found["numerics/source"] = float(1 + SOURCES.index(self.source))
+        return found

@@ -1,0 +1,211 @@
+"""Synthetic streams whose numerics and drift are known: each fault is in its own figure, and what is unknown has none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext.config import LrConfig, MonitorConfig
+from mismatch_ext.errors import RecordError
+from mismatch_ext.lr import RateControl, numerics_statistics
+from mismatch_ext.metrics import bootstrap_ratio, mismatch_metrics
+from mismatch_ext.monitor import Monitor
+from mismatch_ext.recorder import RunRecorder
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.staleness import UNKNOWN, Segment, StaleGap, segments_of_span, staleness, token_versions
+
+ROWS, LENGTH = 64, 24
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A batch of rollouts, and what nobody knows of a real one: train(v) of every token."""
+
+    rollout: Tensor
+    own: Tensor
+    old: Tensor
+    mask: Tensor
+    versions: Tensor
+    scoring: int
+
+    def gap(self, *, kept: float = 0.0, least: int = 1) -> StaleGap:
+        gap = StaleGap(least=least)
+        gap.add_batch(self.old, self.rollout, self.mask, self.versions, scoring=self.scoring)
+        if kept:
+            rows = torch.arange(len(self.mask))[:, None] < kept * len(self.mask)
+            gap.add_kept(self.own, self.old, self.rollout, self.mask & rows & (self.versions != self.scoring))
+        return gap
+
+
+def stream(*, numerics: float, drift: float, seed: int = 0, fresh: bool = True) -> Stream:
+    """Return rollouts of versions 0 to 3 in segments, scored by version 3, with normal numerics and drift of given spreads."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = lambda: torch.randn(ROWS, LENGTH, generator=draw, dtype=torch.float64)  # noqa: E731
+    own = -normal().abs() - 0.1
+    cuts = torch.randint(1, LENGTH, (ROWS,), generator=draw)
+    first = torch.randint(0, 3, (ROWS,), generator=draw)
+    versions = torch.where(torch.arange(LENGTH) < cuts[:, None], first[:, None], first[:, None] + 1)
+    if not fresh:
+        versions = versions.clamp(max=2)
+    rollout = own + numerics * normal()
+    old = own + drift * (3 - versions) * normal()
+    lengths = torch.randint(2, LENGTH + 1, (ROWS,), generator=draw)
+    mask = torch.arange(LENGTH) < lengths[:, None]
+    return Stream(rollout, own, old, mask, versions, 3)
+
+
+def interval(values: Tensor, mask: Tensor) -> tuple[float, float]:
+    """Return the bootstrap interval, over sequences, of the mean size of masked values."""
+    sums = (values.abs() * mask).sum(1).numpy(), mask.sum(1).double().numpy()
+    found = bootstrap_ratio(*sums, level=0.999)
+    return found.low, found.high
+
+
+def test_each_source_gives_the_truth() -> None:
+    given = stream(numerics=2e-3, drift=5e-2)
+    found = given.gap(kept=0.5).metrics()
+    truth = float((given.rollout - given.own)[given.mask].abs().mean())
+    same = given.mask & (given.versions == 3)
+    scored = given.mask & ~same & (torch.arange(ROWS)[:, None] < ROWS / 2)
+    for source, mask in (("batch", same), ("kept", scored)):
+        low, high = interval(given.rollout - given.own, mask)
+        assert low < truth < high and low < found[f"numerics/{source}/logp_abs_diff_mean"] < high
+    assert found["numerics/batch/tokens"] == int(same.sum()) > 50
+    assert found["numerics/logp_abs_diff_mean"] == pytest.approx(
+        float((given.rollout - given.own)[same].abs().mean()), rel=1e-12
+    )
+    stale = given.mask & ~same
+    low, high = interval(given.own - given.old, stale)
+    assert low < found["drift/logp_abs_diff_mean"] < high
+    assert found["stale/logp_abs_diff_mean"] == pytest.approx(
+        mismatch_metrics(given.old, given.rollout, stale)["logp_abs_diff_mean"], rel=1e-12
+    )
+    known = (3 - given.versions)[given.mask].double()
+    assert found["staleness_mean"] == pytest.approx(float(known.mean())) and found["staleness_max"] == 3
+
+
+def test_a_fault_of_numerics_raises_numerics_alone() -> None:
+    good, bad = (stream(numerics=size, drift=5e-2).gap(kept=1.0).metrics() for size in (2e-3, 2e-2))
+    assert bad["numerics/logp_abs_diff_mean"] > 8 * good["numerics/logp_abs_diff_mean"]
+    assert bad["numerics/kept/logp_abs_diff_mean"] > 8 * good["numerics/kept/logp_abs_diff_mean"]
+    assert bad["drift/logp_abs_diff_mean"] == good["drift/logp_abs_diff_mean"]
+
+
+def test_drift_raises_drift_alone() -> None:
+    good, bad = (stream(numerics=2e-3, drift=size).gap(kept=1.0).metrics() for size in (5e-3, 5e-2))
+    assert bad["drift/logp_abs_diff_mean"] > 8 * good["drift/logp_abs_diff_mean"]
+    assert bad["stale/logp_abs_diff_mean"] > 5 * good["stale/logp_abs_diff_mean"]
+    for name in ("numerics/logp_abs_diff_mean", "numerics/k3_kl", "numerics/kept/k3_kl"):
+        assert bad[name] == pytest.approx(good[name], rel=1e-6), name
+
+
+def test_what_is_unknown_has_no_figure() -> None:
+    gap = stream(numerics=2e-3, drift=5e-2, fresh=False).gap()
+    found = gap.metrics()
+    assert gap.source is None and gap.numerics() is None
+    named = {name for name in found if name.startswith(("numerics/", "drift/"))}
+    assert named == {f"numerics/{source}/tokens" for source in ("batch", "buffer", "kept")}
+    assert all(found[name] == 0 for name in named) and found["same_version_frac"] == 0
+    assert found["stale/logp_abs_diff_mean"] > 0
+
+
+def test_the_first_source_with_enough_tokens_speaks() -> None:
+    given = stream(numerics=2e-3, drift=5e-2)
+    few = given.gap(least=10_000, kept=1.0)
+    assert few.source == "kept" and not few.enough()  # none has enough: the one with most
+    assert given.gap(least=1, kept=1.0).source == "batch"
+    gap = stream(numerics=2e-3, drift=5e-2, fresh=False).gap(kept=1.0)
+    gap.add_buffer(given.own, given.rollout, given.mask)
+    assert gap.source == "buffer" and gap.enough() and gap.metrics()["numerics/source"] == 2
+
+
+def test_parts_merge_as_if_they_were_one(tmp_path: Path) -> None:
+    given = stream(numerics=2e-3, drift=5e-2)
+    whole, merged = given.gap(kept=1.0), StaleGap(least=1)
+    for rows in (slice(0, 20), slice(20, ROWS)):
+        part = replace(given, **{k: getattr(given, k)[rows] for k in ("rollout", "own", "old", "mask", "versions")})
+        other = StaleGap(least=1)
+        other.load_state_dict(json.loads(json.dumps(part.gap(kept=1.0).state_dict())))
+        merged.merge(other)
+    one, two = whole.metrics(), merged.metrics()
+    assert one.keys() == two.keys()
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-12)
+
+
+def test_segments_become_versions_of_tokens() -> None:
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+    parts = [
+        [Segment(4, 0), Segment(5, 4)],  # a tool answers between two turns
+        segments_of_span(3, 3),
+        segments_of_span(3, 4),  # where they change, nobody says
+        [Segment(1, 0), Segment(2, 4), Segment(3, 2)],  # a template took tokens back
+    ]
+    found = token_versions(parts, mask)
+    u = UNKNOWN
+    assert found.tolist() == [[4, 4, 4, u, 5, 5], [3, 3, 3, 3, u, u], [u, u, u, u, u, u], [1, 1, 3, 3, 3, 3]]
+    assert sorted(staleness(found, 5).tolist()) == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 4, 4]
+    with pytest.raises(RecordError, match="3 lists of segments do not fit a mask of shape"):
+        token_versions(parts[:3], mask)
+
+
+def test_versions_that_are_ahead_are_refused() -> None:
+    given = stream(numerics=0.0, drift=0.0)
+    with pytest.raises(
+        RecordError, match="sampled by weights of version 3, and the batch is scored by those of version 2"
+    ):
+        replace(given, scoring=2).gap()
+
+
+def recorder(folder: Path) -> RunRecorder:
+    return RunRecorder(
+        folder, monitor=MonitorConfig(), sampling=SamplingSettings(), header=lambda: {}, rank=0, world_size=1
+    )
+
+
+def test_the_recorder_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
+    given = stream(numerics=2e-3, drift=5e-2)
+    plain, followed = recorder(tmp_path / "a"), recorder(tmp_path / "b")
+    followed.follow_versions(least=1)
+    for one in (plain, followed):
+        one.observe("train", given.old, given.rollout, given.mask)
+    assert plain.stale is None and followed.stale is not None
+    followed.stale.merge(given.gap())
+    total, both = plain.flush("train", 1), followed.flush("train", 1)
+    assert {name: both[name] for name in total} == total
+    assert not any("numerics" in name or "stale" in name for name in total)
+    assert both["mismatch/numerics/k3_kl"] < both["mismatch/k3_kl"] / 100
+    assert "mismatch/numerics/k3_kl" not in followed.flush("train", 2)  # each log has its own
+
+
+def test_alarms_of_numerics_are_not_raised_by_drift() -> None:
+    drifted = {"mismatch/k3_kl": 0.5, "mismatch/staleness_max": 2.0}
+    monitor = Monitor(MonitorConfig())
+    logs = [{**drifted, "mismatch/numerics/k3_kl": 1e-6}, drifted, drifted, drifted, drifted]
+    assert [alarm for step, log in enumerate(logs) for alarm in monitor.observe(step, log)] == []
+    faulty = {**drifted, "mismatch/numerics/k3_kl": 0.01}
+    raised = [alarm for step in range(3) for alarm in monitor.observe(step, faulty)]
+    assert [alarm.metric for alarm in raised] == ["mismatch/numerics/k3_kl"]
+    assert "give both sides one precision" in raised[0].message
+    # Without stale rollouts the whole gap is numerics.
+    plain = Monitor(MonitorConfig())
+    raised = [alarm for step in range(3) for alarm in plain.observe(step, {"mismatch/k3_kl": 0.5})]
+    assert [alarm.metric for alarm in raised] == ["mismatch/k3_kl"]
+
+
+def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:
+    known = stream(numerics=2e-3, drift=5e-2).gap()
+    found, summary = numerics_statistics(known), known.numerics()
+    assert summary is not None and found["mismatch_kl"] == summary.scalars["k3_kl"] < 1e-4
+    config = LrConfig(rule="reactive", trigger="mismatch_kl")
+    rate = RateControl(config, required="never")
+    weight = torch.zeros(1, requires_grad=True)
+    rate.attach(torch.optim.SGD([weight], lr=1.0))
+    rate.collect(**numerics_statistics(stream(numerics=0.0, drift=5e-2, fresh=False).gap()))
+    rate.before_step()  # an unknown figure is no measurement, and no error
+    assert rate.multiplier == 1
