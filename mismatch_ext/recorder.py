@@ -209,34 +209,6 @@ class RunRecorder:
             self._accumulators[split, native] = self._new()
         self._accumulators[split, native].update(old_logprobs, rollout_logprobs, response_mask)
 
-    def follow_versions(self, least: int) -> None:
-        """Tell drift from numerics in what is observed of training from here on; every rank must call it, or none.
-
-        Args:
-            least: Tokens of one version that are enough for a figure.
-        """
-        self._stale = StaleGap(sampling=self.sampling, least=least)
-
-    @property
-    def stale(self) -> StaleGap | None:
-        """What is measured of rollouts of older weights since the last flush; None where no versions are followed."""
-        return self._stale
-
-    def _take_stale(self) -> dict[str, float]:
-        """Return what was measured of older weights since the last flush, over all ranks."""
-        if self._stale is None:
-            return {}
-        mine, self._stale = self._stale, StaleGap(sampling=self.sampling, least=self._stale.least)
-        if self._world_size > 1:
-            assert self._gather is not None
-            merged = StaleGap(sampling=self.sampling, least=mine.least)
-            for state in self._gather([mine.state_dict()]):
-                part = StaleGap(sampling=self.sampling, least=mine.least)
-                part.load_state_dict(state)
-                merged.merge(part)
-            mine = merged
-        return {PREFIX + name: value for name, value in mine.metrics().items()}
-
     def flush(self, split: str, step: int) -> dict[str, float]:
         """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
 
@@ -269,6 +241,34 @@ class RunRecorder:
             states = self._gather([None if accumulator is None else accumulator.state_dict()])
             accumulator = self._merged([state for state in states if state is not None])
         return None if accumulator is None or accumulator.is_empty else accumulator.compute()
+
+    def follow_versions(self, least: int) -> None:
+        """Tell drift from numerics in what is observed of training from here on; every rank must call it, or none.
+
+        Args:
+            least: Tokens of one version that are enough for a figure.
+        """
+        self._stale = StaleGap(sampling=self.sampling, least=least)
+
+    @property
+    def stale(self) -> StaleGap | None:
+        """What is measured of rollouts of older weights since the last flush; None where no versions are followed."""
+        return self._stale
+
+    def _take_stale(self) -> dict[str, float]:
+        """Return what was measured of older weights since the last flush, over all ranks."""
+        if self._stale is None:
+            return {}
+        mine, self._stale = self._stale, StaleGap(sampling=self.sampling, least=self._stale.least)
+        if self._world_size > 1:
+            assert self._gather is not None
+            merged = StaleGap(sampling=self.sampling, least=mine.least)
+            for state in self._gather([mine.state_dict()]):
+                part = StaleGap(sampling=self.sampling, least=mine.least)
+                part.load_state_dict(state)
+                merged.merge(part)
+            mine = merged
+        return {PREFIX + name: value for name, value in mine.metrics().items()}
 
     def part(self) -> dict[str, int]:
         """Return how `GapGroups` of other processes draw their tokens for a scatter plot, whose states `merge` will take.
