@@ -16,6 +16,7 @@ from benchmarks import (
     bench_report,
     bench_routing,
     bench_trl_step,
+    bench_verl_scale,
 )
 
 MODULES = (
@@ -26,6 +27,7 @@ MODULES = (
     bench_routing,
     bench_replay,
     bench_report,
+    bench_verl_scale,
     bench_trl_step,
 )
 

@@ -31,7 +31,9 @@ SLICES = (
     Slice(title="the demo: bf16, FP16 and float32, dense and with experts", files=("demo",), jobs=1),
     Slice(title="routing replay on the same tokens", files=("replay_gap",), jobs=1),
     Slice(title="the demo with experts, trained; the examples' own figures", files=("demo_moe", "examples")),
-    Slice(title="costs, as ratios of processor time; KL placement", files=("bench", "kl_placement"), jobs=1),
+    Slice(
+        title="costs, as ratios of processor time; KL placement", files=("bench", "verl_scale", "kl_placement"), jobs=1
+    ),
     Slice(title="README's blocks and installation; learning rate against gap, quick", files=("readme", "lr_gap")),
     Slice(title="verl's main_ppo with vLLM: float32, float16 and replay", files=("main_ppo",), jobs=1),
     Slice(

@@ -15,7 +15,7 @@ from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
-from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, fields_of, measured
+from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, device_of_rank, fields_of, measured
 from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.verl.worker.spread import Group, kl_of, looked_at
 from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
@@ -141,7 +141,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         # Of the ranks that hold one part, such as those that share its sequences, one has what came out.
         if asked is not None and output is not None:
             part = self._actor.engine.get_data_parallel_rank()
-            self._measured = measured(fields, part=part, log_probs=output["log_probs"], **asked)
+            given = {"log_probs": output["log_probs"], "device": device_of_rank(), **asked}
+            self._measured = measured(fields, part=part, **given)
         return output
 
     @on_all_ranks

@@ -21,6 +21,7 @@ from mismatch_ext.metrics import GapGroups
 
 ASKED = "mismatch_measure"
 """Entry of a batch that asks for its measurement in the pass that scores it: `group`, and `RunRecorder.part`."""
+CPU = torch.device("cpu")
 ROLLOUT, MASK = "rollout_log_probs", "response_mask"
 
 
@@ -62,6 +63,11 @@ class PartMeasured:
     error: MismatchError | None = None
 
 
+def device_of_rank() -> torch.device:
+    """Return where a rank measures: on its accelerator where that has float64."""
+    return torch.device(get_device_id()) if get_device_name() == "cuda" else CPU
+
+
 def fields_of(data: Any) -> dict[str, Any]:
     """Return what is looked at of a batch, before a pass that may take it out."""
     return {name: data.get(name, None) for name in (ROLLOUT, MASK)}
@@ -73,6 +79,7 @@ def measured(
     part: int,
     log_probs: Any = None,
     group: str = "train",
+    device: torch.device = CPU,
     scatter_samples: int = 0,
     seed: int = 0,
 ) -> PartMeasured:
@@ -83,23 +90,25 @@ def measured(
         part: Its place among the parts.
         log_probs: The trainer's log-probabilities of all of its tokens, prompts included, a nested tensor; None without a pass.
         group: What the gap counts for.
+        device: Where it is measured; it must have float64.
         scatter_samples, seed: As for `GapGroups`; the part's place is added to the seed.
     """
     try:
-        return _measured(fields, part, log_probs, group, GapGroups(scatter_samples=scatter_samples, seed=seed + part))
+        groups = GapGroups(scatter_samples=scatter_samples, seed=seed + part)
+        return _measured(fields, part, log_probs, group, groups, device)
     except MismatchError as error:
         return PartMeasured(part=part, tokens=[], lengths=[], groups={}, error=error)
 
 
-def _measured(fields: Mapping[str, Any], part: int, log_probs: Any, group: str, groups: GapGroups) -> PartMeasured:
+def _measured(
+    fields: Mapping[str, Any], part: int, log_probs: Any, group: str, groups: GapGroups, device: torch.device
+) -> PartMeasured:
     given, mask = fields[ROLLOUT], fields[MASK]
     if given is None or mask is None:
         raise RecordError(
             f"part {part} of the batch has no {ROLLOUT if given is None else MASK}: the gap is that to the rollout engine's "
             "log-probabilities; set actor_rollout_ref.rollout.calculate_log_probs=True."
         )
-    # float64 is not everywhere on accelerators; on the CPU it is.
-    device = torch.device(get_device_id()) if get_device_name() == "cuda" else torch.device("cpu")
     lengths = mask.offsets().diff()
     rows = lengths.tolist()
     _require_rows(ROLLOUT, given, rows, part)
