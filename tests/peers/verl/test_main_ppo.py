@@ -24,6 +24,7 @@ from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.cpu.at_start import LEFT
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import (
+    ANSWERS,
     DEVICE,
     GRPO,
     PROMPTS,
@@ -57,6 +58,13 @@ EVERYTHING = (
     "+mismatch.monitor.alarms={response_length/mean:{above:1e-9,patience:2}}",
 )
 
+TURNS, TURN_TOKENS = 3, 8  # as `cpu/agent_loop.py` has them, which imports verl
+# Three turns of the policy, and two answers of a tool between them, in 40 tokens.
+TOOLS = (
+    "actor_rollout_ref.rollout.agent.default_agent_loop=seeded_tools",
+    "data.max_response_length=40",
+)
+
 # verl's default, and that of most of its recipes.
 FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp")
 
@@ -74,12 +82,12 @@ EVERYTHING_DENSE = (
 
 @pytest.fixture(scope="module")
 def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, Path]:
-    """Return three steps with every section, on experts with FSDP1, and their folder.
+    """Return three steps with every section, on experts with FSDP1 and with tools, and their folder.
 
     The rollout ignores the weights after the third, which is to be told and not to end the run; in the fourth, routes are lost.
     """
     work = tmp_path_factory.mktemp("experts")
-    overrides = [*EVERYTHING, *FSDP1, "+mismatch.monitor.weight_sync=warn", *lasting(4)]
+    overrides = [*EVERYTHING, *FSDP1, *TOOLS, "+mismatch.monitor.weight_sync=warn", *lasting(4)]
     env = {FAULT: "lost_routes@4,stale_weights@3", LEFT: str(work / "left.jsonl")}
     return run_verl(work, overrides, model=moe, plugin=True, env=env), work
 
@@ -154,6 +162,26 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")
 
 
+def test_tools_between_the_policys_turns_are_replayed_and_not_counted(experts: tuple[VerlRun, Path]) -> None:
+    run, work = experts
+    steps = run.expect_failure(3)
+    answers = PROMPTS * ANSWERS
+    for step in steps:
+        # Prompt, three turns of the policy and two of the tool.
+        assert step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS
+        assert answers * TURNS <= step["mismatch/tokens"] <= answers * TURNS * TURN_TOKENS
+        # The tool writes problems such as 12+345=, of seven tokens each.
+        assert step["response_length/mean"] * answers == step["mismatch/tokens"] + answers * (TURNS - 1) * 7
+        # All tokens before the last are compared, prompt and tools included.
+        assert step["mismatch/routing/compared_tokens"] > step["mismatch/tokens"]
+        assert step["mismatch/logp_abs_diff_max"] < 1e-4 and step["mismatch/logp_abs_diff_mean"] < 1e-5
+    for profile in read_run(work / "checkpoints/mismatch").profiles:
+        position = profile.profiles["position"]
+        filled = [edge for edge, count in zip(position["edges"], position["count"], strict=False) if count]
+        # The policy's own tokens are counted through: the last bin begins at 16, as without tools.
+        assert max(filled) < TURNS * TURN_TOKENS and sum(position["count"]) == steps[0]["mismatch/tokens"]
+
+
 def test_every_update_is_compared_by_probes_and_tensors_and_a_stale_one_is_told(
     experts: tuple[VerlRun, Path],
 ) -> None:
@@ -180,8 +208,10 @@ def test_the_driver_holds_nothing_of_a_batchs_tokens(experts: tuple[VerlRun, Pat
     looks = [json.loads(line) for line in (work / "left.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [look["when"] for look in looks] == ["before", "after"] * 3
     # Before the update it holds a number for each response, which may lead the rate.
-    kept = [f"MismatchTrainer._measured.{name}" for name in ("lengths", "truncated")]
-    assert all(look["found"] == (kept if look["when"] == "before" else []) for look in looks), looks
+    kept = ["_measured.lengths", "_measured.truncated"]
+    for look in looks:
+        found = [path.partition(".")[2] for path in look["found"]]
+        assert found == (kept if look["when"] == "before" else []), looks
 
 
 def test_the_report_draws_verls_own_metrics_and_misses_nothing_before_the_failure(

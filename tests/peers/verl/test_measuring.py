@@ -50,3 +50,17 @@ def test_values_that_are_no_logprobs_are_named_by_their_rollout(run: Run) -> Non
     assert "the workers measured 4 of the 7 responses of step 4" in found["a rank is missing"]
     assert "response 1 of part 1 of the batch has 9 rollout_log_probs and 30 places" in found["short"]
     assert "calculate_log_probs=True" in found["absent"]
+
+
+def test_prompts_are_handed_out_whole_and_once(run: Run) -> None:
+    found = run(scenarios.spreading).expect()
+    keys, groups = found["keys"], found["groups"]
+    assert sorted(key for group in groups for key in group) == sorted(keys)
+    # Four answers to the first prompt, of which one came late; a session of several outputs is in no group.
+    assert len(groups[0]) == 4 and ["turns_0_0"] in groups and ["turns_0_1"] in groups and ["turns_1_0"] in groups
+    for ranks, shares in found["ranks"].items():
+        assert len(shares) == int(ranks)
+        assert sorted(group for share in shares for group in share) == sorted(groups)
+    assert [group for block in found["blocks"] for group in block] == groups
+    sizes = [(len(block), sum(map(len, block))) for block in found["blocks"]]
+    assert all(rows <= 64 or count == 1 for count, rows in sizes) and max(rows for _, rows in sizes) == 80

@@ -58,7 +58,10 @@ def no_routed_experts() -> None:
 
 def _spoil_one_answer(step: int, spoil: Callable[[Any], None]) -> None:
     def change(module: Any) -> None:
-        loop = module.SeededSingleTurn
+        for loop in (module.SeededSingleTurn, module.SeededTools):
+            spoil_one_of(loop)
+
+    def spoil_one_of(loop: Any) -> None:
         original = loop.run
         spoiled = []
 

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.verl.driver.kl import groups
 from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin
 from mismatch_ext.adapters.verl.worker.measuring import PartMeasured, fields_of, measured
+from mismatch_ext.adapters.verl.worker.spread import _blocks, shares
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -99,16 +101,16 @@ def parts() -> dict[str, Any]:
         for sizes in ((7,), (4, 3), (2, 2, 2, 1)):
             measured_parts = parts_of(data, logprobs, sizes, **host._log.recorder.part())
             for order in itertools.permutations(measured_parts):
-                groups, known = host._added_up(batch(), order)
+                gaps, known = host._added_up(batch(), order)
                 merged = MismatchAccumulator(scatter_samples=6)
-                merged.load_state_dict(groups.state_dict()["train"])
-                stated = host._known(batch(), known, groups.scalars("train"))
+                merged.load_state_dict(gaps.state_dict()["train"])
+                stated = host._known(batch(), known, gaps.scalars("train"))
                 scatter = merged.compute().scatter
                 assert scatter is not None
                 found["parts"].append(
                     {
                         **figures(merged), "lengths": stated.lengths.tolist(), "truncated": stated.truncated.tolist(),
-                        "drawn": len(scatter["old_logprobs"]), "bytes": len(str(groups.state_dict())),
+                        "drawn": len(scatter["old_logprobs"]), "bytes": len(str(gaps.state_dict())),
                     }
                 )  # fmt: skip
     found["tokens"] = [int(row.sum()) for number, row in enumerate(mask) if number != FILLED_UP]
@@ -143,3 +145,16 @@ def unfit() -> dict[str, Any]:
             host._added_up, batch(), [measured({"rollout_log_probs": None, "response_mask": None}, part=0)]
         )
     return found
+
+
+def spreading() -> dict[str, Any]:
+    """Hand out the prompts of a batch to ranks, some of more answers than are fetched at a time and one of several outputs."""
+    answers = [3, 80, 1, 40, 30, 2, 64]
+    keys = [f"prompt{prompt}_{answer}_0" for prompt, count in enumerate(answers) for answer in range(count)]
+    keys += ["turns_0_0", "turns_0_1", "turns_1_0", "prompt0_3_0"]
+    found = groups(keys)
+    return {
+        "keys": keys, "groups": found,
+        "ranks": {ranks: shares(found, ranks) for ranks in (1, 3, 16)},
+        "blocks": list(_blocks(found)),
+    }  # fmt: skip

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# GRPO of a mixture of experts with routing replay and correction, under verl's separate_async trainer:
+# one node of GPUs samples while another one trains, four updates to a weight update.
+# Arguments override what is below:  MODEL=... TRAIN=... VAL=... ./run_separate_async.sh trainer.total_training_steps=100
+set -euo pipefail
+# One that cannot be loaded is an error then, and not a line in a debug log.
+export VERL_USE_EXTERNAL_MODULES="${VERL_USE_EXTERNAL_MODULES:+$VERL_USE_EXTERNAL_MODULES,}mismatch_ext.adapters.verl"
+exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
+    trainer.v1.trainer_mode=separate_async \
+    trainer.v1.separate_async.num_warmup_batches=1 \
+    trainer.v1.separate_async.parameter_sync_step=4 \
+    actor_rollout_ref.hybrid_engine=False \
+    actor_rollout_ref.rollout.nnodes=1 \
+    actor_rollout_ref.rollout.n_gpus_per_node=8 \
+    actor_rollout_ref.rollout.checkpoint_engine.backend=nccl \
+    algorithm.adv_estimator=grpo \
+    data.train_files="${TRAIN:-$HOME/data/gsm8k/train.parquet}" \
+    data.val_files="${VAL:-$HOME/data/gsm8k/test.parquet}" \
+    data.train_batch_size=256 \
+    data.max_prompt_length=1024 \
+    data.max_response_length=8192 \
+    actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen3-30B-A3B}" \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.strategy=fsdp2 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+    actor_rollout_ref.actor.fsdp_config.param_offload=True \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    actor_rollout_ref.ref.strategy=fsdp2 \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    'trainer.logger=[console,file]' \
+    trainer.project_name=mismatch \
+    trainer.experiment_name=separate_async \
+    '+mismatch.routing={mode:R3,native_gap_rate:0.1}' \
+    +mismatch.correction.preset=decoupled_geo_rs_token_tis \
+    +mismatch.lr.trigger=response_length \
+    "$@"
