@@ -61,6 +61,21 @@ SEAMS = (
         where=("verl",),
     ),
     Seam(
+        name="verl/parts",
+        peer="verl",
+        features=("monitor",),
+        what="measuring each rank's part of a batch where it lies, and sending a pass the fields that it needs",
+        claims=(
+            Takes("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
+            Takes("verl.workers.utils.padding:response_from_nested", "tensor", "response_mask", first=True),
+            Takes("verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta", "meta", first=True),
+            Takes("transfer_queue:kv_batch_get", "keys", "partition_id", "select_fields"),
+            Takes("transfer_queue:kv_batch_put", "keys", "partition_id", "fields"),
+        ),
+        upstream=_SOURCE + "utils/transferqueue_utils.py",
+        where=("verl",),
+    ),
+    Seam(
         name="verl/kl_in_rewards",
         peer="verl",
         features=("kl",),
