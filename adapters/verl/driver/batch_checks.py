@@ -9,6 +9,9 @@ from mismatch_ext.adapters.verl.worker.replay import FIELD
 
 from mismatch_ext.errors import RoutingError
 
+ONE_TURN = 2
+"""What verl counts of a prompt and one answer."""
+
 
 def sampled_rows(batch: Any) -> list[int]:
     """Return the rows of a batch that verl has not filled it up with."""
@@ -22,6 +25,36 @@ def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
     """
     rows = ((batch.keys[row], batch.tags[row]) for row in sampled_rows(batch))
     return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
+
+
+def check_turns(batch: Any, step: int) -> None:
+    """Refuse routes of several turns between which the weights have changed; which agent loop answers, the data may say.
+
+    Args:
+        batch: verl's keys of the batch.
+        step: Step that trains on it.
+
+    Raises:
+        RoutingError: There are some.
+    """
+    rows = [row for row in sampled_rows(batch) if _first(batch, row) != batch.tags[row].get("max_global_steps")]
+    if not rows:
+        return
+    keys = [batch.keys[row] for row in rows]
+    turns = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["num_turns"]).pop("num_turns")
+    for row, count in zip(rows, turns.tolist(), strict=True):
+        if int(count) > ONE_TURN:
+            raise RoutingError(
+                f"rollout {batch.keys[row]} of step {step} has {int(count)} turns, of weights {_first(batch, row)} to "
+                f"{batch.tags[row].get('max_global_steps')}: verl's tool loop keeps the routes of the last turn alone, so that "
+                "earlier tokens would be replayed by the routes of newer weights. With R3 and tools set "
+                "trainer.v1.trainer_mode='sync', or take out mismatch.routing."
+            )
+
+
+def _first(batch: Any, row: int) -> int | None:
+    found: int | None = batch.tags[row].get("min_global_steps")
+    return found
 
 
 def check_routes(batch: Any, step: int) -> None:

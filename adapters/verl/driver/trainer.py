@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import ray
 from mismatch_ext.adapters.verl.block import active_block, early_findings
-from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, sampled_rows, versions
+from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, check_turns, sampled_rows, versions
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
@@ -193,6 +193,8 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
+                if self.trainer_mode != SYNC:
+                    check_turns(batch, self.global_steps)
         with self._measuring(batch, "train"):
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mismatch_ext.adapters.verl.settings.modes import MODES, unsupported
+from mismatch_ext.adapters.verl.settings.modes import MODES, run_mode, unsupported
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
@@ -79,6 +79,8 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused("actor_rollout_ref.ref.strategy", given, repr(wanted), why)
     if config.actor_rollout_ref.rollout.name == "sglang":
         _check_sglang(config, block)
+    if run_mode(config).asynchronous and block.routing is not None and block.routing.mode == "R3":
+        _check_turns(config)
     setting = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
     if (given := OmegaConf.select(config, setting)) not in (None, EXTENSION):
         why = "the rollout server proves by that class that it is as asked"
@@ -91,6 +93,23 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused(
             "mismatch.monitor.weight_sync_probe_length", length, f"less than rollout.max_model_len ({limit})", why
         )
+
+
+def _check_turns(config: DictConfig) -> None:
+    """Refuse R3 with verl's tool loop where weights may change between two turns."""
+    for setting, value in (
+        ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent"),
+        ("actor_rollout_ref.rollout.multi_turn.enable", True),
+    ):
+        if OmegaConf.select(config, setting) == value:
+            mode = run_mode(config).name
+            why = (
+                f"with mismatch.routing.mode='R3' and trainer_mode={mode!r}: verl's tool loop keeps the routes of its last turn "
+                "alone, and weights change between turns, so that earlier tokens would be replayed by the routes of newer weights"
+            )
+            raise refused(
+                setting, value, "a loop of one turn", why, "Set trainer_mode='sync', or take out mismatch.routing"
+            )
 
 
 def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:

@@ -18,6 +18,15 @@ IN_FLIGHT = (
 COLOCATE = ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=2", *IN_FLIGHT)
 """One device, whose rollout server is aborted before an update and resumes afterwards."""
 
+IN_TURN = (
+    "trainer.v1.sampler.custom_sampler.name=OrderedPromptReplayBuffer",
+    "trainer.v1.colocate_async.num_warmup_batches=0",
+    "trainer.v1.separate_async.num_warmup_batches=0",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+)
+"""Either mode with nothing in flight when a batch is taken, whose batches are those of every run."""
+
 UPDATES = 2
 """Local updates between two weight updates."""
 

@@ -231,6 +231,20 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
             "actor_rollout_ref.hybrid_engine=False",
         ),
         (
+            (
+                *("trainer.v1.trainer_mode=colocate_async", "+mismatch.routing={mode:R3}"),
+                "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+            ),
+            "default_agent_loop='tool_agent' with a mismatch block: with mismatch.routing.mode='R3' and trainer_mode=",
+        ),
+        (
+            (
+                *("trainer.v1.trainer_mode=colocate_async", "+mismatch.routing={mode:R3}"),
+                "actor_rollout_ref.rollout.multi_turn.enable=True",
+            ),
+            "multi_turn.enable=True",
+        ),
+        (
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.name=sglang"),
             "actor_rollout_ref.rollout.name='sglang'",
         ),

@@ -86,6 +86,23 @@ def nonfinite_logprob() -> None:
     _spoil_one_answer(STEPS["nonfinite_logprob"], spoil)
 
 
+def many_turns() -> None:
+    """Let every answer be counted as one of two turns, which verl's tool loop would have joined."""
+
+    def change(module: Any) -> None:
+        loop = module.SeededSingleTurn
+        original = loop.run
+
+        async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = await original(self, *args, **kwargs)
+            output.num_turns = 4
+            return output
+
+        loop.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
 def lost_routes() -> None:
     """Let one answer come without its routing."""
 
@@ -138,6 +155,26 @@ def stale_weights() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
+def between_updates() -> None:
+    """Let the driver find a fault in the batch of the step's second local update, when the first has been made."""
+
+    def change(module: Any) -> None:
+        from mismatch_ext.errors import RoutingError
+
+        trainer = module.MismatchTrainer
+        original = trainer._compute_old_log_prob
+
+        @functools.wraps(original)
+        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.global_steps >= STEPS["between_updates"] and self.local_trigger_step == 1:
+                raise RoutingError(f"{MESSAGE}: routes of step {self.global_steps}")
+            return original(self, *args, **kwargs)
+
+        trainer._compute_old_log_prob = compute
+
+    AfterImport("mismatch_ext.adapters.verl.driver.trainer", change)
+
+
 def null_logprob() -> None:
     """Let the second token of one of SGLang's answers come without its log-probability, as one that is not a number does."""
 
@@ -173,6 +210,8 @@ FAULTS = {
         lost_routes,
         failing_weight_update,
         stale_weights,
+        between_updates,
+        many_turns,
         null_logprob,
     )
 }

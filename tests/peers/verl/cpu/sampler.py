@@ -7,18 +7,10 @@ from typing import Any
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 
-class PromptReplayBuffer(ReplayBufferAsync):
-    """verl's own for asynchronous training, which looks often: answers are still in flight when a batch is taken."""
+class _Ordered:
+    """Orders a batch by prompt and answer."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, poll_interval=0.05)
-
-
-class OrderedReplayBuffer(ReplayBuffer):
-    """verl's own for synchronous training, ordered by prompt and answer; it also looks more often for what is new."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, poll_interval=0.2)
+    prompt_global_steps: Any
 
     def _materialize_batch(
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
@@ -30,4 +22,24 @@ class OrderedReplayBuffer(ReplayBuffer):
             return (prompts[uid], *map(int, numbers))
 
         ordered = {key: partition_snapshot[key] for key in sorted(partition_snapshot, key=place)}
-        return super()._materialize_batch(partition_id, selected_prompt_uids, ordered)
+        return super()._materialize_batch(  # type: ignore[misc]  # of the buffer beside it
+            partition_id, selected_prompt_uids, ordered
+        )
+
+
+class OrderedReplayBuffer(_Ordered, ReplayBuffer):
+    """verl's own for synchronous training, in order; it also looks more often for what is new."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, poll_interval=0.2)
+
+
+class PromptReplayBuffer(ReplayBufferAsync):
+    """verl's own for asynchronous training, which looks often: answers are still in flight when a batch is taken."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, poll_interval=0.05)
+
+
+class OrderedPromptReplayBuffer(_Ordered, PromptReplayBuffer):
+    """The same, in order."""

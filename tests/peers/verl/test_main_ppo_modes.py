@@ -1,0 +1,95 @@
+"""verl's asynchronous modes in whole runs: every section of a block at once, with rollouts of older weights.
+
+Both runs end by something that has to be said while answers are in flight: an alarm that stops, and a fault between two local
+updates. Longer runs, and those that are resumed, are in `tests/evidence/test_main_ppo_modes.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mismatch_ext.rundata import read_run
+from tests.peers.verl.cpu.faults import FAULT
+from tests.peers.verl.main_ppo import VerlRun, run_verl
+from tests.peers.verl.modes import COLOCATE, SEPARATE
+from tests.peers.verl.test_main_ppo import EVERYTHING, FLOAT32_K3
+
+pytestmark = pytest.mark.engine
+
+Ran = tuple[VerlRun, Path]
+STEPS = 3
+SECTIONS = EVERYTHING[:-1]  # without the alarm
+
+
+@pytest.fixture(scope="module")
+def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Return a run on one device, which an alarm stops after its third step."""
+    work = tmp_path_factory.mktemp("colocate")
+    alarm = f"+mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
+    return run_verl(work, [*SECTIONS, *COLOCATE, alarm, "trainer.total_training_steps=5"], model=moe, plugin=True), work
+
+
+@pytest.fixture(scope="module")
+def separate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Return a run on two devices, in which a fault strikes between the two updates of the fourth step."""
+    work = tmp_path_factory.mktemp("separate")
+    overrides = [*SECTIONS, *SEPARATE, f"trainer.total_training_steps={STEPS + 1}"]
+    env = {FAULT: f"between_updates@{STEPS + 1}"}
+    return run_verl(work, overrides, model=moe, plugin=True, env=env), work
+
+
+def check_sections(run: VerlRun, work: Path, host: str) -> None:
+    """Check what every section leaves of a run, whatever its mode."""
+    steps = run.steps
+    for section in ("precision", "routing", "lr", "kl", "correction", "monitor"):
+        assert f"\n  {section}" in run.log, run.log[-6000:]
+    # The first step's rollouts are of the weights that score them, in each of its updates: there is no gap.
+    assert 0 <= steps[0]["mismatch/k3_kl"] <= FLOAT32_K3
+    assert 0 <= steps[0]["mismatch/native/k3_kl"] <= FLOAT32_K3
+    # What later ones learn from is partly older, and that is no gap of numerics.
+    assert max(step["training/off_policy/trajectory_staleness_worst/max"] for step in steps) > 0
+    assert max(step["mismatch/k3_kl"] for step in steps) > FLOAT32_K3
+    # Each server has each update's weights.
+    assert all(step["mismatch/weight_sync_gap"] < 1e-4 for step in steps)
+    assert [step["mismatch/lr_multiplier"] for step in steps] == [1.0, 1.0, 0.5]
+    assert [step["actor/lr"] for step in steps] == [1e-3, 1e-3, 5e-4]
+    # Counts are of a step, and no averages of its updates.
+    assert all(step["mismatch/routing/compared_tokens"] % 1 == 0 for step in steps)
+    assert all(step["mismatch/skipped_steps"] == 0 and step["actor/grad_norm"] > 0 for step in steps)
+    data = read_run(work / "checkpoints/mismatch")
+    assert [step.step for step in data.steps] == [1, 2, 3]
+    assert data.header["run"]["host"].endswith(host)
+    assert not [event for event in data.events if event.name == "weight_sync"]
+
+
+def test_every_section_where_answers_are_aborted_and_resumed(colocate: Ran) -> None:
+    run, work = colocate
+    run.expect(STEPS)
+    check_sections(run, work, "PPOTrainerColocateAsync")
+
+
+def test_every_section_where_servers_sample_during_updates(separate: Ran) -> None:
+    run, work = separate
+    run.expect_failure(STEPS)
+    check_sections(run, work, "PPOTrainerSeparateAsync")
+
+
+def test_an_alarm_stops_while_answers_are_in_flight_and_they_are_saved(colocate: Ran) -> None:
+    run, work = colocate
+    run.expect(STEPS)
+    saved = work / f"checkpoints/global_step_{STEPS}"
+    assert (saved / "mismatch.json").is_file() and (saved / "transfer_queue/metadata.json").is_file()
+    assert list((saved / "actor").glob("model_world_size_1_rank_0.pt"))
+    (end,) = read_run(work / "checkpoints/mismatch").ends
+    assert end.status == "completed"
+
+
+def test_nothing_is_saved_of_weights_between_two_updates(separate: Ran) -> None:
+    run, work = separate
+    run.expect_failure(STEPS)
+    assert f"It failed in an update of step {STEPS + 1}, or between two of them" in run.log
+    assert not list((work / "checkpoints").glob("global_step_*"))
+    (end,) = read_run(work / "checkpoints/mismatch").ends
+    assert end.status == "failed" and f"routes of step {STEPS + 1}" in end.message
