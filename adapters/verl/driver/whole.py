@@ -1,7 +1,8 @@
 """Which of verl's checkpoints are whole: a run may have been killed while it wrote one, or the file that names the last.
 
-verl resumes the checkpoint that `latest_checkpointed_iteration.txt` names, which is written last, after `data.pt`. A kill can
-leave that file empty; and with `max_actor_ckpt_to_keep`, the actor's part of the checkpoint before is deleted before it is
+verl resumes the checkpoint that `latest_checkpointed_iteration.txt` names, which is written last, after `data.pt` and, in
+asynchronous modes, `transfer_queue`, which gets its name when it is finished. A kill can leave that file empty; and with
+`max_actor_ckpt_to_keep`, the actor's part of the checkpoint before is deleted before it is
 written.
 """
 
@@ -31,6 +32,9 @@ def fault_of(checkpoint: Path) -> str | None:
         return "it has no data.pt, which is written last"
     if not any(path.is_file() for path in (checkpoint / "actor").rglob("*")):
         return "its folder actor has no files"
+    queue = checkpoint / "transfer_queue"
+    if queue.with_suffix(".tmp").is_dir() and not queue.is_dir():
+        return "its transfer_queue, with the prompts and answers in flight, is cut off"
     ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
     for path in sorted(checkpoint.rglob("*.pt")):
         match = SHARD.fullmatch(path.name)

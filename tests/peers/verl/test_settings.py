@@ -23,6 +23,7 @@ from hydra import compose, initialize_config_module
 from mismatch_ext.adapters.verl import block, plugin
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.settings import prepare as settings
+from mismatch_ext.adapters.verl.settings.modes import unsupported
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext import versions
@@ -218,6 +219,34 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
     assert OmegaConf.select(prepared("+mismatch.routing.mode=R2"), name) is False
 
 
+def test_asynchronous_modes_run_with_vllm_alone() -> None:
+    sglang = "actor_rollout_ref.rollout.name=sglang"
+    found = unsupported(configured("trainer.v1.trainer_mode=colocate_async", sglang))
+    assert found is not None and found[:2] == ("actor_rollout_ref.rollout.name", "sglang")
+    assert unsupported(configured(sglang)) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "updates", "name"),
+    [
+        ("sync", 1, "mismatch"),
+        ("colocate_async", 1, "mismatch_colocate_async"),
+        ("separate_async", 4, "mismatch_separate_async"),
+    ],
+)
+def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
+    mode: str, updates: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = f"actor_rollout_ref.hybrid_engine={mode != 'separate_async'}"
+    config = prepared(f"trainer.v1.trainer_mode={mode}", hybrid, "+mismatch={}")
+    assert config.trainer.v1.trainer_mode == name
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    monkeypatch.setenv(block.MODE_VARIABLE, variables.get(block.MODE_VARIABLE, ""))
+    assert block.active_mode() == block.RunMode(name=mode, updates=updates)
+    settings.prepare(config)  # twice is once
+    assert config.trainer.v1.trainer_mode == name
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -243,10 +272,6 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
                 "actor_rollout_ref.rollout.multi_turn.enable=True",
             ),
             "multi_turn.enable=True",
-        ),
-        (
-            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.name=sglang"),
-            "actor_rollout_ref.rollout.name='sglang'",
         ),
         (
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),

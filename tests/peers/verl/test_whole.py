@@ -67,3 +67,13 @@ def test_verl_resumes_the_last_whole_one(tmp_path: Path, torn: str, words: str) 
     with pytest.raises(RecordError, match="no other checkpoint in") as error:
         resumable(tmp_path)
     assert "latest_checkpointed_iteration.txt and global_step_2" in str(error.value)
+
+
+def test_what_was_in_flight_belongs_to_a_checkpoint_once_it_was_begun(tmp_path: Path) -> None:
+    before, last = verl_checkpoint(tmp_path, 1), verl_checkpoint(tmp_path, 2)
+    (last / "transfer_queue.tmp").mkdir()  # of the next writing, which has not ended
+    (last / "transfer_queue").mkdir()
+    assert resumable(tmp_path) == (None, None)
+    (last / "transfer_queue").rmdir()
+    chosen, message = resumable(tmp_path)
+    assert chosen == before and message is not None and "its transfer_queue, with the prompts and answers" in message

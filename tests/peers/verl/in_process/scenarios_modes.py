@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import MODE_VARIABLE
+from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from tests.peers.verl.in_process.workers import (
     batch,
@@ -21,6 +23,38 @@ from tests.peers.verl.in_process.workers import (
     update,
     worker,
 )
+
+UPDATES: tuple[dict[str, float], ...] = (
+    {
+        "skipped_steps": 1,
+        "routing/compared_tokens": 10,
+        "rollout_is_max": 2,
+        "rollout_is_min": 0.5,
+        "kl_coef": 0.1,
+        "kl_ref_k3": 1,
+    },
+    {
+        "skipped_steps": 2,
+        "routing/compared_tokens": 30,
+        "rollout_is_max": 1,
+        "rollout_is_min": 0.7,
+        "kl_coef": 0.2,
+        "kl_ref_k3": 4,
+    },
+)
+"""Metrics of a step's two local updates, of one sample and of two."""
+
+
+def added_up() -> dict[str, dict[str, float]]:
+    """Add up the metrics of two local updates as verl does, and as ours."""
+    stock, ours = MetricsAggregator(), StepMetrics()
+    for samples, update_metrics in enumerate(UPDATES, start=1):
+        metrics: dict[str, float] = {f"mismatch/{name}": value for name, value in update_metrics.items()}
+        stock.add_step_metrics(metrics, sample_count=samples)
+        metrics["actor/lr"] = 1.0
+        ours.take(metrics, samples)
+        assert metrics == {"actor/lr": 1.0}
+    return {"verl": stock.get_aggregated_metrics(), "ours": ours.result()}
 
 
 def detached(kind: type[Any], built: Any) -> Any:

@@ -1,0 +1,69 @@
+"""Rollouts of older weights: which of them, and of their routes, an asynchronous host takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mismatch_ext.errors import ProvenanceError, RoutingError
+from mismatch_ext.origins import EngineAnswer, Origins
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.routing.versions import by_row, stamped
+from tests.unit.test_routing_trace import trace
+
+READING = EngineReading(
+    engine="vllm",
+    version="0.30.0",
+    model_dtype="float32",
+    parameter_dtypes={"float32": 1},
+    kv_cache_dtype="auto",
+    logprobs_mode="raw_logprobs",
+    quantization=None,
+)
+
+
+@pytest.fixture
+def origins() -> Origins:
+    found = Origins(SamplingSettings())
+    found.sent(3, [EngineAnswer(name="one", reading=READING, patch_digest="ab", weight_version=3)])
+    return found
+
+
+def test_older_and_partly_older_rollouts_are_taken_where_they_are_asked_for(origins: Origins) -> None:
+    rollouts = [("a", 3, 3), ("b", 1, 1), ("c", 0, 2)]
+    assert origins.check(rollouts, older=True).weight_version == 3
+    with pytest.raises(ProvenanceError):
+        origins.check(rollouts)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "words"),
+    [
+        (3, 4, "rollout b was sampled with weight_version=3 to 4, and the engines have weight_version=3"),
+        (2, 1, "versions rise"),
+        (None, 3, "rollout b has no weight version"),
+        (3, None, "rollout b has no weight version"),
+    ],
+)
+def test_weights_that_no_engine_had_are_refused(
+    origins: Origins, first: int | None, last: int | None, words: str
+) -> None:
+    with pytest.raises(ProvenanceError, match=words):
+        origins.check([("a", 3, 3), ("b", first, last)], older=True)
+
+
+def test_older_routes_are_taken_and_newer_refused() -> None:
+    own = trace(rows=5)
+    found = stamped(own, (1, 3), 3, "a", older=True)
+    assert by_row(found).tolist() == [1, 1, 1, 1, 3]
+    assert by_row(stamped(own, (3, 3), 3, "a", older=True)).tolist() == [3] * 5
+    for span, older in (((1, 3), False), ((3, 4), True)):
+        with pytest.raises(RoutingError, match="expected 3"):
+            stamped(own, span, 3, "a", older=older)
+
+
+def test_versions_of_rows_follow_a_trace_that_is_cut() -> None:
+    own = trace(rows=6, versions=((0, 1), (2, 4), (5, 7)))
+    assert by_row(own).tolist() == [1, 1, 4, 4, 4, 7]
+    assert torch.equal(by_row(own.slice(1, 6)), by_row(own)[1:6])
