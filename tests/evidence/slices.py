@@ -42,6 +42,10 @@ SLICES = (
     ),
     Slice(title="100 kills over TRL, each resumed", files=("kills",), jobs=1),
     Slice(title="kills over verl's main_ppo, each resumed", files=("kills_verl",), jobs=1),
+    Slice(
+        title="verl's asynchronous modes: stock without a block, ended and resumed",
+        files=("main_ppo_modes", "main_ppo_modes_resumed"),
+    ),
     Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),
 )
 
