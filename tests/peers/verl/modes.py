@@ -24,6 +24,11 @@ IN_TURN = (
     "trainer.v1.separate_async.num_warmup_batches=0",
     "trainer.v1.separate_async.parameter_sync_step=1",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+    *(
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        "data.max_response_length=24",
+        "actor_rollout_ref.rollout.max_model_len=64",
+    ),
 )
 """Either mode with nothing in flight when a batch is taken, whose batches are those of every run."""
 
