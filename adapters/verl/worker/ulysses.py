@@ -62,7 +62,9 @@ class Share:
         assert trace.tokens is not None and trace.starts is not None
         experts = self.rows(torch.cat(trace.parts))
         starts = _begun(self.rows(trace.starts))
-        stamps = run_lengths(enumerate(self.rows(by_row(trace)).tolist()))
+        stamps = trace.versions
+        if len(stamps) > 1:
+            stamps = run_lengths(enumerate(self.rows(by_row(trace)).tolist()))
         return replace(trace, parts=(experts,), versions=stamps, tokens=self.rows(trace.tokens).clone(), starts=starts)
 
     def whole(self, values: Tensor) -> Tensor:
