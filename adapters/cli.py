@@ -50,8 +50,27 @@ def _compat(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _configure_doctor(parser: argparse.ArgumentParser) -> None:
+    from mismatch_ext.adapters.doctor import configure
+
+    configure(parser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Print why the two sides differ; the exit status is 0 for clean, 1 for explained, 2 for an unexplained gap."""
+    from mismatch_ext.adapters.doctor import run
+
+    return run(arguments)
+
+
 COMMANDS = (
     REPORT,
+    Command(
+        name="doctor",
+        help="Say why engine and trainer differ, how much each cause weighs, and what to change.",
+        configure=_configure_doctor,
+        run=_doctor,
+    ),
     Command(
         name="readiness",
         help="Scan a checkpoint's weights and activations for what does not fit a dtype.",

@@ -66,6 +66,21 @@ SEAMS = (
         where=("trl",),
     ),
     Seam(
+        name="vllm/doctor",
+        peer="vllm",
+        features=("monitor",),
+        what="starting an engine with a run's settings, and sampling with them, for `mismatch-ext doctor`",
+        claims=(
+            Has("vllm.engine.arg_utils:EngineArgs.logprobs_mode"),
+            Has("vllm.engine.arg_utils:EngineArgs.generation_config"),
+            Has("vllm.engine.arg_utils:EngineArgs.disable_log_stats"),
+            Has("vllm.engine.arg_utils:EngineArgs.enforce_eager"),
+            Has("vllm.sampling_params:SamplingParams.n"),
+            Has("vllm.sampling_params:SamplingParams.logprobs"),
+        ),
+        upstream=_SOURCE + "engine/arg_utils.py",
+    ),
+    Seam(
         name="vllm/prompt_logprobs",
         peer="vllm",
         features=("monitor.weight_sync",),

@@ -1,7 +1,7 @@
 """Why an engine and a trainer differ on the same tokens: the gap's parts, the causes that fit, and what to change."""
 
 from mismatch_ext.doctor.causes import Cause, Fit
-from mismatch_ext.doctor.diagnosis import Diagnosis, NamedCause, Scores, diagnose
+from mismatch_ext.doctor.diagnosis import Diagnosis, NamedCause, Scores, diagnose, rescored
 from mismatch_ext.doctor.remedies import REMEDIES, Remedy, remedy
 from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.doctor.text import report
@@ -18,4 +18,5 @@ __all__ = [
     "diagnose",
     "remedy",
     "report",
+    "rescored",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -135,24 +135,28 @@ class Diagnosis:
         found["tokens_test"]["finding"] = self.tokens_test.finding
         return found
 
-    def confirmed(self, key: str, left: float, gap: float) -> Diagnosis:
-        """Return it after a cause's remedy was applied to the engine and the same tokens were scored again.
+    def confirmed(self, families: Collection[str], left: float, gap: float) -> Diagnosis:
+        """Return it after remedies were applied to the engine and the same tokens were scored again.
 
         Args:
-            key: The cause's.
+            families: Of the causes whose remedies were applied.
             left: The engine's error then, in units of the trainer's own arithmetic.
             gap: Mean size of that error in nats per token.
         """
         sure = left <= ROUNDING or gap <= FLOAT32
         causes = tuple(
-            replace(cause, status="confirmed" if sure else cause.status) if cause.key == key else cause
-            for cause in self.causes
+            replace(cause, status="confirmed") if sure and cause.family in families else cause for cause in self.causes
         )
+        mended = ", ".join(cause.key for cause in self.causes if cause.family in families)
         said = (
-            f"after the remedy of {key}: the engine's error is {gap:.1e} nats per token, {left:.2f} of rounding's"
-            + ("" if sure else "; it does not confirm the cause")
+            f"after the remedy of {mended}: the engine's error is {gap:.1e} nats per token, {left:.2f} of rounding's"
+            + ("" if sure else "; that does not confirm it")
         )
-        return replace(self, causes=causes, notes=(*self.notes, said))
+        notes = (*self.notes, said)
+        # What a fit leaves, such as routes that follow the fault, went with the remedy.
+        mends_all = sure and self.verdict == "partly"
+        verdict, unexplained = ("explained", 0.0) if mends_all else (self.verdict, self.unexplained)
+        return replace(self, causes=causes, notes=notes, verdict=verdict, unexplained=unexplained)
 
 
 def diagnose(
@@ -188,9 +192,10 @@ def diagnose(
     trainer_ratio = noise.ratio(parts["trainer's arithmetic"])
     tokens = judge_tokens(table)
     left, left_tail = noise.ratio(rest), noise.tail_ratio(rest)
-    complete = _is_rounding(rest, left, left_tail)
+    complete = _is_rounding(rest, arithmetic, noise)
     found = [_named(fit, shares[fit.cause.key], complete) for fit in named]
-    if not found and tokens.finding is not None:
+    # Where the log-probabilities are off too, tokens are drawn from another distribution whatever the cause.
+    if not found and complete and tokens.finding is not None:
         found = [_by_tokens(tokens, scores.temperature)]
     if noise.measured and trainer_ratio > COARSER:
         found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"]))
@@ -221,8 +226,23 @@ def diagnose(
     )
 
 
-def _is_rounding(rest: Floats, left: float, tail: float) -> bool:
-    return (left <= ROUNDING and tail <= ROUNDING_TAIL) or float(np.abs(rest).mean()) <= FLOAT32
+def rescored(sample: Sample, scores: Scores) -> tuple[float, float]:
+    """Return an engine's error, in units of the trainer's own arithmetic and in nats per token, on tokens that it scored again.
+
+    Args:
+        sample: The tokens, with what the engine says of them now.
+        scores: What the trainer's side says, at temperature 1 as engines score prompts.
+    """
+    table = LogitTable.of(sample, scores.logits, scores.temperature)
+    error = sample.engine - table.logprob
+    return Noise.of(scores.own - table.logprob, table.spread).ratio(error), float(np.abs(error).mean())
+
+
+def _is_rounding(rest: Floats, arithmetic: Floats, noise: Noise) -> bool:
+    """Tell whether an error is rounding's. Its largest hundredth, a heavy tail, counts where it makes the mean larger too."""
+    mean = float(np.abs(rest).mean())
+    tail = noise.tail_ratio(rest) <= ROUNDING_TAIL or mean <= ROUNDING * float(np.abs(arithmetic).mean())
+    return (noise.ratio(rest) <= ROUNDING and tail) or mean <= FLOAT32
 
 
 def _named(fit: Fit, part: Part, complete: bool) -> NamedCause:

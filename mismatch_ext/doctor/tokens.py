@@ -14,8 +14,8 @@ NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 COUNTS = (1, 2, 3, 5, 8, 10, 20, 50)
 # Mass by which a token must lie outside of a nucleus: engine and oracle round differently.
 MARGIN = 0.003
-# Of the tokens that are expected outside, those that near-ties may put there.
-FEW = 0.1
+# Of the tokens that are expected outside, those that near-ties may put there; one in any case.
+FEW = 0.02
 # Natural log of the chance that a sound sample has so few of them.
 IMPLAUSIBLE = -16.0
 SURE = 5.0
@@ -43,7 +43,7 @@ class Outside:
         # Poisson: log P(at most `seen`) is at most this, by Chernoff.
         k, m = max(self.seen, 1e-9), self.expected
         chance = 0.0 if k >= m else k - m + k * math.log(m / k)
-        return self.seen <= FEW * self.expected and chance < IMPLAUSIBLE
+        return self.seen <= max(1.0, FEW * self.expected) and chance < IMPLAUSIBLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,13 @@ class TokensTest:
     Args:
         z: :math:`\sum (\log p + H) / \sqrt{\sum Var}` over the tokens; about normal for a sound sample, positive
             for a lower temperature.
-        temperature: What the tokens were drawn at, over the trainer's temperature; one Newton step from 1.
+        temperature: What the tokens were drawn at, over the trainer's temperature; one Newton step from 1. None where that
+            leads nowhere: then they were drawn from another distribution.
         outside: Counts at a few truncations.
     """
 
     z: float
-    temperature: float
+    temperature: float | None
     outside: tuple[Outside, ...]
 
     @property
@@ -76,7 +77,7 @@ class TokensTest:
                 f"{cut.seen} were sampled"
             )
             return cut.setting, cut.value, said
-        if abs(self.z) >= SURE:
+        if abs(self.z) >= SURE and self.temperature is not None:
             return (
                 "temperature",
                 self.temperature,
@@ -102,7 +103,7 @@ def judge_tokens(table: LogitTable) -> TokensTest:
     found += [_beyond(table, mass, probability, k) for k in COUNTS if k < table.best.shape[1]]
     return TokensTest(
         z=total / math.sqrt(spread) if spread else 0.0,
-        temperature=1 / (1 + total / spread) if spread and total > -spread else math.inf,
+        temperature=1 / (1 + total / spread) if spread and total > -spread / 2 else None,
         outside=tuple(found),
     )
 
@@ -119,6 +120,10 @@ def said(test: TokensTest, named: Sequence[str]) -> str:
         test: What was found.
         named: Keys of causes that are named already.
     """
-    if test.finding is None:
-        return f"tokens: drawn from the trainer's own distribution, as far as they tell (z {test.z:.1f})"
-    return f"tokens: {test.finding[2]} (z {test.z:.1f})" + (", as the causes above say" if named else "")
+    if named:
+        return f"tokens: drawn as the causes above say, or not to be told apart from that (z {test.z:.1f})"
+    if test.finding is not None:
+        return f"tokens: {test.finding[2]} (z {test.z:.1f})"
+    if abs(test.z) >= SURE:
+        return f"tokens: not drawn from the trainer's distribution (z {test.z:.1f})"
+    return f"tokens: drawn from the trainer's own distribution, as far as they tell (z {test.z:.1f})"

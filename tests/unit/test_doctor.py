@@ -15,7 +15,7 @@ from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, repo
 from mismatch_ext.doctor.split import split
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 
-VOCABULARY, RESPONSES, LENGTH = 24, 96, 40
+VOCABULARY, RESPONSES, LENGTH = 24, 80, 30
 ROUNDING = 3e-3  # of logits, about bfloat16's
 
 
@@ -113,7 +113,9 @@ def test_sampling_that_the_log_probabilities_hide_is_seen_in_the_tokens(
 def test_log_probabilities_from_before_the_temperature_are_named() -> None:
     found = diagnose(*drawn(lambda z: z / 0.7, reported=lambda z: z, temperature=0.7))
     assert len(found.causes) == 1
-    assert {found.causes[0].key, *found.causes[0].ties} >= {"raw_logprobs", "temperature"}
+    # A temperature of 1 says the same, and which of the two fits better is chance.
+    key, parameter = found.causes[0].key, found.causes[0].parameter
+    assert key == "raw_logprobs" or (key == "temperature" and parameter == pytest.approx(1, abs=0.01))
 
 
 def drift(logits: Tensor, size: float) -> Tensor:
@@ -130,10 +132,16 @@ def test_what_is_not_on_the_list_is_unexplained_and_not_misnamed() -> None:
 
 def test_a_fault_of_few_tokens_is_not_clean() -> None:
     def few(z: Tensor) -> Tensor:
-        return torch.where((torch.arange(len(z)) % 40 == 3)[:, None], drift(z, 1.0), z)
+        return torch.where((torch.arange(len(z)) % 30 == 3)[:, None], drift(z, 1.0), z)
 
     found = diagnose(*drawn(extra=few))
     assert found.left < 1.3 and found.verdict == "unexplained", report(found)
+
+
+def test_a_large_error_that_is_not_on_the_list_is_not_named_by_its_tokens() -> None:
+    found = diagnose(*drawn(extra=lambda z: drift(z, 1.5)))
+    assert abs(found.tokens_test.z) > 5 and not found.causes and found.verdict == "unexplained", report(found)
+    json.dumps(found.data(), allow_nan=False)
 
 
 def changed_model(sample: Sample, scores: Scores, size: float) -> Cause:
@@ -178,9 +186,9 @@ def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
 def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
     found = diagnose(*drawn(lambda z: z / 0.9))
     assert found.causes[0].status == "fits"
-    assert found.confirmed("temperature", 1.0, 1e-3).causes[0].status == "confirmed"
-    still = found.confirmed("temperature", 9.0, 1e-1)
-    assert still.causes[0].status == "fits" and "does not confirm" in still.notes[-1]
+    assert found.confirmed({"sampling"}, 1.0, 1e-3).causes[0].status == "confirmed"
+    still = found.confirmed({"sampling"}, 9.0, 1e-1)
+    assert still.causes[0].status == "fits" and "not confirm" in still.notes[-1]
 
 
 def test_few_tokens_have_no_shares() -> None:
@@ -213,11 +221,11 @@ def test_malformed_samples_are_refused() -> None:
 
 def test_masked_tokens_do_not_count() -> None:
     sample, scores = drawn()
-    masks = ((True,) * 30 + (False,) * 10,) * RESPONSES
-    wrong = tuple(row[:30] + (float("nan"),) * 10 for row in sample.logprobs)
-    kept = np.tile(np.arange(LENGTH) < 30, RESPONSES)
+    masks = ((True,) * 26 + (False,) * 4,) * RESPONSES
+    wrong = tuple(row[:26] + (float("nan"),) * 4 for row in sample.logprobs)
+    kept = np.tile(np.arange(LENGTH) < 26, RESPONSES)
     part = replace(
         scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
     )
     found: Diagnosis = diagnose(replace(sample, masks=masks, logprobs=wrong), part)
-    assert found.tokens == 30 * RESPONSES and found.verdict == "clean"
+    assert found.tokens == 26 * RESPONSES and found.verdict == "clean"

@@ -1,0 +1,218 @@
+"""The trainer's side of the doctor: what a model says of sampled tokens, in the run's arithmetic and as a float32 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
+from mismatch_ext.adapters.transformers.scoring import evaluating
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mismatch_ext.doctor import Sample, Scores
+from mismatch_ext.doctor.sample import Floats
+from mismatch_ext.errors import ConfigError, ReplayError
+from mismatch_ext.precision.dtypes import torch_dtype
+from mismatch_ext.routing import RoutingShape, RoutingTrace, align
+
+# Elements of a batch's logits: 256 MiB in float32. Rows of a batch are as many as tests of this size run with.
+MOST_LOGITS, MOST_ROWS = 2**26, 64
+Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+
+def ensure_checkpoint(option: str, path: str | Path) -> None:
+    """Refuse what is no checkpoint before anything expensive starts.
+
+    Raises:
+        ConfigError: There is none; names the option that gave it.
+    """
+    try:
+        AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{option}: {path} cannot be loaded as a checkpoint of transformers: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def load_model(path: str | Path) -> nn.Module:
+    """Load a checkpoint in float32, for scoring.
+
+    Raises:
+        ConfigError: There is no checkpoint; says where it was looked for.
+    """
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model: {path} cannot be loaded as a causal language model of transformers: {str(error).splitlines()[0]}"
+        ) from error
+    return model.eval()
+
+
+class Scorer:
+    """Scores one sample's tokens with a model that can be changed.
+
+    Args:
+        model: In float32; its weights are rounded to the engine's dtype, for good, once the trainer's own scores are known.
+        sample: The tokens, with the engine's routes if it recorded them.
+        trainer_dtype: What the trainer computes in, under autocast unless it is float32.
+        engine_dtype: What the engine's weights are rounded to.
+        temperature: What the trainer divides logits by.
+
+    Attributes:
+        scores: What the trainer's side says; the oracle, from which causes start, is in it.
+    """
+
+    def __init__(
+        self, model: nn.Module, sample: Sample, *, trainer_dtype: str, engine_dtype: str, temperature: float = 1.0
+    ) -> None:
+        self.model, self.sample, self.temperature = model, sample, temperature
+        self.engine_dtype = torch_dtype(engine_dtype)
+        self.shape = routing_shape(model)
+        # As the run: no routes are replayed unless its block says so, and the doctor shows what they cost.
+        half = torch_dtype(trainer_dtype)
+        cast = nullcontext() if half == torch.float32 else torch.autocast(self._device.type, half)
+        with cast:
+            trainer, taken = self._native()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(self.engine_dtype))
+        native = self._scored(taken) if taken is not None and sample.routes is not None else None
+        self.scores = Scores(
+            trainer=trainer,
+            own=self._own(sample),
+            logits=self._logits(sample),
+            native=native,
+            temperature=temperature,
+            end_tokens=end_tokens(model),
+        )
+
+    def rescored(self, sample: Sample) -> Scores:
+        """Return what the oracle says of the same tokens under other routes, at temperature 1, as engines score prompts."""
+        before, self.temperature = self.temperature, 1.0
+        try:
+            logits, own = self._logits(sample), self._own(sample)
+            return Scores(trainer=own, own=own, logits=logits)
+        finally:
+            self.temperature = before
+
+    def logprobs(self, *, prompt: Prompt | None = None) -> Floats:
+        """Return the tokens' log-probabilities `[N]` under the model as it is now.
+
+        Args:
+            prompt: Changes each prompt; routes are then the model's own, since those of the engine are of other rows.
+        """
+        return self._scored(self.sample.routes if prompt is None else None, prompt=prompt)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _scored(self, routes: tuple[RoutingTrace, ...] | None, **changes: Any) -> Floats:
+        found = [self._picked(row, logits) for row, logits in self._passes(self.sample, routes, **changes)]
+        return self._joined(found)
+
+    def _native(self) -> tuple[Floats, tuple[RoutingTrace, ...] | None]:
+        """Return the tokens' log-probabilities under the model's own routes, and those routes."""
+        taken: dict[int, RoutingTrace] = {}
+        found = [self._picked(row, logits) for row, logits in self._passes(self.sample, None, taken=taken)]
+        return self._joined(found), tuple(taken[row] for row in sorted(taken)) or None
+
+    def _logits(self, sample: Sample) -> Tensor:
+        found = {}
+        for row, logits in self._passes(sample, sample.routes):
+            found[row] = logits[torch.tensor(sample.masks[row])].float().cpu()
+        return torch.cat([found[row] for row in sorted(found)])
+
+    def _own(self, sample: Sample) -> Floats:
+        """Return the log-probabilities of the same weights in the engine's dtype; buffers keep theirs, as in a trainer."""
+        with self._cast(self.engine_dtype):
+            found = [self._picked(row, logits) for row, logits in self._passes(sample, sample.routes)]
+        return self._joined(found)
+
+    @contextmanager
+    def _cast(self, dtype: torch.dtype) -> Iterator[None]:
+        # There and back without loss: the weights are rounded to it already.
+        try:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(dtype)
+            yield
+        finally:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.float()
+
+    def _picked(self, row: int, logits: Tensor) -> tuple[int, Floats]:
+        tokens = torch.tensor(self.sample.responses[row], device=logits.device)[:, None]
+        logp = (logits.double() / self.temperature).log_softmax(-1).gather(-1, tokens)[:, 0]
+        return row, logp[torch.tensor(self.sample.masks[row])].cpu().numpy()
+
+    def _joined(self, found: list[tuple[int, Floats]]) -> Floats:
+        return np.concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])])
+
+    def _passes(
+        self,
+        sample: Sample,
+        routes: tuple[RoutingTrace, ...] | None,
+        *,
+        prompt: Prompt | None = None,
+        taken: dict[int, RoutingTrace] | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield each response's row and logits `[T, V]`; right-padded batches of like length, no cache."""
+        prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
+        rows = [[*ids, *response] for ids, response in zip(prompts, sample.responses, strict=True)]
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        while order:
+            width = int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 2**17)
+            count = max(1, min(MOST_ROWS, MOST_LOGITS // (len(rows[order[0]]) * width)))
+            batch, order = order[:count], order[count:]
+            length = max(len(rows[row]) for row in batch)
+            ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in batch])
+            mask = torch.tensor([[1] * len(rows[row]) + [0] * (length - len(rows[row])) for row in batch])
+            with torch.no_grad(), evaluating(self.model), self._routed(batch, mask, routes, taken):
+                output = self.model(
+                    input_ids=ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False
+                )
+            for place, row in enumerate(batch):
+                end = len(rows[row]) - 1
+                yield row, output.logits[place, end - len(sample.responses[row]) : end]
+
+    @contextmanager
+    def _routed(
+        self,
+        batch: list[int],
+        mask: Tensor,
+        routes: tuple[RoutingTrace, ...] | None,
+        taken: dict[int, RoutingTrace] | None,
+    ) -> Iterator[None]:
+        if self.shape is None or (routes is None and taken is None):
+            yield
+        elif routes is not None:
+            trace, known = align([routes[row] for row in batch], mask)
+            with replay_routing(self.model, trace, known):
+                yield
+        else:
+            with record_routing(self.model) as recording:
+                yield
+            assert taken is not None
+            whole, width = recording.trace, mask.shape[1]
+            for place, row in enumerate(batch):
+                taken[row] = whole.sequence(place * width, place * width + int(mask[place].sum()))
+
+
+def routing_shape(model: nn.Module) -> RoutingShape | None:
+    """Return the shape of a model's routes; None for a model without experts."""
+    try:
+        return moe_layout(model).shape
+    except ReplayError:
+        return None
+
+
+def end_tokens(model: nn.Module) -> tuple[int, ...]:
+    """Return the ids that end a response, as the checkpoint says."""
+    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)

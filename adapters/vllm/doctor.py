@@ -1,0 +1,141 @@
+"""The engine's side of the doctor: vLLM in this process, started with a run's settings, asked twice about the same tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
+from mismatch_ext.adapters.vllm.engine import read_engine, shutdown
+from mismatch_ext.adapters.vllm.rollouts import to_records
+from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
+from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.errors import ConfigError, EngineError
+from mismatch_ext.patching import applied
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.provenance import SamplingSettings, to_provenance
+from mismatch_ext.routing import RoutingShape
+
+if TYPE_CHECKING:
+    from vllm.inputs import TokensPrompt
+
+
+class DoctorsEngine:
+    """A vLLM engine in this process.
+
+    Args:
+        model: Folder of the checkpoint that it serves.
+        dtype: Its compute dtype.
+        shape: Of the routes that it is to record; None for a model without experts.
+        arguments: Of `vllm.LLM`, as the run has them.
+
+    Attributes:
+        reading: What it runs with, read back.
+
+    Raises:
+        ConfigError: vLLM refuses an argument; says which words it used.
+        EngineError: It does not start.
+    """
+
+    def __init__(
+        self, model: str, *, dtype: str, shape: RoutingShape | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its settings are read back from its objects
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        asked: dict[str, Any] = {"dtype": dtype, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+        asked["generation_config"] = "vllm"
+        if shape is not None:
+            asked[FLAG] = True
+        if current_platform.is_cpu():
+            asked["enforce_eager"] = True
+        asked |= arguments or {}
+        self._shape = shape
+        try:
+            with applied(*(cpu_routes_patches() if shape is not None and current_platform.is_cpu() else [])):
+                self._llm = LLM(model, **asked)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"vLLM refuses the settings {asked}: {' '.join(str(error).split())[:400]}") from error
+        except RuntimeError as error:
+            raise EngineError(
+                f"vLLM does not start with {asked}: {' '.join(str(error).split())[:400]}; if memory is short, give "
+                "--engine-arg gpu_memory_utilization=0.5, or a smaller max_model_len."
+            ) from error
+        if shape is not None:
+            attach_cpu_routes(self._llm)
+        self.reading: EngineReading = read_engine(self._llm)
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        responses: int,
+        max_tokens: int,
+        sampling: Mapping[str, Any],
+        seen: Sequence[Sequence[int]] | None = None,
+    ) -> Sample:
+        """Sample responses as the run does.
+
+        Args:
+            prompts: Token ids of each prompt, as the trainer has them.
+            responses: How many in all; each prompt gets as many as the others, or one more.
+            max_tokens: Most tokens of a response.
+            sampling: Arguments of `vllm.SamplingParams`.
+            seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
+
+        Raises:
+            ConfigError: vLLM refuses a sampling argument.
+            RecordError: What vLLM returned is malformed.
+        """
+        from vllm import SamplingParams
+
+        try:
+            params = SamplingParams(n=-(-responses // len(prompts)), max_tokens=max_tokens, logprobs=0, **sampling)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--sampling: vLLM refuses {dict(sampling)}: {' '.join(str(error).split())}") from error
+        asked = [list(prompt) for prompt in (prompts if seen is None else seen)]
+        requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in asked]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        # Where the engine saw other prompts, its routes are of other rows than the trainer's.
+        same = seen is None
+        settings = SamplingSettings(temperature=float(sampling.get("temperature", 1.0)))
+        found = to_records(
+            outputs,
+            prompt_ids=asked,
+            provenance=to_provenance(self.reading, sampling=settings, weight_version=0),
+            shape=self._shape if same else None,
+            n=params.n,
+        )
+        if not same:
+            owners = [tuple(prompt) for prompt in prompts for _ in range(params.n)]
+            found = [replace(record, prompt_ids=owner) for record, owner in zip(found, owners, strict=True)]
+        return Sample.of([record for record in found if record.response_ids])
+
+    def score(self, sample: Sample) -> Sample:
+        """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        whole = [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
+        requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in whole]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        logprobs = []
+        for output, prompt, ids in zip(outputs, sample.prompts, whole, strict=True):
+            assert output.prompt_logprobs is not None  # asked for
+            tail = zip(output.prompt_logprobs[len(prompt) :], ids[len(prompt) :], strict=True)
+            logprobs.append(tuple(float(entry[token].logprob) for entry, token in tail if entry is not None))
+        routes = None
+        if self._shape is not None:
+            traces = to_traces(outputs, prompt_ids=whole, shape=self._shape, version=0)
+            # Without the one token that vLLM insists on.
+            routes = tuple(trace.slice(0, len(ids)) for trace, ids in zip(traces, whole, strict=True))
+        return replace(sample, logprobs=tuple(logprobs), routes=routes)
+
+    def shutdown(self) -> None:
+        """End the engine."""
+        shutdown(self._llm)

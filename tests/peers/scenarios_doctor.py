@@ -1,0 +1,38 @@
+"""`mismatch-ext doctor` on the shipped dense model, twice in one process: a clean run, and one with a fault."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters import cli
+
+from examples.arithmetic.shipped import FOLDER
+from examples.arithmetic.task import make_dataset
+
+RUNS = {"clean": [], "fault": ["--sampling", "temperature=0.9"]}
+
+
+def examined(out: str) -> dict[str, Any]:
+    """Return the exit status, what was printed and doctor.json of each run."""
+    prompts = Path(out) / "prompts.txt"
+    prompts.write_text("\n".join(row["prompt"] for row in make_dataset(96, seed=5000)), encoding="utf-8")
+    plain = ["doctor", "--model", str(FOLDER / "dense"), "--prompts", str(prompts), "--quick", "--responses", "96"]
+    found = {}
+    for name, arguments in RUNS.items():
+        folder = Path(out) / name
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            status = cli.main([*plain, "--engine-arg", "max_model_len=256", "--out", str(folder), *arguments])
+        data = json.loads((folder / "doctor.json").read_text(encoding="utf-8"))
+        found[name] = {"status": status, "printed": printed.getvalue(), **data}
+    return found

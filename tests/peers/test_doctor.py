@@ -1,0 +1,128 @@
+"""`mismatch-ext doctor` with real vLLM: a clean run and a fault, what it refuses, and the flags that it recommends."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from mismatch_ext.adapters import cli
+
+from examples.arithmetic.shipped import FOLDER
+from examples.arithmetic.task import make_dataset
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor import REMEDIES
+from tests.peers.engines.sglang_environment import PYTHON
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers import scenarios_doctor as scenarios
+else:
+    scenarios = named("tests.peers.scenarios_doctor")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(row["prompt"] for row in make_dataset(96, seed=5000)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.engine
+@pytest.mark.numeric
+def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run: Run, tmp_path: Path) -> None:
+    found = run(scenarios.examined, out=str(tmp_path)).expect()
+    clean, fault = found["clean"], found["fault"]
+    assert clean["status"] == 0 and clean["verdict"] == "clean" and clean["causes"] == [], clean["printed"]
+    assert "Clean" in clean["printed"] and str(tmp_path / "clean/doctor.json") in clean["printed"]
+    assert fault["status"] == 1 and fault["verdict"] == "explained", fault["printed"]
+    (cause,) = fault["causes"]
+    assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005
+    assert cause["status"] == "confirmed" and "to mend temperature:" in fault["printed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "{tmp}/none"], ["--model", "none cannot be loaded"]),
+        (["--prompts", "{tmp}/none"], ["--prompts", "none cannot be read"]),
+        (["--prompts", "{tmp}/empty.txt"], ["holds no prompt"]),
+        (["--prompts", "{tmp}/wrong.jsonl"], ["line 2", '"prompt_ids"']),
+        (["--dtype", "bf16"], ["--dtype: 'bf16' is not allowed", "Did you mean 'bfloat16'"]),
+        (["--sampling", "top_p"], ["--sampling: 'top_p' is not of the form KEY=VALUE"]),
+        (["--temperature", "0"], ["--temperature: 0.0 is not allowed"]),
+    ],
+)
+def test_what_cannot_be_examined_is_one_line(
+    arguments: list[str], words: list[str], tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "1+1="}\n{"text": "1+1="}\n')
+    given = [argument.format(tmp=tmp_path) for argument in arguments]
+    plain = ["--model", str(FOLDER / "dense"), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    assert cli.main(["doctor", *plain, *given]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("error: ") and all(word in err for word in words), err
+
+
+def flags(lines: list[str]) -> set[str]:
+    """Return the long options that lines name."""
+    return {flag for line in lines for flag in re.findall(r"(?<!\S)(--[a-z][a-z0-9-]+)", line)}
+
+
+def test_every_flag_for_vllm_is_vllms() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    named = flags([remedy.vllm for remedy in REMEDIES.values()])
+    assert len(named) >= 6 and not [flag for flag in named if flag not in parser._option_string_actions]
+
+
+def test_every_flag_for_sglang_is_sglangs() -> None:
+    (source,) = PYTHON.parent.parent.glob("lib/python3*/site-packages/sglang/srt/server_args.py")
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ServerArgs"]
+    fields = {
+        f"--{node.target.id.replace('_', '-')}"
+        for node in arguments.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    named = flags([remedy.sglang for remedy in REMEDIES.values()])
+    assert len(named) >= 5 and not named - fields
+    sampler = source.parent / "layers/sampler.py"
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in sampler.read_text(encoding="utf-8")
+
+
+def test_every_override_for_verl_is_verls() -> None:
+    import verl
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    lines = [remedy.verl for remedy in REMEDIES.values() if remedy.verl]
+    with initialize_config_dir(str(Path(next(iter(verl.__path__))) / "trainer/config"), version_base=None):
+        for line in set(lines):
+            key, _, value = line.lstrip("+").partition("=")
+            config = compose("ppo_trainer", overrides=[line])
+            if key.startswith("mismatch."):
+                block = OmegaConf.to_container(config.mismatch)
+                assert isinstance(block, dict) and MismatchConfig.parse(block)
+            else:
+                assert str(OmegaConf.select(config, key)).lower().replace("none", "null") == value, line
+
+
+def test_every_setting_for_trl_is_trls() -> None:
+    import yaml
+    from trl import GRPOConfig
+
+    known = {field.name for field in dataclasses.fields(GRPOConfig)} | {"mismatch"}
+    settings = [line for remedy in REMEDIES.values() if re.match(r"[a-z_]+: ", line := remedy.trl)]
+    assert len(settings) >= 8
+    for line in settings:
+        found = yaml.safe_load(line.partition(", and")[0])
+        assert set(found) <= known, line
+        if "mismatch" in found:
+            assert MismatchConfig.parse(found["mismatch"])

@@ -1,0 +1,70 @@
+"""The trainer's side of the doctor: each cause changes what it says, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mismatch_ext.adapters.transformers.doctor import Scorer, load_model
+from mismatch_ext.adapters.transformers.doctor_causes import of_model
+
+from examples.arithmetic.tokenizer import EOS_ID
+from mismatch_ext.doctor import Sample
+from tests.models import tiny_model
+
+
+def sample(responses: int = 12) -> Sample:
+    made = np.random.default_rng(0)
+    lengths = made.integers(12, 30, responses)
+    rows = tuple(tuple(int(token) for token in made.integers(2, 16, length)) for length in lengths)
+    return Sample(
+        prompts=((5, 12, 7, 13),) * responses,
+        responses=rows,
+        masks=tuple((True,) * (len(row) - 2) + (False, True) for row in rows),
+        logprobs=tuple((0.0,) * len(row) for row in rows),
+    )
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str, tmp_path: Path) -> None:
+    model = load_model(tiny_model(kind, tmp_path / "model"))
+    # An end, which may stand before a prompt as a template's extra token.
+    model.generation_config.eos_token_id = EOS_ID
+    scorer = Scorer(model, sample(), trainer_dtype="float32", engine_dtype="bfloat16")
+    oracle = torch.log_softmax(scorer.scores.logits.double(), -1)
+    picked = oracle.gather(-1, torch.from_numpy(scorer.sample.tokens)[:, None])[:, 0].numpy()
+    assert scorer.logprobs() == pytest.approx(picked, abs=1e-6)
+    older = tiny_model(kind, tmp_path / "older", seed=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    causes = of_model(scorer, [older])
+    assert len({cause.key for cause in causes}) >= 13
+    for cause in causes:
+        changed = cause.predict(cause.grid[0])
+        assert np.isfinite(changed).all() and np.abs(changed - picked).max() > 1e-6, cause.key
+        assert cause.sentence(cause.grid[0]) and np.array_equal(scorer.logprobs(), scorer.logprobs())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    (window,) = [cause for cause in causes if cause.key == "sliding_window"]
+    assert window.predict(4096.0) == pytest.approx(picked, abs=1e-5), "a window beyond the sequences hides nothing"
+
+
+def test_given_routes_are_replayed_and_the_models_own_are_their_own_part(tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    plain = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32")
+    _, own = plain._native()
+    assert own is not None
+    replayed = Scorer(
+        load_model(folder), replace(sample(), routes=own), trainer_dtype="float32", engine_dtype="float32"
+    )
+    assert replayed.scores.native is not None
+    assert replayed.logprobs() == pytest.approx(replayed.scores.native, abs=1e-5)
+    first = own[0].experts.clone()
+    other = replace(own[0], parts=((first.long() + 1).remainder(own[0].num_experts).to(first.dtype),))
+    wrong = Scorer(
+        load_model(folder), replace(sample(), routes=(other, *own[1:])), trainer_dtype="float32", engine_dtype="float32"
+    )
+    assert wrong.scores.native is not None
+    moved = np.abs(wrong.logprobs() - wrong.scores.native)
+    assert moved[wrong.sample.row == 0].max() > 1e-3 and moved[wrong.sample.row > 0].max() < 1e-4
