@@ -47,6 +47,7 @@ SLICES = (
         files=("main_ppo_modes", "main_ppo_modes_resumed"),
     ),
     Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),
+    Slice(title="the doctor: clean runs, and faults that are planted in vLLM", files=("doctor",), jobs=1),
 )
 
 
