@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.cli import folder
-from mismatch_ext.errors import ConfigError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, RecordError, RunDirectoryError
 from mismatch_ext.strict import suggestion
 from mismatch_ext.terminal import say
 
@@ -72,8 +73,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", help="compute dtype of both sides (default: bfloat16)")
     parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
-    parser.add_argument("--prompts", metavar="FILE", required=True, type=folder,
-                        help='a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
+    tokens = parser.add_mutually_exclusive_group(required=True)
+    tokens.add_argument("--prompts", metavar="FILE", type=folder,
+                        help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
+    tokens.add_argument("--rollouts", metavar="FILE", type=folder,
+                        help="logged rollouts (mismatch_ext.rollouts); no engine is started")  # fmt: skip
     parser.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, default=128, help="most tokens of a response (default: 128)"
@@ -99,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mismatch_ext.adapters.transformers.doctor import ensure_checkpoint
 
     from mismatch_ext.doctor import report
+    from mismatch_ext.rollouts import read_rollouts
 
     sides = Run(
         model=str(arguments.model),
@@ -120,10 +125,16 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if path is not None:
             ensure_checkpoint(option, path)
-    prompts = read_prompts(arguments.prompts, sides.model)
-    _writable(arguments.out)
-    limits = {"responses": arguments.responses, "max_tokens": arguments.max_tokens}
-    found = examine(sides, prompts, **limits, seed=arguments.seed, quick=arguments.quick)
+    how = {"seed": arguments.seed, "quick": arguments.quick}
+    if arguments.rollouts is not None:
+        sample = read_rollouts(arguments.rollouts)
+        _writable(arguments.out)
+        found = examine_logged(sides, sample, **how)
+    else:
+        prompts = read_prompts(arguments.prompts, sides.model)
+        _writable(arguments.out)
+        limits = {"responses": arguments.responses, "max_tokens": arguments.max_tokens}
+        found = examine(sides, prompts, **limits, **how)
     (arguments.out / "doctor.json").write_text(json.dumps(found.data(), indent=1) + "\n", encoding="utf-8")
     say(report(found))
     say(str(arguments.out / "doctor.json"), keep="")
@@ -151,20 +162,11 @@ def examine(
         seen: Token ids of each prompt as the engine gets them, where those are others.
         quick: Leave out the causes that need a forward pass each.
     """
-    from mismatch_ext.adapters.transformers.doctor import Scorer, load_model, routing_shape
-    from mismatch_ext.adapters.transformers.doctor_causes import of_model
-    from tqdm import tqdm
-
-    from mismatch_ext.doctor import diagnose
+    from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
 
     model = load_model(sides.model)
     shape = routing_shape(model)
-    with tqdm(unit="rung", disable=None) as bar:
-
-        def rung(name: str) -> None:
-            bar.set_description(name)
-            bar.update()
-
+    with _rungs() as rung:
         rung("engine")
         engine = sides.engine(shape)
         try:
@@ -175,13 +177,65 @@ def examine(
             again = engine.score(sample)
         finally:
             engine.shutdown()
-        rung("trainer")
-        scorer = Scorer(
-            model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature
-        )
-        causes = [] if quick else of_model(scorer, sides.older)
-        found = diagnose(sample, scorer.scores, causes, seed=seed, progress=rung)
+        found, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
         return _confirmed(found, sides, sample, again, scorer, rung)
+
+
+def examine_logged(sides: Run, sample: Sample, *, seed: int = 0, quick: bool = False) -> Diagnosis:
+    """Say why the trainer differs from an engine that is gone, by what it logged; no remedy can be tried.
+
+    Args:
+        sides: The run; of the engine only the dtype counts.
+        sample: What was logged.
+        seed: Of the intervals.
+        quick: Leave out the causes that need a forward pass each.
+
+    Raises:
+        RecordError: A token id is beyond the model's vocabulary.
+    """
+    from mismatch_ext.adapters.transformers.doctor import load_model
+    from mismatch_ext.adapters.transformers.scoring import logits_width
+
+    model = load_model(sides.model)
+    width = logits_width(model)
+    largest = max(max(row) for row in (*sample.prompts, *sample.responses))
+    if width is not None and largest >= width:
+        raise RecordError(
+            f"--rollouts: token id {largest} is beyond the vocabulary of {sides.model}, {width} tokens; give the model that was "
+            "trained."
+        )
+    with _rungs() as rung:
+        return _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0]
+
+
+@contextmanager
+def _rungs() -> Iterator[Callable[[str], None]]:
+    """Yield what moves a progress bar on, by the name of what is tried next."""
+    from tqdm import tqdm
+
+    with tqdm(unit="rung", disable=None) as bar:
+
+        def rung(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
+
+        yield rung
+
+
+def _diagnosed(
+    sides: Run, model: Any, sample: Sample, rung: Callable[[str], None], *, seed: int, quick: bool
+) -> tuple[Diagnosis, Scorer]:
+    from mismatch_ext.adapters.transformers.doctor import Scorer
+    from mismatch_ext.adapters.transformers.doctor_causes import of_model
+
+    from mismatch_ext.doctor import diagnose
+
+    rung("trainer")
+    scorer = Scorer(
+        model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature
+    )
+    causes = [] if quick else of_model(scorer, sides.older)
+    return diagnose(sample, scorer.scores, causes, seed=seed, progress=rung), scorer
 
 
 def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:

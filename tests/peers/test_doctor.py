@@ -15,6 +15,8 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES
+from mismatch_ext.errors import RecordError
+from mismatch_ext.rollouts import read_rollouts
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
 
@@ -126,3 +128,11 @@ def test_every_setting_for_trl_is_trls() -> None:
         assert set(found) <= known, line
         if "mismatch" in found:
             assert MismatchConfig.parse(found["mismatch"])
+
+
+def test_verls_own_dump_is_named(tmp_path: Path) -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    RayPPOTrainer._write_generations(["1+1="], ["2"], ["2"], [1.0], {}, str(tmp_path), 1)
+    with pytest.raises(RecordError, match="rollout_data_dir, which holds texts alone"):
+        read_rollouts(tmp_path / "1.jsonl")

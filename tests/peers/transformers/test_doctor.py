@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.transformers.doctor import Scorer, load_model
 from mismatch_ext.adapters.transformers.doctor_causes import of_model
 
@@ -48,6 +50,35 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     (window,) = [cause for cause in causes if cause.key == "sliding_window"]
     assert window.predict(4096.0) == pytest.approx(picked, abs=1e-5), "a window beyond the sequences hides nothing"
+
+
+def test_logged_rollouts_are_examined_without_an_engine(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Log-probabilities of a float32 engine with sharper logits: what temperature 0.8 samples.
+    plain = sample(48)
+    scorer = Scorer(load_model(dense), plain, trainer_dtype="float32", engine_dtype="float32", temperature=0.8)
+    values = iter(scorer.logprobs().tolist())
+    rows = [
+        {
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "response_mask": mask,
+            "rollout_logprobs": [next(values) if kept else None for kept in mask],
+        }
+        for prompt, response, mask in zip(plain.prompts, plain.responses, plain.masks, strict=True)
+    ]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    given = ["doctor", "--model", str(dense), "--rollouts", str(path), "--dtype", "float32", "--out", str(tmp_path)]
+    assert cli.main([*given, "--quick"]) == 1
+    (cause,) = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))["causes"]
+    assert cause["key"] == "temperature" and cause["parameter"] == pytest.approx(0.8, abs=0.001)
+    assert cause["status"] == "fits" and "to mend temperature:" in capsys.readouterr().out
+    assert cli.main([*given, "--quick", "--temperature", "0.8"]) == 0
+    path.write_text("".join(f"{json.dumps(row | {'prompt_ids': [10**6]})}\n" for row in rows), encoding="utf-8")
+    assert cli.main([*given, "--quick"]) == 2
+    assert "token id 1000000 is beyond the vocabulary" in capsys.readouterr().err
 
 
 def test_given_routes_are_replayed_and_the_models_own_are_their_own_part(tmp_path: Path) -> None:
