@@ -35,6 +35,9 @@ RUN_BY = {
     "python -m examples.kl_placement --out runs/kl_placement.html": (
         "evidence/test_kl_placement.py::test_where_the_kl_term_goes_decides"
     ),
+    "mismatch-ext doctor --model PATH --prompts prompts.txt --out runs/doctor": (
+        "peers/test_doctor.py::test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended"
+    ),
     "mismatch-ext compat": "peers/test_readme.py::test_compat",
     'mismatch-ext readiness MODEL_DIR --prompt "386+47="': "peers/test_readme.py::test_readiness",
 }
