@@ -13,6 +13,7 @@ from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
+from mismatch_ext.verdicts import Level, Verdicts
 from tests.peers.verl.in_process.workers import (
     batch,
     environment,
@@ -57,11 +58,11 @@ def added_up() -> dict[str, dict[str, float]]:
     return {"verl": stock.get_aggregated_metrics(), "ours": ours.result()}
 
 
-def detached(kind: type[Any], built: Any) -> Any:
+def detached(kind: type[Any], built: Any, level: Level = "enforce") -> Any:
     """Return a worker of a kind around an engine that is there."""
     asked: Any = object.__new__(kind)
     asked.actor, asked.config = built, SimpleNamespace(actor=SimpleNamespace(strategy=strategy()))
-    asked._strategy_handlers = None
+    asked._strategy_handlers, asked._verdicts = None, Verdicts(level)
     return asked
 
 
@@ -85,6 +86,22 @@ def aside(model: str) -> dict[str, Any]:
             "old": _far(again, first),
             "kept": parameters(built) == present,
             "saved": sorted(asked.cpu_saved_models),
+        }
+    return found
+
+
+def observed(model: str) -> dict[str, Any]:
+    """Put weights aside under `observe`, before an update of which a step has one, and two."""
+    built, found = worker(model, {"level": "observe"}), {}
+    for updates in (1, 2):
+        asked = detached(MismatchDetachWorker, built, "observe")
+        with environment(**{MODE_VARIABLE: json.dumps({"name": "separate_async", "updates": updates})}):
+            asked.save_model_to_cpu(0)
+        saved, _ = asked.cpu_saved_models[0]
+        live = {name: parameter._local_tensor.data_ptr() for name, parameter in built.engine.module.named_parameters()}
+        found[str(updates)] = {
+            "stock": all(shard.data_ptr() == live[name] for name, (shard, _) in saved.items()),
+            "findings": [f"{finding.check} {finding.kind}" for finding in asked._verdicts.take()],
         }
     return found
 
