@@ -142,7 +142,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         if asked is not None and output is not None:
             part = self._actor.engine.get_data_parallel_rank()
             given = {"log_probs": output["log_probs"], "device": device_of_rank(), **asked}
-            self._measured = measured(fields, part=part, **given)
+            with self._verdicts.checking("gap"):
+                self._measured = measured(fields, part=part, **given)
         return output
 
     @on_all_ranks
