@@ -193,7 +193,7 @@ def diagnose(
     tokens = judge_tokens(table)
     left, left_tail = noise.ratio(rest), noise.tail_ratio(rest)
     complete = _is_rounding(rest, arithmetic, noise)
-    found = [_named(fit, shares[fit.cause.key], complete) for fit in named]
+    found = [_named(fit, shares[fit.cause.key], complete, scores.temperature) for fit in named]
     # Where the log-probabilities are off too, tokens are drawn from another distribution whatever the cause.
     if not found and complete and tokens.finding is not None:
         found = [_by_tokens(tokens, scores.temperature)]
@@ -219,7 +219,8 @@ def diagnose(
         left=left,
         left_tail=left_tail,
         unexplained=0.0 if complete else max(0.0, float(np.abs(rest).mean() - np.abs(arithmetic).mean())),
-        notes=_notes(noise, left, error),
+        # A change of the logits changes how errors of rounding show, too.
+        notes=() if found else _notes(noise, left, error),
         tokens_test=tokens,
         verdict=verdict,
         tried=tuple(cause.key for cause in listed),
@@ -245,11 +246,11 @@ def _is_rounding(rest: Floats, arithmetic: Floats, noise: Noise) -> bool:
     return (noise.ratio(rest) <= ROUNDING and tail) or mean <= FLOAT32
 
 
-def _named(fit: Fit, part: Part, complete: bool) -> NamedCause:
+def _named(fit: Fit, part: Part, complete: bool, temperature: float) -> NamedCause:
     return NamedCause(
         key=fit.cause.key, family=fit.cause.family, said=fit.cause.sentence(fit.x), parameter=fit.x,
         status="fits" if complete else "partly", share=part.share, z=fit.z, slope=fit.slope, low=fit.low, high=fit.high,
-        ties=fit.ties, remedy=remedy(fit.cause.key),
+        ties=fit.ties, remedy=remedy(fit.cause.key, temperature),
     )  # fmt: skip
 
 
@@ -260,7 +261,7 @@ def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
     return NamedCause(
         key=key, family="sampling", said=f"{said}, and the log-probabilities are from before that",
         parameter=value * temperature if key == "temperature" else value, status="fits", share=None, z=abs(test.z), slope=None,
-        low=None, high=None, ties=("raw_logprobs",), remedy=remedy(key),
+        low=None, high=None, ties=("raw_logprobs",), remedy=remedy(key, temperature),
     )  # fmt: skip
 
 

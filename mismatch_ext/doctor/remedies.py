@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOSTS = ("trl", "verl", "vllm", "sglang")
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -134,6 +134,14 @@ REMEDIES: dict[str, Remedy] = {
 }
 
 
-def remedy(key: str) -> Remedy:
-    """Return what to change for a cause; nothing for a cause that a caller has added."""
-    return REMEDIES.get(key, Remedy())
+def remedy(key: str, temperature: float = 1.0) -> Remedy:
+    """Return what to change for a cause; nothing for a cause that a caller has added.
+
+    Args:
+        key: The cause's.
+        temperature: The trainer's.
+    """
+    found = REMEDIES.get(key, Remedy())
+    if key != "temperature":
+        return found
+    return replace(found, trl=f"temperature: {temperature:g}", verl=f"{_ROLLOUT}temperature={temperature:g}")

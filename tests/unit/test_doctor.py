@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, report
+from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
 from mismatch_ext.doctor.split import split
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 
@@ -112,7 +112,7 @@ def test_sampling_that_the_log_probabilities_hide_is_seen_in_the_tokens(
 
 def test_log_probabilities_from_before_the_temperature_are_named() -> None:
     found = diagnose(*drawn(lambda z: z / 0.7, reported=lambda z: z, temperature=0.7))
-    assert len(found.causes) == 1
+    assert len(found.causes) == 1 and remedy("temperature", 0.7).trl == "temperature: 0.7"
     # A temperature of 1 says the same, and which of the two fits better is chance.
     key, parameter = found.causes[0].key, found.causes[0].parameter
     assert key == "raw_logprobs" or (key == "temperature" and parameter == pytest.approx(1, abs=0.01))
