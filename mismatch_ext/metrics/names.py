@@ -173,7 +173,7 @@ def table() -> str:
         "",
         "## Of stale rollouts",
         "",
-        "Logged where the trainer samples asynchronously; the names above are then of the whole gap, which the correction corrects.",
+        "Logged where a trainer follows versions (docs/drift.md); the names above are then of the whole gap, which is corrected.",
         "With v the version of the weights that sampled a token and w that which scores it, rollout(v) - train(w) is numerics,",
         "rollout(v) - train(v), and drift, train(v) - train(w). See docs/drift.md. In synchronous runs v = w, and all of the gap is numerics.",
         "",

@@ -123,7 +123,7 @@ def table() -> str:
         "out of bounds under any of them. `mismatch.monitor.alarms` changes them and adds others, `default_alarms: false` leaves",
         "on only those that it names.",
         "",
-        f"{', '.join(about)} are about numerics: of asynchronous rollouts",
+        f"{', '.join(about)} are about numerics: where versions are followed (docs/drift.md)",
         "they watch `mismatch/numerics/...`, of tokens that the very weights sampled which score them, and nothing in a log",
         "without such tokens. Naming one in `alarms` changes nothing of that; for stale tokens give `stale/k3_kl` a threshold.",
         "",

@@ -447,7 +447,7 @@ def test_no_precision_is_advised_for_what_is_drift(tmp_path: Path) -> None:
     assert faulty.endswith("set mismatch.precision.dtype to float16.")
     unknown = say(stale_run(tmp_path / "c", "bf16", numerics=None))
     assert "bf16 (mean |Δlogp| 0.06 of both) has stale rollouts and no token of one version" in unknown
-    assert "set mismatch.monitor.keep_weights" in unknown and "float16" not in unknown
+    assert "scored by the weights that sampled them" in unknown and "float16" not in unknown
 
 
 def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path, page: Page) -> None:
