@@ -30,9 +30,12 @@ def resumed(work: Path, mode: tuple[str, ...], model: Path, after: int) -> VerlR
     assert run.code == 0 and steps[-(4 - after) :] == list(range(after + 1, 5)), (steps, run.log[-6000:])
     assert "training prompt groups from TransferQueue" in run.log and "Restored 0 training" not in run.log
     data = read_run(work / "checkpoints/mismatch")
-    assert [step.step for step in data.steps] == [1, 2, 3, 4] and data.ends[-1].status == "completed"
+    # A kill between a checkpoint and its step's log costs that log, which the run says.
+    lost = [after] if any(event.name == "lost_log" for event in data.events) else []
+    logged = {step.step: step.metrics for step in data.steps}
+    assert sorted([*logged, *lost]) == [1, 2, 3, 4] and data.ends[-1].status == "completed"
     assert not [event for event in data.events if event.name == "weight_sync"]
-    assert [step.metrics["mismatch/lr_multiplier"] for step in data.steps] == [1.0, 1.0, 0.5, 0.5]
+    assert all(metrics["mismatch/lr_multiplier"] == (1.0 if step < 3 else 0.5) for step, metrics in logged.items())
     return run
 
 
