@@ -8,7 +8,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import io
 import json
 import shlex
 from contextlib import redirect_stdout
@@ -36,10 +35,11 @@ def examined(out: str) -> dict[str, Any]:
     found = {}
     for name, arguments in RUNS.items():
         folder = Path(out) / name
-        printed = io.StringIO()
-        with redirect_stdout(printed):
+        # A file: vLLM asks standard output for its descriptor.
+        log = Path(out) / f"{name}.txt"
+        with log.open("w", encoding="utf-8") as printed, redirect_stdout(printed):
             asked = shlex.split(command.replace("runs/doctor", str(folder)))
             status = cli.main([*asked[1:], *less, *arguments])
         data = json.loads((folder / "doctor.json").read_text(encoding="utf-8"))
-        found[name] = {"status": status, "printed": printed.getvalue(), **data}
+        found[name] = {"status": status, "printed": log.read_text(encoding="utf-8"), **data}
     return found
