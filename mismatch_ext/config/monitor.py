@@ -58,6 +58,13 @@ class MonitorConfig:
     """Logs of the trainer between two records of the per-position and per-probability profiles."""
     scatter_samples: int = 500
     """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
+    numerics_tokens: int = 256
+    """Tokens of one version, sampled and scored by the same weights, that are enough for a step's figure of numerics where
+    rollouts may be of older weights (docs/drift.md). With fewer in the batch, finished rollouts in the buffer are scored too."""
+    keep_weights: int = 0
+    """Older versions of the trainer's weights, 0 to 2, that verl's asynchronous modes keep in host memory: a copy of each rank's
+    shards for each of them, and one of the present weights. A share of the stale tokens, about `numerics_tokens` of each version,
+    is then scored by the weights that sampled it: numerics of stale tokens, and the one measure of drift. 0 keeps none."""
     stall_timeout: float = 7200.0
     """Seconds that one phase of a step (sampling, a scoring pass, an update, a weight update, a validation) may take under verl,
     which waits for ever for a worker that has failed, before the run is ended with an error; 0 never ends it. Servers have
@@ -74,9 +81,11 @@ class MonitorConfig:
             ("weight_sync_probe_length", 2),
             ("profile_every", 1),
             ("scatter_samples", 0),
+            ("numerics_tokens", 1),
         ):
             value = getattr(self, name)
             _require(value >= least, f"mismatch.monitor.{name}", value, f"an integer >= {least}")
+        _require(0 <= self.keep_weights <= 2, "mismatch.monitor.keep_weights", self.keep_weights, "0, 1 or 2")
         _require(self.stall_timeout >= 0, "mismatch.monitor.stall_timeout", self.stall_timeout, "a number >= 0")
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
         from mismatch_ext.monitor.rules import resolve

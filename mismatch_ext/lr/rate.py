@@ -166,6 +166,7 @@ class RateControl:
         if not self.attached or total == 0:
             return {}
         counted = [(weight, found) for weight, found in collected if weight]
+        counted = [entry for entry in counted if entry[1].get("responses") != 0] or counted  # those are no measurement
         # What is not known of each batch, such as which responses were cut off, is not known of them together.
         names = set.intersection(*(set(found) for _, found in counted))
         means = {name: sum(weight * found[name] for weight, found in counted) / total for name in names}

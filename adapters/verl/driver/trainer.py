@@ -21,6 +21,7 @@ from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.driver.reports import merged
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
+from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
 from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
@@ -40,7 +41,7 @@ from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
 
-class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin):
+class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin):
     """Chosen by `settings.prepare` for a configuration with a block; verl's own trainer runs those without."""
 
     host_mode: ClassVar[str] = SYNC
@@ -70,6 +71,7 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
         super().__init__(config)
         self._origins = Origins(self._sampling())
         self._begin_objective()
+        self._follow_versions()
 
     def _new_log(self, config: DictConfig) -> RunLog:
         """Return what writes this run, in the folder of verl's checkpoints."""
@@ -195,7 +197,7 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
                 check_routes(batch, self.global_steps)
                 if self.trainer_mode != SYNC:
                     check_turns(batch, self.global_steps)
-        with self._measuring(batch, "train"):
+        with self._measuring(batch, "train"), self._by_version(batch, "batch", self._version):
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
@@ -218,6 +220,7 @@ class MismatchTrainer(PreflightMixin, MeasuringMixin, ObjectiveMixin, SavingMixi
         groups, parts = self._collected(batch)
         self._measured = self._known(batch, parts, groups.scalars("train"))
         self._log.merge("train", groups.state_dict()["train"])
+        self._measure_parts(batch)
         if not self._first_update:
             return  # a further pass would be of weights that have moved on
         if not self._verdicts.observes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mismatch_ext.adapters.verl.settings.modes import MODES, run_mode, unsupported
+from mismatch_ext.adapters.verl.settings.modes import MODES, SYNC, run_mode, unsupported
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
@@ -87,6 +87,9 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused(
             setting, given, EXTENSION, why, "Derive your class from ours and put it in its place, or remove it"
         )
+    if block.monitor.keep_weights and run_mode(config).name == SYNC:
+        why = "with trainer_mode='sync' no rollout is of older weights"
+        raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", why)
     length, limit = block.monitor.weight_sync_probe_length, config.actor_rollout_ref.rollout.max_model_len
     if limit and length >= limit:
         why = "a probe and one token have to fit"

@@ -18,6 +18,7 @@ from mismatch_ext.adapters.verl.worker.loss import make_loss
 from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, device_of_rank, fields_of, measured
 from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.verl.worker.spread import Group, kl_of, looked_at
+from mismatch_ext.adapters.verl.worker.staleness import STALE, KeptWeights, fields_of_stale, stale_gap
 from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import nn
@@ -57,6 +58,8 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     _readiness: str | None = None
     _measured: PartMeasured | None = None
+    _stale: Any = None
+    _kept: KeptWeights | None = None
 
     @property
     def _actor(self) -> TrainingWorker:
@@ -136,7 +139,8 @@ class MismatchWorker(ActorRolloutRefWorker):
     def compute_log_prob(self, data: Any) -> Any:
         """Score a part of a batch as verl does, and measure it where the driver asks: `mismatch_measured` hands that out."""
         asked = tu.pop(data, key=ASKED, default=None)
-        fields = fields_of(data)
+        fields, by_version = fields_of(data), tu.pop(data, key=STALE, default=None)
+        of_stale = {} if by_version is None else fields_of_stale(data)
         output = super().compute_log_prob(data)
         # Of the ranks that hold one part, such as those that share its sequences, one has what came out.
         if asked is not None and output is not None:
@@ -144,6 +148,8 @@ class MismatchWorker(ActorRolloutRefWorker):
             given = {"log_probs": output["log_probs"], "device": device_of_rank(), **asked}
             with self._verdicts.checking("gap"):
                 self._measured = measured(fields, part=part, **given)
+        if by_version is not None and output is not None:
+            self._stale = stale_gap(of_stale, output["log_probs"], **by_version)
         return output
 
     @on_all_ranks
@@ -151,6 +157,25 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Return what this rank has measured in the last pass that asked for it; None where another one holds the output."""
         found, self._measured = self._measured, None
         return found
+
+    @on_all_ranks
+    def mismatch_stale(self) -> Any:
+        """Return what this rank has measured by version in the last pass that asked for it; None where another one did."""
+        found, self._stale = self._stale, None
+        return found
+
+    @on_all_ranks
+    def mismatch_keep_weights(self, version: int, count: int) -> list[int]:
+        """Copy the actor's present weights to host memory, and return which versions are kept; see `KeptWeights.keep`."""
+        self._kept = KeptWeights() if self._kept is None else self._kept
+        self._kept.keep(self._engine.module, version, count)
+        return self._kept.versions
+
+    @on_all_ranks
+    def mismatch_use_weights(self, version: int) -> None:
+        """Put a kept version in the place of the actor's weights; see `KeptWeights.use`."""
+        assert self._kept is not None
+        self._kept.use(self._engine.module, version)
 
     @on_each_rank
     def mismatch_look_at(self, keys: list[str], partition: str, first: int) -> list[PartMeasured]:

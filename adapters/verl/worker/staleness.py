@@ -1,0 +1,126 @@
+"""What a rank says of stale rollouts in its part of a batch, and the weights of older versions that it keeps for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.verl.rollout.client import FIELD
+from mismatch_ext.adapters.verl.worker.measuring import MASK, ROLLOUT
+from mismatch_ext.adapters.verl.worker.shards import reshard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from verl.workers.utils.padding import response_from_nested
+
+from mismatch_ext.errors import MismatchError, RecordError
+from mismatch_ext.staleness import Segment, StaleGap, segments_of_span, token_versions
+
+STALE = "mismatch_stale"
+"""Entry of a batch that asks for its parts by version in the pass that scores it: `part`, `version`, `least`."""
+OLD, EXTRA, PROMPTS = "old_log_probs", "extra_fields", "prompts"
+
+
+def fields_of_stale(data: Any) -> dict[str, Any]:
+    """Return what is looked at of a batch, before a pass that may take it out."""
+    return {name: data.get(name, None) for name in (ROLLOUT, MASK, OLD, EXTRA, PROMPTS)}
+
+
+def stale_gap(fields: Mapping[str, Any], log_probs: Any, *, part: str, version: int, least: int) -> Any:
+    """Measure a part of a batch by the versions that sampled its tokens.
+
+    Args:
+        fields: As `fields_of_stale` returns them.
+        log_probs: Log-probabilities of all of its tokens at this version, prompts included, a nested tensor.
+        part: What is scored: the `batch`, the `buffer`, or stale tokens by `kept` weights.
+        version: Version of the weights that score it.
+        least: As for `StaleGap`.
+
+    Returns:
+        A state of `StaleGap`, or the error that stands in the way.
+    """
+    gap = StaleGap(least=least)
+    try:
+        if fields[ROLLOUT] is None or fields[EXTRA] is None:
+            raise RecordError(
+                f"the batch has no {ROLLOUT if fields[ROLLOUT] is None else EXTRA}; its versions are unknown."
+            )
+        scored = response_from_nested(log_probs, fields[MASK])
+        now, rollout = (values.to_padded_tensor(0.0).float().cpu() for values in (scored, fields[ROLLOUT]))
+        mask = fields[MASK].to_padded_tensor(0).bool().cpu()
+        versions = token_versions(_segments(fields), mask)
+        if part == "batch":
+            gap.add_batch(now, rollout, mask, versions, scoring=version)
+        elif part == "buffer":
+            gap.add_buffer(now, rollout, mask & (versions == version))
+        else:
+            old = fields[OLD].to_padded_tensor(0.0).float().cpu()
+            gap.add_kept(now, old, rollout, mask & (versions == version))
+    except MismatchError as error:
+        return error
+    return gap.state_dict()
+
+
+def _segments(fields: Mapping[str, Any]) -> list[list[Segment]]:
+    rows = fields[EXTRA].tolist() if hasattr(fields[EXTRA], "tolist") else list(fields[EXTRA])
+    return [
+        segments_of(row, int(prompt))
+        for row, prompt in zip(rows, fields[PROMPTS].offsets().diff().tolist(), strict=True)
+    ]
+
+
+def segments_of(extra: Mapping[str, Any], prompt: int) -> list[Segment]:
+    """Return the segments of a rollout: of each request where a client noted them, else of first and last token.
+
+    Args:
+        extra: verl's `extra_fields` of it.
+        prompt: Tokens of its prompt.
+    """
+    noted = extra.get(FIELD)
+    # Those of a conversation begin behind the prompt; of a later turn alone nobody knows what is before it.
+    if noted and noted[0][1] == prompt and all(start >= prompt for _, start in noted):
+        return [Segment(version, start - prompt) for version, start in noted]
+    return segments_of_span(extra.get("min_global_steps"), extra.get("max_global_steps"))
+
+
+class KeptWeights:
+    """Copies of this rank's shards, in host memory, one for each of the last versions."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that are kept."""
+        return sorted(self._kept)
+
+    def keep(self, model: nn.Module, version: int, count: int) -> None:
+        """Copy the present weights, and forget those that are older than the last few.
+
+        Args:
+            model: Wrapped by FSDP1 or FSDP2.
+            version: Of the present weights.
+            count: Older versions to keep beside it.
+        """
+        reshard(model)
+        # A copy also where the weights lie on the host: `.cpu()` would be the weights themselves, which go on.
+        self._kept[version] = {name: _local(p).to("cpu", copy=True) for name, p in model.named_parameters()}
+        for older in self.versions[: -count - 1]:
+            del self._kept[older]
+
+    def use(self, model: nn.Module, version: int) -> None:
+        """Put a kept version in the place of the present weights, which must be kept too.
+
+        Raises:
+            RecordError: It is not kept.
+        """
+        if version not in self._kept:
+            raise RecordError(f"weights of version {version} are not kept; kept are {self.versions}.")
+        reshard(model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                _local(parameter).copy_(self._kept[version][name])
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
