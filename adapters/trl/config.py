@@ -110,6 +110,11 @@ class MismatchConfigMixin(_Host):
         return super().train_batch_size
 
     def _check_host(self, block: MismatchConfig) -> None:
+        if block.monitor.keep_weights:
+            raise ConfigError(
+                f"mismatch.monitor.keep_weights={block.monitor.keep_weights}: this trainer's rollouts are of the weights that "
+                "score them, so that there is nothing to keep; allowed: 0."
+            )
         if not self.use_vllm:
             needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
             if block.lr is not None and block.lr.trigger in ("mismatch_kl", "f_tau"):

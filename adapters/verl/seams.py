@@ -76,6 +76,20 @@ SEAMS = (
         where=("verl",),
     ),
     Seam(
+        name="verl/weight_versions",
+        peer="verl",
+        features=("monitor",),
+        what="which weights sampled each token of an asynchronous rollout, and rollouts that wait in the buffer",
+        claims=(
+            Takes("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", "prompt_ids"),
+            Takes("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id", "prompt_ids"),
+            Has(f"{_TRAINER}:PPOTrainer.get_llm_client"),
+            Has("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue"),
+        ),
+        upstream=_SOURCE + "workers/rollout/llm_server.py",
+        where=("verl",),
+    ),
+    Seam(
         name="verl/kl_in_rewards",
         peer="verl",
         features=("kl",),

@@ -32,6 +32,11 @@ def check_block(block: MismatchConfig) -> None:
     Raises:
         ConfigError: Names the setting, and what is allowed.
     """
+    if block.monitor.keep_weights:
+        raise ConfigError(
+            f"mismatch.monitor.keep_weights={block.monitor.keep_weights}: the rollouts of a loop are of the weights that score "
+            "them, so that there is nothing to keep; allowed: 0."
+        )
     if block.kl is not None and block.kl.preset is not None:
         raise ConfigError(
             f"mismatch.kl.preset={block.kl.preset!r} leaves the KL term to a host, and a loop of one's own has none; allowed: an "

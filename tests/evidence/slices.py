@@ -40,6 +40,7 @@ SLICES = (
         title="verl's main_ppo: with SGLang in float16, faults, and faults that are observed",
         files=("main_ppo_sglang", "main_ppo_faults", "observe"),
     ),
+    Slice(title="verl's main_ppo: numerics told from drift", files=("main_ppo_drift",), jobs=1),
     Slice(title="100 kills over TRL, each resumed", files=("kills",), jobs=1),
     Slice(title="kills over verl's main_ppo, each resumed", files=("kills_verl",), jobs=1),
     Slice(

@@ -97,7 +97,9 @@ class StalenessMixin(_Host):
         """Rows that a scoring pass takes a multiple of: whole micro-batches of every rank."""
         rollout = self.config.actor_rollout_ref.rollout
         ranks = int(self.actor_rollout_wg.world_size)
-        return ranks if rollout.log_prob_use_dynamic_bsz else ranks * int(rollout.log_prob_micro_batch_size_per_gpu)
+        return (
+            ranks if rollout.log_prob_use_dynamic_bsz else ranks * int(rollout.log_prob_micro_batch_size_per_gpu or 1)
+        )
 
     def _score(self, gap: StaleGap, rows: Sequence[Row], partition: str, part: str, version: int) -> None:
         """Score rows with the weights that the actor has now, which are of a version, and add what comes of it."""

@@ -277,6 +277,7 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
             "actor_rollout_ref.actor.strategy='megatron'",
         ),
+        (("+mismatch.monitor.keep_weights=1",), "mismatch.monitor.keep_weights=1"),
         (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
         (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
         (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),

@@ -1,0 +1,47 @@
+"""Numerics told from drift in verl: older weights that are put back exactly, and tokens by the versions that sampled them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.peers.verl.in_process import scenarios_staleness as scenarios
+else:
+    scenarios = named("tests.peers.verl.in_process.scenarios_staleness")
+
+
+@pytest.mark.numeric
+def test_kept_weights_score_as_they_did_and_the_present_ones_go_on(run: Run, dense: Path) -> None:
+    found = run(scenarios.kept, model=dense).expect()
+    assert found["versions"] == [1, 2]
+    assert found["again"] and found["kept"] and found["moved"] > 1e-3
+    assert found["forgotten"] == "RecordError: weights of version 0 are not kept; kept are [1, 2]."
+
+
+def test_a_worker_measures_each_token_by_its_version(run: Run) -> None:
+    found = run(scenarios.parts).expect()
+    # Segments that begin behind another prompt are of a later turn, and say nothing of what is before it.
+    assert found["segments"] == [[[6, 0], [7, 2]], [[7, 0]], [[None, 0]]]
+    of_batch = found["batch"]
+    assert of_batch["numerics/batch/tokens"] == 5 and of_batch["staleness_max"] == 1
+    assert of_batch["numerics/logp_abs_diff_mean"] == pytest.approx((2 * 1.0 + 3 * 0.5) / 5)
+    assert of_batch["unknown_version_frac"] == pytest.approx(2 / 9)
+    assert found["buffer"]["numerics/buffer/tokens"] == 5 and found["buffer"]["numerics/source"] == 2
+    kept = found["kept"]
+    assert kept["numerics/kept/tokens"] == 2 and kept["numerics/kept/logp_abs_diff_mean"] == pytest.approx(1.0)
+    assert kept["drift/logp_abs_diff_mean"] == pytest.approx(1.0) and kept["drift/kl"] == pytest.approx(1.0)
+    assert found["ahead"].startswith(
+        "RecordError: a token was sampled by weights of version 7, and the batch is scored"
+    )
+
+
+def test_the_driver_chooses_whole_micro_batches(run: Run) -> None:
+    few, many, filled, short = run(scenarios.parts).expect()["rows"]
+    assert few == ["0", "1", "2", "3"] and many == ["0", "1", "2", "3"]
+    assert filled == [*map(str, range(7)), "filling"] and short == []
