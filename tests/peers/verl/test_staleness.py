@@ -45,3 +45,11 @@ def test_the_driver_chooses_whole_micro_batches(run: Run) -> None:
     few, many, filled, short = run(scenarios.parts).expect()["rows"]
     assert few == ["0", "1", "2", "3"] and many == ["0", "1", "2", "3"]
     assert filled == [*map(str, range(7)), "filling"] and short == []
+
+
+def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None:
+    found = run(scenarios.resumed).expect()
+    assert found["tokens"] == [[1, 2, 3], [4, 5]] and found["ends"] == [4, 5]
+    # Version, and the tokens in front; a request that was interrupted before its first token sampled none.
+    assert found["noted"] == [[4, 3], [5, 5], [6, 8]] and found["shared"]
+    assert found["other"] == "object"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.driver.staleness import enough_rows
+from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.worker.staleness import KeptWeights, segments_of, stale_gap
+from omegaconf import OmegaConf
 from tensordict import NonTensorStack
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
 from mismatch_ext.errors import RecordError
 from mismatch_ext.staleness import StaleGap
@@ -79,3 +85,37 @@ def parts() -> dict[str, Any]:
         for given in ((rows, 25, 2, ()), (rows, 1000, 4, ()), (rows, 1000, 4, more), (rows[:1], 5, 4, ()))
     ]
     return found
+
+
+def resumed() -> dict[str, Any]:
+    """Let verl's own client resume an answer that weight updates interrupt, over two turns of one conversation."""
+    answers = iter([([1, 2], 4, "aborted"), ([], 5, "aborted"), ([3], 5, "completed"), ([4, 5], 6, "completed")])
+
+    async def answer(self: Any, request_id: Any, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
+        tokens, version, reason = next(answers)
+        return TokenOutput(
+            token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason=reason, extra_fields={"global_steps": version}
+        )
+
+    client = object.__new__(FullyAsyncLLMServerClient)
+    client.config = OmegaConf.create({})
+    asked, Asked = versioned(client), LLMServerClient.generate
+    LLMServerClient.generate = answer  # type: ignore[method-assign]
+    try:
+
+        async def turns() -> tuple[Any, Any]:
+            first = await asked.generate("a", prompt_ids=[7, 8, 9], sampling_params={"max_tokens": 9})
+            tool = [7, 8, 9, 1, 2, 3, 0, 0]
+            return first, await asked.generate("a", prompt_ids=tool, sampling_params={"max_tokens": 9})
+
+        first, second = asyncio.run(turns())
+    finally:
+        LLMServerClient.generate = Asked  # type: ignore[method-assign]
+    noted = pickle.loads(pickle.dumps(first.extra_fields["weight_versions"]))
+    return {
+        "tokens": [first.token_ids, second.token_ids],
+        "noted": [list(one) for one in noted],
+        "shared": first.extra_fields["weight_versions"] is second.extra_fields["weight_versions"],
+        "ends": [first.extra_fields["min_global_steps"], first.extra_fields["max_global_steps"]],
+        "other": type(versioned(object())).__name__,
+    }
