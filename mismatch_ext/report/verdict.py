@@ -65,8 +65,8 @@ _PLURAL = {level: text.replace("has", "have", 1) for level, text in _SINGULAR.it
 
 
 TELL_APART = (
-    "have a share of the stale tokens scored by the weights that sampled them (docs/drift.md) before changing anything for "
-    "that gap"
+    "have a share of the stale tokens scored by the weights that sampled them (mismatch.monitor.keep_weights) before changing "
+    "anything for that gap"
 )
 NO_PRECISION = (
     "what is left is drift, which no precision closes: let importance weights correct it, or let rollouts be less stale"
