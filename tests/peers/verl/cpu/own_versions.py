@@ -40,7 +40,7 @@ def _dump_truth(module: Any) -> None:
 
         nested = read("response_mask")
         mask, prompts = nested.to_padded_tensor(0).bool(), read("prompts").offsets().diff().tolist()
-        segments = [segments_of(row, size) for row, size in zip(read("extra_fields").tolist(), prompts, strict=True)]
+        segments = [segments_of(row, size) for row, size in zip(list(read("extra_fields")), prompts, strict=True)]
         versions, own = token_versions(segments, mask), torch.zeros(mask.shape)
         given = batch.extra_info
         for version in sorted(set(versions[mask].tolist())):
