@@ -21,6 +21,7 @@ from mismatch_ext.provenance import SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
 
 
@@ -66,9 +67,14 @@ class DoctorsEngine:
                 f"vLLM does not start with {asked}: {' '.join(str(error).split())[:400]}; if memory is short, give "
                 "--engine-arg gpu_memory_utilization=0.5, or a smaller max_model_len."
             ) from error
-        if shape is not None:
-            attach_cpu_routes(self._llm)
-        self.reading: EngineReading = read_engine(self._llm)
+        try:
+            if shape is not None:
+                attach_cpu_routes(self._llm)
+            self.reading: EngineReading = read_engine(self._llm)
+        except BaseException:
+            # Nobody else holds it yet.
+            self.shutdown()
+            raise
 
     def sample(
         self,
@@ -83,13 +89,13 @@ class DoctorsEngine:
 
         Args:
             prompts: Token ids of each prompt, as the trainer has them.
-            responses: How many in all; each prompt gets as many as the others, or one more.
+            responses: How many at least; each prompt gets as many as the others.
             max_tokens: Most tokens of a response.
             sampling: Arguments of `vllm.SamplingParams`.
             seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
 
         Raises:
-            ConfigError: vLLM refuses a sampling argument.
+            ConfigError: vLLM refuses a sampling argument or a prompt.
             RecordError: What vLLM returned is malformed.
         """
         from vllm import SamplingParams
@@ -100,7 +106,7 @@ class DoctorsEngine:
             raise ConfigError(f"--sampling: vLLM refuses {dict(sampling)}: {' '.join(str(error).split())}") from error
         asked = [list(prompt) for prompt in (prompts if seen is None else seen)]
         requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in asked]
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        outputs = self._generated(requests, seeded(params, len(requests)))
         # Where the engine saw other prompts, its routes are of other rows than the trainer's.
         same = seen is None
         settings = SamplingSettings(temperature=float(sampling.get("temperature", 1.0)))
@@ -123,7 +129,7 @@ class DoctorsEngine:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         whole = [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
         requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in whole]
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        outputs = self._generated(requests, params)
         logprobs = []
         for output, prompt, ids in zip(outputs, sample.prompts, whole, strict=True):
             assert output.prompt_logprobs is not None  # asked for
@@ -139,3 +145,30 @@ class DoctorsEngine:
     def shutdown(self) -> None:
         """End the engine."""
         shutdown(self._llm)
+
+    def _generated(
+        self, requests: list[TokensPrompt], params: SamplingParams | list[SamplingParams]
+    ) -> list[RequestOutput]:
+        try:
+            return self._llm.generate(requests, params, use_tqdm=False)
+        except ValueError as error:
+            raise ConfigError(
+                f"vLLM refuses a request: {' '.join(str(error).split())[:400]}; the doctor asks for a prompt with its response and "
+                "one token more: give a larger --engine-arg max_model_len, shorter prompts, or a smaller --max-tokens."
+            ) from error
+
+
+def seeded(params: SamplingParams, requests: int) -> list[SamplingParams]:
+    """Return a request's settings for each of several; with a seed, none that two responses share.
+
+    vLLM seeds response i of a request by seed + i. Requests of one seed would draw with the same noise, and the doctor's
+    statistics take responses for independent.
+    """
+    if params.seed is None:
+        return [params] * requests
+    found = []
+    for request in range(requests):
+        own = params.clone()
+        own.seed = params.seed + request * params.n
+        found.append(own)
+    return found

@@ -15,7 +15,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES
-from mismatch_ext.errors import RecordError
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.rollouts import read_rollouts
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
@@ -68,6 +68,35 @@ def test_what_cannot_be_examined_is_one_line(
     assert cli.main(["doctor", *plain, *given]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("error: ") and all(word in err for word in words), err
+
+
+def test_no_two_responses_draw_with_the_same_noise() -> None:
+    from mismatch_ext.adapters.vllm.doctor import seeded
+    from vllm import SamplingParams
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    each = seeded(SamplingParams(n=3, seed=5), 4)
+    seeds = []
+    for params in each:
+        parent = ParentRequest.__new__(ParentRequest)
+        parent.sampling_params, parent.cached_child_sampling_params = params, None
+        seeds += [parent._get_child_sampling_params(index).seed for index in range(3)]
+    assert seeds == list(range(5, 17)), "vLLM seeds response i of a request by seed + i"
+    assert [params.seed for params in seeded(SamplingParams(n=3), 2)] == [None, None]
+
+
+def test_what_vllm_refuses_of_a_request_is_an_error_of_ours() -> None:
+    from mismatch_ext.adapters.vllm import doctor
+    from vllm import SamplingParams
+
+    class Refusing:
+        def generate(self, *_: object, **__: object) -> None:
+            raise ValueError("The prompt is too long")
+
+    engine = doctor.DoctorsEngine.__new__(doctor.DoctorsEngine)
+    engine._llm = Refusing()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"The prompt is too long.*max_model_len"):
+        engine._generated([{"prompt_token_ids": [1]}], SamplingParams())
 
 
 def flags(lines: list[str]) -> set[str]:
