@@ -242,7 +242,7 @@ def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scor
     """Return the diagnosis after the remedies of the named causes were tried together on the same tokens."""
     from mismatch_ext.doctor import rescored
 
-    families = {cause.family for cause in found.causes if cause.family in (*SAMPLED, *MENDED)}
+    families = {cause.family for cause in found.mendable if cause.family in (*SAMPLED, *MENDED)}
     if not families:
         return found
     rung("remedy")
@@ -255,8 +255,8 @@ def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scor
             again = engine.score(sample)
         finally:
             engine.shutdown()
-    left, gap = rescored(again, scorer.rescored(again))
-    return found.confirmed(families, left, gap)
+    left, after = rescored(again, scorer.rescored(again))
+    return found.confirmed(families, left, after)
 
 
 def read_prompts(path: Path, model: str) -> list[list[int]]:

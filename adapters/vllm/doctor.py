@@ -153,8 +153,8 @@ class DoctorsEngine:
             return self._llm.generate(requests, params, use_tqdm=False)
         except ValueError as error:
             raise ConfigError(
-                f"vLLM refuses a request: {' '.join(str(error).split())[:400]}; the doctor asks for a prompt with its response and "
-                "one token more: give a larger --engine-arg max_model_len, shorter prompts, or a smaller --max-tokens."
+                f"vLLM refuses a request: {' '.join(str(error).split())[:400]}; the doctor asks for a prompt with its response "
+                "and one token more: give a larger --engine-arg max_model_len, shorter prompts, or a smaller --max-tokens."
             ) from error
 
 

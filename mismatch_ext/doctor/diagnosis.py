@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_ext.doctor.causes import Cause, Fit, Search
+from mismatch_ext.doctor.causes import SLOPES, Cause, Fit, Search
 from mismatch_ext.doctor.logits import of_logits
 from mismatch_ext.doctor.noise import Noise
 from mismatch_ext.doctor.remedies import Remedy, remedy
@@ -26,6 +26,9 @@ ROUNDING, ROUNDING_TAIL = 1.3, 3.0
 FLOAT32 = 1e-5
 # An engine that errs less than this computes finer than its dtype; a trainer that errs more, coarser than the engine.
 FINER, COARSER = 0.6, 2.0
+# A name that leaves something is confirmed where it foretold this part of what the remedy mends: a remedy takes back settings of
+# a kind together, and so mends what another of them did, too.
+MOST = 0.75
 SCHEMA = 1
 
 
@@ -49,6 +52,36 @@ class Scores:
     native: Floats | None = None
     temperature: float = 1.0
     end_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Foretold:
+    """What named causes say of each token, to hold their remedies against.
+
+    Args:
+        error: Engine less oracle `[N]`.
+        by: The error that each named cause predicts, by its key.
+        noise: What rounding alone makes of them.
+    """
+
+    error: Floats
+    by: Mapping[str, Floats]
+    noise: Noise
+
+    def slope(self, keys: Collection[str], after: Floats) -> float:
+        """Return what a remedy took from the error over what the causes predict, 1 where they are the cause."""
+        predicted, taken = self._predicted(keys), self.error - after
+        trust = self.noise.trust(taken - predicted)
+        return float((trust * taken * predicted).sum() / max(float((trust * predicted**2).sum()), 1e-300))
+
+    def falls(self, keys: Collection[str], after: Floats) -> tuple[float, float]:
+        """Return the parts of the error's mean size that the causes predict to go, and that went."""
+        before = max(float(np.abs(self.error).mean()), 1e-300)
+        rest = float(np.abs(self.error - self._predicted(keys)).mean())
+        return 1 - rest / before, 1 - float(np.abs(after).mean()) / before
+
+    def _predicted(self, keys: Collection[str]) -> Floats:
+        return np.sum([self.by[key] for key in keys], axis=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +132,7 @@ class Diagnosis:
         tokens_test: What the tokens themselves say.
         verdict: "clean", "explained", "partly" or "unexplained".
         tried: Keys of the causes on the list.
+        foretold: What the named causes predict token by token; not in `data`.
     """
 
     tokens: int
@@ -118,6 +152,7 @@ class Diagnosis:
     tokens_test: TokensTest
     verdict: str
     tried: tuple[str, ...]
+    foretold: Foretold | None = field(default=None, repr=False, compare=False)
 
     def exit_status(self, threshold: float) -> int:
         """Return 0 for a clean pair, 1 for one that is explained, 2 where more than a threshold is not.
@@ -131,32 +166,48 @@ class Diagnosis:
 
     def data(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
-        found = {"schema": SCHEMA, **asdict(self)}
+        found = {"schema": SCHEMA, **asdict(replace(self, foretold=None))}
+        del found["foretold"]
         found["tokens_test"]["finding"] = self.tokens_test.finding
         return found
 
-    def confirmed(self, families: Collection[str], left: float, gap: float) -> Diagnosis:
+    @property
+    def mendable(self) -> tuple[NamedCause, ...]:
+        """The causes that a remedy can confirm: those that predict the error of each token."""
+        return tuple(cause for cause in self.causes if self.foretold is not None and cause.key in self.foretold.by)
+
+    def confirmed(self, families: Collection[str], left: float, after: Floats) -> Diagnosis:
         """Return it after remedies were applied to the engine and the same tokens were scored again.
+
+        A cause is confirmed where the error fell to rounding's and fell token by token as the cause predicts. One that leaves
+        something has to have predicted most of the fall, too: the remedy of its family mends more than the cause alone.
 
         Args:
             families: Of the causes whose remedies were applied.
             left: The engine's error then, in units of the trainer's own arithmetic.
-            gap: Mean size of that error in nats per token.
+            after: That error `[N]`.
         """
-        sure = left <= ROUNDING or gap <= FLOAT32
-        causes = tuple(
-            replace(cause, status="confirmed") if sure and cause.family in families else cause for cause in self.causes
-        )
-        mended = ", ".join(cause.key for cause in self.causes if cause.family in families)
+        keys = [cause.key for cause in self.mendable if cause.family in families]
+        if self.foretold is None or not keys:
+            return self
+        gap = float(np.abs(after).mean())
+        slope, (predicted, fell) = self.foretold.slope(keys, after), self.foretold.falls(keys, after)
+        sure = (left <= ROUNDING or gap <= FLOAT32) and SLOPES[0] <= slope <= SLOPES[1]
+        whole = self.verdict != "partly" or predicted >= MOST * fell
         said = (
-            f"after the remedy of {mended}: the engine's error is {gap:.1e} nats per token, {left:.2f} of rounding's"
-            + ("" if sure else "; that does not confirm it")
+            f"after the remedy of {', '.join(keys)}: the engine's error is {gap:.1e} nats per token, {left:.2f} of rounding's; "
+            f"it fell by {fell:.0%}, {predicted:.0%} were predicted (slope {slope:.2f})"
         )
-        notes = (*self.notes, said)
+        if sure and not whole:
+            said += "; the remedy mends more than the named cause: another setting of its kind differs too, or instead"
+        elif not sure:
+            said += "; that does not confirm it"
+        if not (sure and whole):
+            return replace(self, notes=(*self.notes, said))
+        causes = tuple(replace(cause, status="confirmed") if cause.key in keys else cause for cause in self.causes)
         # What a fit leaves, such as routes that follow the fault, went with the remedy.
-        mends_all = sure and self.verdict == "partly"
-        verdict, unexplained = ("explained", 0.0) if mends_all else (self.verdict, self.unexplained)
-        return replace(self, causes=causes, notes=notes, verdict=verdict, unexplained=unexplained)
+        verdict, unexplained = ("explained", 0.0) if self.verdict == "partly" else (self.verdict, self.unexplained)
+        return replace(self, causes=causes, notes=(*self.notes, said), verdict=verdict, unexplained=unexplained)
 
 
 def diagnose(
@@ -224,11 +275,12 @@ def diagnose(
         tokens_test=tokens,
         verdict=verdict,
         tried=tuple(cause.key for cause in listed),
+        foretold=Foretold(error=error, by={fit.cause.key: fit.finite for fit in named}, noise=noise) if named else None,
     )
 
 
-def rescored(sample: Sample, scores: Scores) -> tuple[float, float]:
-    """Return an engine's error, in units of the trainer's own arithmetic and in nats per token, on tokens that it scored again.
+def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
+    """Return an engine's error on tokens that it scored again: in units of the trainer's own arithmetic, and of each token `[N]`.
 
     Args:
         sample: The tokens, with what the engine says of them now.
@@ -236,7 +288,7 @@ def rescored(sample: Sample, scores: Scores) -> tuple[float, float]:
     """
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     error = sample.engine - table.logprob
-    return Noise.of(scores.own - table.logprob, table.spread).ratio(error), float(np.abs(error).mean())
+    return Noise.of(scores.own - table.logprob, table.spread).ratio(error), error
 
 
 def _is_rounding(rest: Floats, arithmetic: Floats, noise: Noise) -> bool:

@@ -185,10 +185,31 @@ def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
 
 def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
     found = diagnose(*drawn(lambda z: z / 0.9))
-    assert found.causes[0].status == "fits"
-    assert found.confirmed({"sampling"}, 1.0, 1e-3).causes[0].status == "confirmed"
-    still = found.confirmed({"sampling"}, 9.0, 1e-1)
-    assert still.causes[0].status == "fits" and "not confirm" in still.notes[-1]
+    assert found.causes[0].status == "fits" and found.foretold is not None
+    mended = found.foretold.error - found.foretold.by["temperature"]
+    assert found.confirmed({"sampling"}, 1.0, mended).causes[0].status == "confirmed"
+    for left, after in ((9.0, mended), (1.0, found.foretold.error)):
+        still = found.confirmed({"sampling"}, left, after)
+        assert still.causes[0].status == "fits" and "not confirm" in still.notes[-1]
+    json.dumps(found.data(), allow_nan=False)
+
+
+def test_a_remedy_that_mends_more_than_its_cause_said_confirms_nothing() -> None:
+    # A bias of two logits, of which the list knows nothing: a temperature fits in part, and sampling settings go together.
+    bias = torch.zeros(VOCABULARY)
+    bias[3] = -0.3
+    found = diagnose(*drawn(lambda z: z * 1.02 + bias))
+    assert found.verdict == "partly" and [cause.status for cause in found.causes] == ["partly"], report(found)
+    assert found.foretold is not None
+    clean = np.random.default_rng(0).normal(size=found.tokens) * 1e-3
+    still = found.confirmed({"sampling"}, 1.0, clean)
+    assert still.causes[0].status == "partly" and still.verdict == "partly" and "mends more" in still.notes[-1]
+
+
+def test_what_the_tokens_alone_say_is_not_confirmed_by_a_score_of_them() -> None:
+    found = diagnose(*drawn(nucleus(0.9), reported=lambda z: z))
+    assert found.causes and not found.mendable
+    assert found.confirmed({"sampling"}, 1.0, np.zeros(found.tokens)) == found
 
 
 def test_few_tokens_have_no_shares() -> None:
