@@ -143,12 +143,13 @@ class Search:
             first = first or fits
             best = next(iter(fits), None)
             # The best one that is not good enough shows that the cause is not on the list: the next best would be a wrong name.
-            if best is None or not best.holds or any(best.cause is found.cause for found in named):
+            if best is None or not best.holds or any(best.cause.key == found.cause.key for found in named):
                 break
             ties = tuple(
-                other.cause.key
+                # Of one key are causes of several checkpoints.
+                other.cause.key if other.cause.key != best.cause.key else other.cause.sentence(other.x)
                 for other in fits[1:]
-                if other.hints and float(np.mean(best.drawn > other.drawn)) < SURE and other.cause.key != best.cause.key
+                if other.hints and float(np.mean(best.drawn > other.drawn)) < SURE
             )
             named.append(Fit(**{**vars(best), "ties": ties}))
             error = error - best.finite

@@ -17,7 +17,8 @@ from mismatch_ext.doctor.remedies import Remedy, remedy
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.doctor.split import Part, split
 from mismatch_ext.doctor.table import LogitTable
-from mismatch_ext.doctor.tokens import TokensTest, judge_tokens
+from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_tokens
+from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.metrics.numerics import k3
 
 # What rounding alone leaves of an error, in units of the trainer's own arithmetic: medians, then the largest hundredth.
@@ -162,7 +163,8 @@ class Diagnosis:
         """
         if self.verdict == "clean":
             return 0
-        return 2 if self.verdict != "explained" and self.unexplained > threshold else 1
+        hidden = self.verdict == "unexplained" and self.unexplained == 0
+        return 2 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
 
     def data(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
@@ -226,7 +228,18 @@ def diagnose(
         causes: Those that need a forward pass of a changed model each; those that are functions of logits are always tried.
         seed: Of the bootstrap over responses.
         progress: Called with the key of each cause before it is tried.
+
+    Raises:
+        NonFiniteLogprobError: The trainer's side is not finite; names response and token.
     """
+    for side, values in (("trainer's", scores.trainer), ("trainer's, in the engine's dtype,", scores.own)):
+        wrong = np.flatnonzero(~np.isfinite(values))
+        if len(wrong):
+            raise NonFiniteLogprobError(
+                f"response {sample.row[wrong[0]]}, token {sample.place[wrong[0]]}: the log-probability that is the {side} is "
+                f"{values[wrong[0]]}, {len(wrong)} of {len(values)} are not finite: that dtype overflows; `mismatch-ext "
+                "readiness` says where."
+            )
     rng = np.random.default_rng(seed)
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     error, arithmetic = sample.engine - table.logprob, scores.own - table.logprob
@@ -248,9 +261,12 @@ def diagnose(
     # Where the log-probabilities are off too, tokens are drawn from another distribution whatever the cause.
     if not found and complete and tokens.finding is not None:
         found = [_by_tokens(tokens, scores.temperature)]
-    if noise.measured and trainer_ratio > COARSER:
+    # Not `noise.measured`: beside a float32 engine, whose rounding is below it, a half-precision trainer is all of the gap.
+    if trainer_ratio > COARSER and float(np.abs(parts["trainer's arithmetic"]).mean()) > FLOAT32:
         found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"]))
-    verdict = ("explained" if found else "clean") if complete else ("partly" if found else "unexplained")
+    # Tokens of another distribution than both sides report are not clean, whether or not it has a name.
+    sound = complete and (bool(found) or abs(tokens.z) < SURE)
+    verdict = ("explained" if found else "clean") if sound else ("partly" if found else "unexplained")
     gap = sample.engine - scores.trainer
     return Diagnosis(
         tokens=len(gap),

@@ -63,6 +63,11 @@ class Sample:
                 )
         if not any(map(any, self.masks)):
             raise RecordError("every token is masked: nothing that the policy sampled is left to compare.")
+        if sum(map(any, self.masks)) < 2:
+            raise RecordError(
+                "all responses but one are masked: the doctor fits on one half of the responses and judges on the other; give at "
+                "least 2 with sampled tokens."
+            )
         wrong = np.flatnonzero(~np.isfinite(self.engine))
         if len(wrong):
             at = wrong[0]
@@ -110,7 +115,8 @@ class Sample:
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """True for the tokens of every other response, on which parameters are fitted; the others judge `[N]`."""
-        return np.asarray(self.row % 2 == 0)
+        # Of those with tokens: a response that is masked whole is on neither side.
+        return np.asarray(np.unique(self.row, return_inverse=True)[1] % 2 == 0)
 
     def kept(self, logprobs: Sequence[Sequence[float | None]]) -> Floats:
         """Return the sampled tokens' part of log-probabilities that are given response by response `[N]`; NaN for None."""

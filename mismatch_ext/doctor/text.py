@@ -65,7 +65,10 @@ def _lines(found: Diagnosis) -> Iterator[str]:
     yield from (f"seen: {note}" for note in found.notes)
     yield from (f"hint, not sure enough for a name: {hint}" for hint in found.hints)
     yield CANNOT
-    yield VERDICTS[found.verdict].format(unexplained=found.unexplained)
+    if found.verdict == "unexplained" and found.unexplained == 0:
+        yield "Unexplained: the tokens, or a few of the errors, are not as rounding leaves them, and no cause on the list fits."
+    else:
+        yield VERDICTS[found.verdict].format(unexplained=found.unexplained)
 
 
 def _evidence(cause: NamedCause) -> str:

@@ -95,7 +95,7 @@ def judge_tokens(table: LogitTable) -> TokensTest:
         Outside(
             setting="top_p",
             value=p,
-            expected=float((1 - np.where(mass - table.best < p, table.best, 0.0).sum(-1)).clip(0).sum()),
+            expected=float(_outside(table, mass, p).sum()),
             seen=int((table.better >= p + MARGIN).sum()),
         )
         for p in NUCLEI
@@ -106,6 +106,12 @@ def judge_tokens(table: LogitTable) -> TokensTest:
         temperature=1 / (1 + total / spread) if spread and total > -spread / 2 else None,
         outside=tuple(found),
     )
+
+
+def _outside(table: LogitTable, mass: np.ndarray, p: float) -> np.ndarray:
+    """Return the mass beyond a nucleus `[N]`; a nucleus that is larger than what is kept of the distribution has none."""
+    beyond = (1 - np.where(mass - table.best < p, table.best, 0.0).sum(-1)).clip(0)
+    return np.where(mass[:, -1] < p, 0.0, beyond)
 
 
 def _beyond(table: LogitTable, mass: np.ndarray, probability: np.ndarray, k: int) -> Outside:
@@ -121,7 +127,7 @@ def said(test: TokensTest, named: Sequence[str]) -> str:
         named: Keys of causes that are named already.
     """
     if named:
-        return f"tokens: drawn as the causes above say, or not to be told apart from that (z {test.z:.1f})"
+        return f"tokens: held against the trainer's distribution alone, without the causes above (z {test.z:.1f})"
     if test.finding is not None:
         return f"tokens: {test.finding[2]} (z {test.z:.1f})"
     if abs(test.z) >= SURE:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
 from mismatch_ext.doctor.split import split
+from mismatch_ext.doctor.table import LogitTable
+from mismatch_ext.doctor.tokens import judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 
 VOCABULARY, RESPONSES, LENGTH = 24, 80, 30
@@ -176,6 +178,61 @@ def test_two_causes_at_once_are_both_named() -> None:
 def test_a_coarser_trainer_is_named_from_its_own_error() -> None:
     found = diagnose(*drawn(trainer_rounding=8 * ROUNDING))
     assert [cause.key for cause in found.causes] == ["trainer_dtype"] and 5 < found.trainer_ratio < 11
+
+
+def test_a_half_precision_trainer_beside_a_float32_engine_is_not_clean() -> None:
+    sample, scores = drawn(engine_rounding=0.0)
+    tokens = torch.from_numpy(sample.tokens)[:, None]
+    exact = scores.logits.double().log_softmax(-1).gather(-1, tokens)[:, 0].numpy()
+    found = diagnose(sample, replace(scores, own=exact))
+    assert [cause.key for cause in found.causes] == ["trainer_dtype"] and found.exit_status(1e-4) == 1, report(found)
+
+
+def test_a_trainer_that_overflows_is_refused_by_its_token() -> None:
+    sample, scores = drawn()
+    wrong = scores.trainer.copy()
+    wrong[LENGTH * 3 + 5] = np.nan
+    with pytest.raises(NonFiniteLogprobError, match="response 3, token 5.*1 of 2400"):
+        diagnose(sample, replace(scores, trainer=wrong))
+
+
+def test_tokens_of_another_distribution_are_not_clean() -> None:
+    found = diagnose(*drawn(lambda z: z / 3, reported=lambda z: z))
+    assert abs(found.tokens_test.z) > 5 and not found.causes
+    assert found.verdict == "unexplained" and found.exit_status(1e-4) == 2 and "Clean" not in report(found)
+
+
+def test_a_nucleus_beyond_the_kept_tokens_expects_none_outside() -> None:
+    # 1,024 of 6,000 about equal tokens are kept: a fifth of the mass.
+    made = torch.Generator().manual_seed(0)
+    logits = 0.1 * torch.randn(400, 6_000, generator=made)
+    tokens = torch.multinomial(logits.softmax(-1), 1, generator=made)
+    said = logits.double().log_softmax(-1).gather(-1, tokens)[:, 0].view(20, 20).tolist()
+    sample = Sample(
+        prompts=((1,),) * 20,
+        responses=tuple(map(tuple, tokens[:, 0].view(20, 20).tolist())),
+        masks=((True,) * 20,) * 20,
+        logprobs=tuple(map(tuple, said)),
+    )
+    found = judge_tokens(LogitTable.of(sample, logits, 1.0))
+    assert all(part.expected == 0 for part in found.outside if part.setting == "top_p") and found.finding is None
+
+
+def test_two_older_checkpoints_make_one_name_and_shares_that_add_up() -> None:
+    sample, scores = drawn(extra=lambda z: drift(z, 0.05))
+    first, second = changed_model(sample, scores, 0.04), changed_model(sample, scores, 0.01)
+    both = [replace(cause, said=said, grid=(1.0,), steps=0) for cause, said in ((first, "one"), (second, "other"))]
+    found = diagnose(sample, scores, both)
+    assert [cause.said for cause in found.causes] == ["one"], report(found)
+    assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
+
+
+def test_responses_that_are_masked_whole_are_on_neither_side() -> None:
+    sample, _ = drawn()
+    masked = replace(sample, masks=tuple((row % 2 == 0,) * LENGTH for row in range(RESPONSES)))
+    assert masked.fits.sum() == len(masked.row) // 2
+    with pytest.raises(RecordError, match="all responses but one are masked"):
+        replace(sample, masks=tuple((row == 0,) * LENGTH for row in range(RESPONSES)))
 
 
 def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
