@@ -56,7 +56,13 @@ def read_rollouts(path: Path) -> Sample:
         RunDirectoryError: The file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        data = path.read_bytes()
+        if data.startswith(b"PAR1"):
+            raise RecordError(
+                f"{path} is parquet, as TRL logs completions, which holds texts alone; the doctor needs token ids and the "
+                "engine's log-probabilities: write records with mismatch_ext.rollouts.write_rollouts."
+            )
+        lines = data.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error
     rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -91,7 +97,7 @@ def _row(line: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple
     if not ids[0] or not ids[1]:
         raise RecordError(f"{where}: prompt and response must have a token each.")
     mask, logprobs = found.get("response_mask", [True] * len(ids[1])), found["rollout_logprobs"]
-    if not isinstance(mask, list) or not set(mask) <= {0, 1}:
+    if not isinstance(mask, list) or not all(value in (0, 1) for value in mask):
         raise RecordError(f"{where}: response_mask must be a list of true and false.")
     if not isinstance(logprobs, list) or not all(v is None or type(v) in (int, float) for v in logprobs):
         raise RecordError(f"{where}: rollout_logprobs must be a list of numbers, null where the policy did not sample.")

@@ -49,6 +49,7 @@ GOOD: dict[str, Any] = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_logp
         (GOOD | {"rollout_logprobs": [-1.0, "x"]}, "line 2: rollout_logprobs must be a list of numbers"),
         (GOOD | {"response_ids": [2, -3]}, "line 2: prompt_ids and response_ids must be lists of token ids"),
         (GOOD | {"response_mask": [1, 2]}, "line 2: response_mask must be"),
+        (GOOD | {"response_mask": [[1], [1]]}, "line 2: response_mask must be"),
         (GOOD | {"prompt_ids": []}, "line 2: prompt and response must have a token"),
         ([1], "line 2 is a list"),
     ],
@@ -64,6 +65,9 @@ def test_a_line_that_cannot_be_used_is_named(row: Any, words: str, tmp_path: Pat
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="none.jsonl cannot be read"):
         read_rollouts(tmp_path / "none.jsonl")
+    (tmp_path / "completions.parquet").write_bytes(b"PAR1\x15\x04\x90PAR1")
+    with pytest.raises(MismatchError, match="parquet, as TRL logs completions, which holds texts alone"):
+        read_rollouts(tmp_path / "completions.parquet")
     (tmp_path / "text").write_text("{\n")
     with pytest.raises(MismatchError, match="line 1 is no JSON"):
         read_rollouts(tmp_path / "text")
