@@ -82,7 +82,7 @@ class Foretold:
         return 1 - rest / before, 1 - float(np.abs(after).mean()) / before
 
     def _predicted(self, keys: Collection[str]) -> Floats:
-        return np.sum([self.by[key] for key in keys], axis=0)
+        return np.asarray(np.sum([self.by[key] for key in keys], axis=0), dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
