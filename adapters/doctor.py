@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.cli import folder
-from mismatch_ext.errors import ConfigError, RecordError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.strict import suggestion
 from mismatch_ext.terminal import say
 
@@ -116,8 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments=_pairs("--engine-arg", arguments.engine_arg),
         older=tuple(map(str, arguments.older)),
     )
-    if arguments.temperature <= 0:
-        raise ConfigError(f"--temperature: {arguments.temperature} is not allowed; allowed: > 0.")
+    _ensure_allowed(arguments)
     for option, path in (
         ("--model", sides.model),
         ("--engine-model", sides.engine_model),
@@ -135,8 +135,13 @@ def run(arguments: argparse.Namespace) -> int:
         _writable(arguments.out)
         limits = {"responses": arguments.responses, "max_tokens": arguments.max_tokens}
         found = examine(sides, prompts, **limits, **how)
-    (arguments.out / "doctor.json").write_text(json.dumps(found.data(), indent=1) + "\n", encoding="utf-8")
     say(report(found))
+    try:
+        (arguments.out / "doctor.json").write_text(json.dumps(found.data(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(
+            f"--out: doctor.json cannot be written to {arguments.out}: {error.strerror or error}."
+        ) from error
     say(str(arguments.out / "doctor.json"), keep="")
     return found.exit_status(arguments.threshold)
 
@@ -156,15 +161,20 @@ def examine(
     Args:
         sides: The run.
         prompts: Token ids of each prompt, as the trainer has them.
-        responses: How many to sample.
+        responses: How many to sample; of more prompts, the first so many.
         max_tokens: Most tokens of a response.
         seed: Of the intervals.
         seen: Token ids of each prompt as the engine gets them, where those are others.
         quick: Leave out the causes that need a forward pass each.
+
+    Raises:
+        RecordError: A token id of a prompt is beyond the model's vocabulary.
     """
     from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
 
+    prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model)
+    _ensure_known("--prompts", sides.model, model, prompts)
     shape = routing_shape(model)
     with _rungs() as rung:
         rung("engine")
@@ -177,8 +187,13 @@ def examine(
             again = engine.score(sample)
         finally:
             engine.shutdown()
+        _ensure_known("--engine-model", sides.model, model, sample.responses)
         found, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
-        return _confirmed(found, sides, sample, again, scorer, rung)
+        try:
+            return _confirmed(found, sides, sample, again, scorer, rung)
+        except MismatchError as error:
+            # What was found stands without it.
+            return replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
 
 
 def examine_logged(sides: Run, sample: Sample, *, seed: int = 0, quick: bool = False) -> Diagnosis:
@@ -194,18 +209,22 @@ def examine_logged(sides: Run, sample: Sample, *, seed: int = 0, quick: bool = F
         RecordError: A token id is beyond the model's vocabulary.
     """
     from mismatch_ext.adapters.transformers.doctor import load_model
-    from mismatch_ext.adapters.transformers.scoring import logits_width
 
     model = load_model(sides.model)
-    width = logits_width(model)
-    largest = max(max(row) for row in (*sample.prompts, *sample.responses))
-    if width is not None and largest >= width:
-        raise RecordError(
-            f"--rollouts: token id {largest} is beyond the vocabulary of {sides.model}, {width} tokens; give the model that was "
-            "trained."
-        )
+    _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     with _rungs() as rung:
         return _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0]
+
+
+def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[int]]) -> None:
+    from mismatch_ext.adapters.transformers.scoring import logits_width
+
+    width = logits_width(model)
+    largest = max(max(row) for row in rows)
+    if width is not None and largest >= width:
+        raise RecordError(
+            f"{option}: token id {largest} is beyond the vocabulary of {path}, {width} tokens; give the model that was trained."
+        )
 
 
 @contextmanager
@@ -268,14 +287,15 @@ def read_prompts(path: Path, model: str) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts: {path} cannot be read: {error}") from error
-    if not lines:
+    numbered = [(number, line) for number, line in enumerate(texts, start=1) if line.strip()]
+    if not numbered:
         raise ConfigError(f"--prompts: {path} holds no prompt; write one a line.")
-    found: list[Any] = list(lines)
+    found: list[Any] = [line for _, line in numbered]
     if path.suffix == ".jsonl":
-        found = [_of_json(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+        found = [_of_json(line, f"{path}, line {number}") for number, line in numbered]
     if all(isinstance(prompt, list) for prompt in found):
         return found
     try:
@@ -291,12 +311,36 @@ def _of_json(line: str, where: str) -> str | list[int]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"--prompts: {where} is no JSON: {error}") from error
     ids = row.get("prompt_ids") if isinstance(row, dict) else None
-    if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
+    if isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids):
         return ids
     text = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(text, str) or not text:
         raise ConfigError(f'--prompts: {where} has neither "prompt", a text, nor "prompt_ids", a list of token ids.')
     return text
+
+
+def _ensure_allowed(arguments: argparse.Namespace) -> None:
+    """Refuse values that would fail, or be left out without a word, after the engine's start."""
+    if not 0 < arguments.temperature < math.inf:
+        raise ConfigError(f"--temperature: {arguments.temperature} is not allowed; allowed: > 0.")
+    for option, value, least in (
+        ("--responses", arguments.responses, 2),
+        ("--max-tokens", arguments.max_tokens, 1),
+        ("--seed", arguments.seed, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{option}: {value} is not allowed; allowed: >= {least}.")
+    if arguments.rollouts is None:
+        return
+    for option, given in (
+        ("--engine-model", arguments.engine_model),
+        ("--engine-arg", arguments.engine_arg),
+        ("--sampling", arguments.sampling),
+    ):
+        if given:
+            raise ConfigError(
+                f"{option} is for an engine that the doctor starts; with --rollouts it starts none: leave it out."
+            )
 
 
 def _dtype(name: str, value: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.transformers.scoring import evaluating
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,17 +40,17 @@ def ensure_checkpoint(option: str, path: str | Path) -> None:
         ) from error
 
 
-def load_model(path: str | Path) -> nn.Module:
+def load_model(path: str | Path, option: str = "--model") -> nn.Module:
     """Load a checkpoint in float32, for scoring.
 
     Raises:
-        ConfigError: There is no checkpoint; says where it was looked for.
+        ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave it.
     """
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"--model: {path} cannot be loaded as a causal language model of transformers: {str(error).splitlines()[0]}"
+            f"{option}: {path} cannot be loaded as a causal language model of transformers: {' '.join(str(error).split())[:300]}"
         ) from error
     return model.eval()
 

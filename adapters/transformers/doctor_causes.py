@@ -88,7 +88,7 @@ def of_model(scorer: Scorer, older: Sequence[str | Path] = ()) -> list[Cause]:
 def _of_older(scorer: Scorer, path: str | Path) -> list[Cause]:
     """Return the causes that all weights, or those of one layer, are another checkpoint's."""
     model = scorer.model
-    theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in load_model(path).named_parameters()}
+    theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in load_model(path, "--older").named_parameters()}
     layers = sorted({int(part) for name in theirs if "layers." in name and (part := _layer(name)).isdigit()})
 
     def whole(_: float) -> Floats:
@@ -99,11 +99,12 @@ def _of_older(scorer: Scorer, path: str | Path) -> list[Cause]:
         with _weights(model, {name: p for name, p in theirs.items() if _layer(name) == str(layers[int(x)])}):
             return scorer.logprobs()
 
-    return [
+    found = [
         Cause(key="stale_weights", family="weights", said=f"the engine has the weights of {path}", predict=whole),
         Cause(key="stale_layer", family="weights", said=f"layer {{x}} of the engine has the weights of {path}", predict=one,
               grid=tuple(map(float, range(len(layers)))), names=tuple(map(str, layers))),
     ]  # fmt: skip
+    return found if layers else found[:1]
 
 
 def _layer(name: str) -> str:

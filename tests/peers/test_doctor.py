@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,17 +53,25 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
         (["--model", "{tmp}/none"], ["--model", "none cannot be loaded"]),
         (["--prompts", "{tmp}/none"], ["--prompts", "none cannot be read"]),
         (["--prompts", "{tmp}/empty.txt"], ["holds no prompt"]),
-        (["--prompts", "{tmp}/wrong.jsonl"], ["line 2", '"prompt_ids"']),
+        (["--prompts", "{tmp}/wrong.jsonl"], ["line 3", '"prompt_ids"']),
         (["--dtype", "bf16"], ["--dtype: 'bf16' is not allowed", "Did you mean 'bfloat16'"]),
         (["--sampling", "top_p"], ["--sampling: 'top_p' is not of the form KEY=VALUE"]),
         (["--temperature", "0"], ["--temperature: 0.0 is not allowed"]),
+        (["--temperature", "nan"], ["--temperature: nan is not allowed"]),
+        (["--responses", "1"], ["--responses: 1 is not allowed; allowed: >= 2"]),
+        (["--seed", "-1"], ["--seed: -1 is not allowed"]),
+        (["--prompts", "{tmp}/beyond.jsonl"], ["--prompts: token id 99 is beyond the vocabulary"]),
+        (["--model", "{tmp}/damaged"], ["--model", "damaged cannot be loaded as a causal language model"]),
     ],
 )
 def test_what_cannot_be_examined_is_one_line(
     arguments: list[str], words: list[str], tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "wrong.jsonl").write_text('{"prompt": "1+1="}\n{"text": "1+1="}\n')
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "1+1="}\n\n{"text": "1+1="}\n')
+    (tmp_path / "beyond.jsonl").write_text('{"prompt_ids": [3, 99]}\n')
+    shutil.copytree(FOLDER / "dense", tmp_path / "damaged")
+    (tmp_path / "damaged/model.safetensors").write_bytes(b"\0" * 64)
     given = [argument.format(tmp=tmp_path) for argument in arguments]
     plain = ["--model", str(FOLDER / "dense"), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
     assert cli.main(["doctor", *plain, *given]) == 2
