@@ -162,11 +162,11 @@ class RateControl:
             RecordError: The trigger's statistic is missing or not finite.
         """
         collected, self._collected = self._collected, []
-        total = sum(weight for weight, _ in collected)
-        if not self.attached or total == 0:
-            return {}
         counted = [(weight, found) for weight, found in collected if weight]
+        if not self.attached or not counted:
+            return {}
         counted = [entry for entry in counted if entry[1].get("responses") != 0] or counted  # those are no measurement
+        total = sum(weight for weight, _ in counted)
         # What is not known of each batch, such as which responses were cut off, is not known of them together.
         names = set.intersection(*(set(found) for _, found in counted))
         means = {name: sum(weight * found[name] for weight, found in counted) / total for name in names}

@@ -86,6 +86,16 @@ def test_batches_of_a_step_are_averaged_by_weight_and_an_overflow_is_no_measurem
     assert [m.value for m in rate.control.state.surge.history] == [5.0]
 
 
+def test_a_batch_that_is_no_measurement_is_not_in_the_mean_of_the_others() -> None:
+    given = optimizer()
+    rate = RateControl(LrConfig(trigger="mismatch_kl", surge=SurgeConfig(baseline_window=9)))
+    rate.attach(given)
+    for statistics in ({"responses": 0.0}, {"mismatch_kl": 0.02}, {"responses": 0.0}, {"mismatch_kl": 0.04}):
+        rate.collect(**statistics)
+    rate.lead()
+    assert [m.value for m in rate.control.state.surge.history] == [pytest.approx(0.03)]
+
+
 def test_updates_of_several_optimizer_steps_count_once_and_need_statistics() -> None:
     given = optimizer()
     schedule = lrs.LambdaLR(given, lambda step: 1.0)
