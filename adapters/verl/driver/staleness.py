@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.settings.modes import SYNC
+from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
 from mismatch_ext.adapters.verl.worker.staleness import STALE
 from transfer_queue import KVBatchMeta
 
@@ -104,8 +105,7 @@ class StalenessMixin(_Host):
     def _score(self, gap: StaleGap, rows: Sequence[Row], partition: str, part: str, version: int) -> None:
         """Score rows with the weights that the actor has now, which are of a version, and add what comes of it."""
         meta = KVBatchMeta(partition_id=partition, keys=[key for key, _ in rows], tags=[tags for _, tags in rows])
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        meta.extra_info = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        meta.extra_info = flags_of_pass(self._block, self.config.actor_rollout_ref.rollout.temperature)
         with self._by_version(meta, part, version):
             self.actor_rollout_wg.compute_log_prob(meta)
         self._add_measured(gap)
@@ -147,6 +147,18 @@ class StalenessMixin(_Host):
         if gap is not None and trigger in ("mismatch_kl", "f_tau"):
             return {**numerics_statistics(gap)}
         return super()._statistics(trigger)
+
+
+def flags_of_pass(block: MismatchConfig, temperature: float) -> dict[str, Any]:
+    """Return what a further scoring pass is asked for: under R2 no routes, which would take the place of those for the update.
+
+    Args:
+        block: The run's.
+        temperature: Of the rollout.
+    """
+    flags = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+    records = block.routing is not None and block.routing.mode == "R2"
+    return {**flags, NATIVE: True} if records else flags
 
 
 def enough_rows(rows: Sequence[Row], tokens: int, unit: int, *, filling: Sequence[Row] = ()) -> list[Row]:
