@@ -149,7 +149,8 @@ class MismatchWorker(ActorRolloutRefWorker):
             with self._verdicts.checking("gap"):
                 self._measured = measured(fields, part=part, **given)
         if by_version is not None and output is not None:
-            self._stale = stale_gap(of_stale, output["log_probs"], **by_version)
+            with self._verdicts.checking("gap"):
+                self._stale = stale_gap(of_stale, output["log_probs"], **by_version)
         return output
 
     @on_all_ranks
