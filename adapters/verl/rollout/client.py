@@ -18,6 +18,12 @@ FIELD = "weight_versions"
 class Segments(list[tuple[int | None, int]]):
     """The segments of a conversation; agent loops keep what came with its first turn, and a later turn adds to it."""
 
+    asked = False  # whether a turn is with the servers; a conversation has one at a time
+
+    def goes_on(self, prompt: int) -> bool:
+        """Tell whether a request with so many tokens in front is a later turn of this conversation."""
+        return not self.asked and (not self or prompt > self[0][1])
+
 
 _present: ContextVar[Segments | None] = ContextVar("segments", default=None)
 
@@ -29,7 +35,9 @@ class Recorder(LLMServerClient):
         """Generate as verl does, and note from which token on, and with which weights."""
         output = await super().generate(*args, **kwargs)
         segments = _present.get()
-        if segments is not None and output.token_ids:
+        if (
+            segments is not None
+        ):  # also where it was interrupted before a token: verl's first and last version are of such too
             segments.append((output.extra_fields.get("global_steps"), len(kwargs["prompt_ids"])))
         return output
 
@@ -41,11 +49,15 @@ class VersionedClient(FullyAsyncLLMServerClient, Recorder):
         """Generate as verl does."""
         # As long as somebody has the first turn's: conversations have one id, and no end that a client would see.
         known: WeakValueDictionary[Any, Segments] = self.__dict__.setdefault("_conversations", WeakValueDictionary())
-        segments = known.setdefault(request_id, Segments())
-        token = _present.set(segments)
+        segments = known.get(request_id)
+        if segments is None or not segments.goes_on(len(kwargs["prompt_ids"])):
+            # With `full_determinism` verl gives all of its conversations the same id.
+            segments = known[request_id] = Segments()
+        segments.asked, token = True, _present.set(segments)
         try:
             output = await super().generate(request_id, **kwargs)
         finally:
+            segments.asked = False
             _present.reset(token)
         output.extra_fields[FIELD] = segments
         return output

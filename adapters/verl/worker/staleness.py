@@ -76,11 +76,12 @@ def segments_of(extra: Mapping[str, Any], prompt: int) -> list[Segment]:
         extra: verl's `extra_fields` of it.
         prompt: Tokens of its prompt.
     """
-    noted = extra.get(FIELD)
-    # Those of a conversation begin behind the prompt; of a later turn alone nobody knows what is before it.
-    if noted and noted[0][1] == prompt and all(start >= prompt for _, start in noted):
+    noted, span = extra.get(FIELD), (extra.get("min_global_steps"), extra.get("max_global_steps"))
+    # Those of a conversation begin behind the prompt; of some turns alone nobody knows what is before or after them.
+    whole = noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span
+    if whole and all(start >= prompt for _, start in noted):
         return [Segment(version, start - prompt) for version, start in noted]
-    return segments_of_span(extra.get("min_global_steps"), extra.get("max_global_steps"))
+    return segments_of_span(*span)
 
 
 class KeptWeights:
