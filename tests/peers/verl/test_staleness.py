@@ -28,6 +28,7 @@ def test_a_worker_measures_each_token_by_its_version(run: Run) -> None:
     found = run(scenarios.parts).expect()
     # Segments that begin behind another prompt are of a later turn, and say nothing of what is before it.
     assert found["segments"] == [[[6, 0], [7, 2]], [[7, 0]], [[None, 0]]]
+    assert found["first_turn"] == [[None, 0]]  # as a loop keeps it that asks for each turn under another id
     of_batch = found["batch"]
     assert of_batch["numerics/batch/tokens"] == 5 and of_batch["staleness_max"] == 1
     assert of_batch["numerics/logp_abs_diff_mean"] == pytest.approx((2 * 1.0 + 3 * 0.5) / 5)
@@ -51,5 +52,20 @@ def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None
     found = run(scenarios.resumed).expect()
     assert found["tokens"] == [[1, 2, 3], [4, 5]] and found["ends"] == [4, 5]
     # Version, and the tokens in front; a request that was interrupted before its first token sampled none.
-    assert found["noted"] == [[4, 3], [5, 5], [6, 8]] and found["shared"]
+    assert found["noted"] == [[4, 3], [5, 5], [5, 5], [6, 8]] and found["shared"]
     assert found["other"] == "object"
+
+
+def test_answers_under_one_id_keep_their_own_versions(run: Run) -> None:
+    assert run(scenarios.one_id).expect() == [[[4, 2]], [[5, 2]], [[6, 2]]]
+
+
+def test_versions_that_cannot_be_read_end_no_run_that_is_observed(run: Run, dense: Path) -> None:
+    found = run(scenarios.unreadable, model=dense).expect()
+    assert found["enforce"] == "AttributeError"
+    assert found["observe"] == 5 and found["observe_findings"] == [["gap", "failed"]]
+
+
+def test_a_further_pass_records_no_routes_over_those_of_the_update(run: Run, moe: Path) -> None:
+    found = run(scenarios.recorded, model=moe).expect()
+    assert found == {"first": ["routed_experts", "routed_tokens"], "further": []}

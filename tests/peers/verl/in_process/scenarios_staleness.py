@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.driver.staleness import enough_rows
+from mismatch_ext.adapters.verl.driver.staleness import enough_rows, flags_of_pass
 from mismatch_ext.adapters.verl.rollout.client import versioned
+from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from mismatch_ext.adapters.verl.worker.staleness import KeptWeights, segments_of, stale_gap
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack
+from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.staleness import StaleGap
-from tests.peers.verl.in_process.workers import batch, logprobs, parameters, scored, update, worker
+from mismatch_ext.verdicts import Level, Verdicts
+from tests.peers.verl.in_process.workers import R2, batch, logprobs, parameters, scored, update, worker
 
 
 def kept(model: str) -> dict[str, Any]:
@@ -53,6 +60,7 @@ def parts() -> dict[str, Any]:
     lengths, prompts = [4, 3, 2], [2, 1, 3]
     nested = lambda rows: torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # noqa: E731
     rollout = nested([torch.full((n,), -1.0) for n in lengths])
+    first_turn = {"weight_versions": [(6, 2)], "min_global_steps": 6, "max_global_steps": 7}
     # A token's log-probability stands at the place before it, and the last place has none.
     whole = [torch.full((p + n,), -1.0 - 0.5**row) for row, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
     extra = [
@@ -68,7 +76,8 @@ def parts() -> dict[str, Any]:
         "prompts": nested([torch.zeros(n, dtype=torch.int64) for n in prompts]),
     }
     found: dict[str, Any] = {
-        "segments": [[(s.version, s.start) for s in segments_of(e, p)] for e, p in zip(extra, prompts, strict=True)]
+        "segments": [[(s.version, s.start) for s in segments_of(e, p)] for e, p in zip(extra, prompts, strict=True)],
+        "first_turn": [(s.version, s.start) for s in segments_of(first_turn, 2)],
     }
     for part, version in (("batch", 7), ("buffer", 7), ("kept", 6), ("ahead", 6)):
         state = stale_gap(fields, nested(whole), part=part.replace("ahead", "batch"), version=version, least=1)
@@ -118,4 +127,77 @@ def resumed() -> dict[str, Any]:
         "shared": first.extra_fields["weight_versions"] is second.extra_fields["weight_versions"],
         "ends": [first.extra_fields["min_global_steps"], first.extra_fields["max_global_steps"]],
         "other": type(versioned(object())).__name__,
+    }
+
+
+def one_id() -> list[list[Any]]:
+    """Ask for three answers to one prompt under one id, two of them at the same time, as `full_determinism` does."""
+
+    async def answer(
+        self: Any, request_id: Any, *, prompt_ids: list[int], sampling_params: Any, **_: Any
+    ) -> TokenOutput:
+        await asyncio.sleep(sampling_params["wait"])
+        version = sampling_params["version"]
+        return TokenOutput(
+            token_ids=[1], log_probs=[-1.0], stop_reason="completed", extra_fields={"global_steps": version}
+        )
+
+    client = object.__new__(FullyAsyncLLMServerClient)
+    client.config = OmegaConf.create({})
+    asked, before = versioned(client), LLMServerClient.generate
+    LLMServerClient.generate = answer  # type: ignore[method-assign]
+
+    async def ask(version: int, wait: float) -> Any:
+        limits = {"max_tokens": 9, "version": version, "wait": wait}
+        return await asked.generate("det-0", prompt_ids=[7, 8], sampling_params=limits)
+
+    async def all_of_them() -> list[Any]:
+        return [*await asyncio.gather(ask(4, 0.02), ask(5, 0.0)), await ask(6, 0.0)]
+
+    try:
+        found = asyncio.run(all_of_them())
+    finally:
+        LLMServerClient.generate = before  # type: ignore[method-assign]
+    return [[list(one) for one in output.extra_fields["weight_versions"]] for output in found]
+
+
+@contextlib.contextmanager
+def _asked(built: Any, level: Level) -> Iterator[Any]:
+    """Yield verl's worker with the block around an engine that is there."""
+    whole: Any = object.__new__(MismatchWorker)
+    whole.actor, whole._verdicts, whole.enable_routing_replay = built, Verdicts(level), False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield whole
+
+
+def unreadable(model: str) -> dict[str, Any]:
+    """Score rows whose versions nobody can read, as both levels do."""
+    found: dict[str, Any] = {}
+    levels: tuple[Level, ...] = ("enforce", "observe")
+    for level in levels:
+        data = batch()
+        mask = data["response_mask"]
+        data["rollout_log_probs"] = torch.nested.nested_tensor_from_jagged(-mask.values().float(), mask.offsets())
+        data["extra_fields"] = NonTensorStack(1, 2, 3, 4)
+        tu.assign_non_tensor_data(data, "mismatch_stale", {"part": "batch", "version": 1, "least": 1})
+        with _asked(worker(model, {}), level) as asked:
+            try:
+                found[level] = len(asked.compute_log_prob(data)["log_probs"].offsets())
+            except AttributeError as error:
+                found[level] = type(error).__name__
+            found[f"{level}_findings"] = [(one.check, one.kind) for one in asked._verdicts.take()]
+    return found
+
+
+def recorded(model: str) -> dict[str, list[str]]:
+    """Return what R2's scoring pass gives for the batch, and a further one beside it."""
+    built = worker(model, {"routing": R2})
+    block = MismatchConfig(routing=RoutingConfig(mode="R2"))
+    first, further = batch(), batch()
+    for name, value in flags_of_pass(block, 1.0).items():
+        tu.assign_non_tensor_data(further, name, value)
+    return {
+        name: sorted(key for key in built.infer_batch(data).keys() if key.startswith("routed"))
+        for name, data in (("first", first), ("further", further))
     }
