@@ -144,6 +144,9 @@ def check_bypass(config: DictConfig, block: MismatchConfig) -> None:
     if not OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
         return
     why = "bypass mode takes no pass of the trainer over fresh rollouts"
+    if block.monitor.keep_weights:
+        more = f"{why}, so that numerics and drift are not told apart"
+        raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", more)
     if block.routing is not None and block.routing.mode == "R2":
         raise refused(
             "mismatch.routing.mode", "R2", "'R3'", f"{why}, which R2 records", "Use R3, or a decoupled correction"

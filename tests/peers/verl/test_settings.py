@@ -287,6 +287,14 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
         (("actor_rollout_ref.actor.fsdp_config.qat.enable=True",), "fsdp_config.qat.enable=True"),
         (("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",), "backend='delta_sharded'"),
         (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
+        (
+            (
+                "trainer.v1.trainer_mode=colocate_async",
+                "+mismatch.monitor.keep_weights=1",
+                "algorithm.rollout_correction.bypass_mode=True",
+            ),
+            "mismatch.monitor.keep_weights=1 with a mismatch block: bypass mode",
+        ),
         (("+mismatch.kl.preset=trl",), "mismatch.kl.preset='trl'"),
         (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
         (("+mismatch.rooting.mode=R3",), "rooting"),
