@@ -35,7 +35,8 @@ class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
 
         def copied(module: nn.Module) -> tuple[dict[str, tuple[Tensor, Any]], Any]:
             shards, spec = handler(module)
-            live = {_storage(parameter) for parameter in module.parameters()}
+            # A rank without a piece of a tensor has no storage of it, on either side.
+            live = {_storage(parameter) for parameter in module.parameters()} - {0}
             if self._verdicts.observes:
                 if active_mode().updates > 1 and any(_storage(shard) in live for shard, _ in shards.values()):
                     self._verdicts.found("old_policy", PRESENT, kind=APPLY)
@@ -48,5 +49,5 @@ class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return where a tensor's numbers lie, or a sharded one's own."""
+    """Return where a tensor's numbers lie, or a sharded one's own; 0 where there are none."""
     return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
