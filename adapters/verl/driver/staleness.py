@@ -39,6 +39,7 @@ class StalenessMixin(_Host):
     _block: MismatchConfig
     _log: RunLog
     _watchdog: Watchdog
+    _numerics: StaleGap | None = None
 
     if TYPE_CHECKING:
 
@@ -72,17 +73,22 @@ class StalenessMixin(_Host):
 
     def _measure_parts(self, batch: Any) -> None:
         """Take what the workers have measured of a scored batch by version, and look further where that is too little."""
-        gap = self._log.recorder.stale
-        if gap is None:
+        whole = self._log.recorder.stale
+        if whole is None:
             return
-        self._add_measured(gap)
-        # Later updates of a step have other weights than those that sampled, and keep none.
-        if int(getattr(self, "local_trigger_step", 0)):
-            return
-        if not gap.enough():
-            self._score_buffer(gap, batch)
-        if self._block.monitor.keep_weights:
-            self._score_kept(gap, batch)
+        # Of this batch alone, which leads the rate; the log has those of all updates of a step.
+        gap = self._numerics = StaleGap(sampling=whole.sampling, least=whole.least)
+        try:
+            self._add_measured(gap)
+            # Later updates of a step have other weights than those that sampled, and keep none.
+            if int(getattr(self, "local_trigger_step", 0)):
+                return
+            if not gap.enough():
+                self._score_buffer(gap, batch)
+            if self._block.monitor.keep_weights:
+                self._score_kept(gap, batch)
+        finally:
+            whole.merge(gap)
 
     def _add_measured(self, gap: StaleGap) -> None:
         for state in self.actor_rollout_wg.mismatch_stale():
@@ -143,7 +149,7 @@ class StalenessMixin(_Host):
 
     def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
         """Return what leads the rate with a trigger: of numerics, where rollouts may be of older weights."""
-        gap = self._log.recorder.stale
+        gap = self._numerics
         if gap is not None and trigger in ("mismatch_kl", "f_tau"):
             return {**numerics_statistics(gap)}
         return super()._statistics(trigger)
