@@ -35,9 +35,8 @@ class Recorder(LLMServerClient):
         """Generate as verl does, and note from which token on, and with which weights."""
         output = await super().generate(*args, **kwargs)
         segments = _present.get()
-        if (
-            segments is not None
-        ):  # also where it was interrupted before a token: verl's first and last version are of such too
+        # Also where it was interrupted before a token: verl's first and last version are of such too.
+        if segments is not None:
             segments.append((output.extra_fields.get("global_steps"), len(kwargs["prompt_ids"])))
         return output
 

@@ -78,8 +78,7 @@ def segments_of(extra: Mapping[str, Any], prompt: int) -> list[Segment]:
     """
     noted, span = extra.get(FIELD), (extra.get("min_global_steps"), extra.get("max_global_steps"))
     # Those of a conversation begin behind the prompt; of some turns alone nobody knows what is before or after them.
-    whole = noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span
-    if whole and all(start >= prompt for _, start in noted):
+    if noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span and all(at >= prompt for _, at in noted):
         return [Segment(version, start - prompt) for version, start in noted]
     return segments_of_span(*span)
 
