@@ -111,9 +111,11 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
 
     # isort: split
 
+    import mismatch_ext.adapters.verl.driver.modes  # noqa: F401  # registers a trainer for each of verl's modes
     from mismatch_ext.adapters.verl.driver.reports import Checked
-    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer
+    from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
     from omegaconf import open_dict
+    from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.origins import Origins
@@ -134,10 +136,10 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     block = MismatchConfig.parse(BLOCK)
     assert block is not None
     # What verl's own constructor makes, which starts Ray, is not there: these methods need none of it.
-    driver: Any = object.__new__(MismatchTrainer)
+    driver: Any = object.__new__(get_trainer_cls(trainer_of(SYNC)))
     driver.config, driver.global_steps = config, 0
     driver._block, driver._verdicts, driver._kl, driver._draws = block, Verdicts("enforce"), None, None
-    driver._origins = Origins(SamplingSettings())
+    driver._origins, driver._waiting = Origins(SamplingSettings()), []
     driver._updated_step = driver._saved_step = driver.total_training_steps = 0
     driver._log = driver._new_log(config)
     reports = recorded("dense")

@@ -71,7 +71,7 @@ FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strateg
 # Over the example's own block, which asks for float16. The time is longer than a busy machine takes for a phase of a step;
 # servers have ten minutes to start.
 EVERYTHING_DENSE = (
-    "+mismatch.monitor.stall_timeout=300",
+    "+mismatch.monitor.stall_timeout=100",
     "+mismatch.precision.loss_scale={init_scale:64}",
     "+mismatch.kl={reward_path:rewards,coef:0.05}",
     "actor_rollout_ref.actor.use_kl_loss=False",
