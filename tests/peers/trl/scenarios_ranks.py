@@ -114,7 +114,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
         heard["agreement"].append(None if mine is None else mine.state_dict())
         return merged(split, ranks)
 
-    def kl(_: Any, logps: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, reduce: Any) -> None:
+    def kl(_: Any, logps: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> None:
         log_ratio = (logps - reference)[mask.bool()].detach().double()
         heard["kl"].append([int(mask.sum()), float(log_ratio.sum())])
 
@@ -127,7 +127,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
         merged = trainer._routing.take_agreement
         trainer._routing.take_agreement = agreement
     if trainer._kl is not None:
-        spy(trainer._kl, "_measure", kl)
+        spy(trainer._kl, "sums", kl)
     return heard
 
 

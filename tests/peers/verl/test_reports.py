@@ -25,7 +25,7 @@ from mismatch_ext.adapters.verl.driver.reports import (
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionAuditError
 from mismatch_ext.verdicts import Verdicts
-from tests.peers.verl.recorded import SCALER, recorded
+from tests.peers.verl.recorded import SCALER, recorded, shape
 
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
 plugin.unload()
@@ -61,6 +61,15 @@ def known_by_all(run: dict[str, Any]) -> dict[str, Any]:
     for report in (*run["workers"], *run["rollouts"][0]["reports"]):
         report["block"] = digest(MismatchConfig.parse(run["block"]))
     return run
+
+
+def test_recorded_blocks_have_every_setting_of_today() -> None:
+    """Or the runs that compare their shapes, minutes long, would be the first to say that these files are old."""
+    for name in ("dense", "sglang"):
+        block = recorded(name)["block"]
+        known = MismatchConfig.parse(block)
+        assert known is not None
+        assert shape(known.to_dict()) == shape(block), name
 
 
 def parsed(found: Any) -> tuple[MismatchConfig, list[Report], list[RolloutAnswer]]:
