@@ -100,7 +100,14 @@ def _run(module: str, name: str, payload: str, variables: dict[str, str], folder
     os.environ.update(variables)
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder, stream), os.O_WRONLY | os.O_CREAT), descriptor)
+    _own_threads()
     _call(module, name, payload, Path(folder, "result"))
+
+
+def _own_threads() -> None:
+    """Make torch's thread pool anew while this fork has one thread: of two that come first at once, one finds none and aborts."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _call(module: str, name: str, payload: str, file: Path | None = None) -> None:
@@ -118,6 +125,7 @@ def _call(module: str, name: str, payload: str, file: Path | None = None) -> Non
 def _run_rank(function: Callable[..., Any], payload: dict[str, Any], rank: int, world: int, file: Path) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in names.items()})
+    _own_threads()
     file.write_text(json.dumps(function(**payload), default=str))
     _end()
 

@@ -94,6 +94,8 @@ def read_report(report: Path, tests: Mapping[str, Sequence[str]]) -> dict[str, O
 def _nodeid(classname: str, name: str) -> str:
     """Return a case's name as pytest takes it, from that of its module, and of its class where it is in one."""
     module, _, group = re.sub(r"\.([A-Z]\w*)$", r"::\1", classname).partition("::")
+    # Behind it, pytest-xdist notes the group that a case ran with.
+    name = re.sub(r"^([^\[]+|.*\])@[^\]]*$", r"\1", name)
     return "::".join([f"{module.replace('.', '/')}.py", *([group] if group else []), name])
 
 

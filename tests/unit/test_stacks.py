@@ -78,8 +78,8 @@ def test_stacks_in_a_row_take_turns_and_the_turn_is_printed() -> None:
 # What a run is judged by.
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.peers.trl.test_kl" name="test_a[x]" time="1.5"/>
-<testcase classname="tests.peers.trl.test_kl" name="test_ab" time="1"/>
+<testcase classname="tests.peers.trl.test_kl" name="test_a[x]@engine" time="1.5"/>
+<testcase classname="tests.peers.trl.test_kl" name="test_ab@engine" time="1"/>
 <testcase classname="tests.peers.trl.test_kl" name="test_b" time="1"><failure/></testcase>
 <testcase classname="tests.peers.trl.test_lr" name="test_c"><skipped/></testcase>
 <testcase classname="tests.peers.trl.test_lr" name="test_d" time="2"/>
