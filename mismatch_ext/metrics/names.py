@@ -92,6 +92,7 @@ STALENESS_MEASURES = {
     "staleness_mean": "mean w - v over tokens of known version, in weight updates",
     "staleness_max": "largest w - v of a token",
     "same_version_frac": "share of the batch's tokens that were sampled by the very weights that score it",
+    "mixed_routes_frac": "share of the batch's tokens that were sampled by these weights behind tokens of others, with replayed routes: no numerics",
     "unknown_version_frac": "share of the batch's tokens of which nobody says with which weights they were sampled",
 }
 """What is logged where rollouts may be of older weights, by name without prefix."""

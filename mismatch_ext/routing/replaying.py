@@ -193,7 +193,7 @@ class RouteReplay:
         if checks:
             self._check(trace, replay.native, mask)
         if drawn:
-            self._count(split, agreement(trace, replay.native, mask, real=real))
+            self._count(split, self._agreement_of(trace, replay.native, mask, real))
 
     def compare(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> None:
         """Compare recorded routes with those that the model chose in a pass of its own; no rank waits for another.
@@ -208,10 +208,15 @@ class RouteReplay:
         if not self._checked and bool((checked := self._checkable(trace, mask)).any()):
             self._checked = True
             check_plausible(trace, native, checked)
-        self._count(split, agreement(trace, native, mask, real=real))
+        self._count(split, self._agreement_of(trace, native, mask, real))
+
+    def _agreement_of(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, real: Tensor) -> Agreement:
+        """Compare the rows that can be compared; recorded ones that cannot are neither that nor rows without a route."""
+        same = self._checkable(trace, mask)
+        return agreement(trace, native, same, real=real if same is mask else real & (same | ~mask))
 
     def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
-        """Return which recorded rows `[R]` the model's own choice can tell apart from another model's."""
+        """Return which recorded rows `[R]` are of the very weights that score them: other weights choose other experts."""
         return mask
 
     def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:

@@ -1,7 +1,14 @@
 """Rollouts of older weights: which version sampled each token, and drift told from numerics."""
 
 from mismatch_ext.staleness.gap import SOURCES, Source, StaleGap
-from mismatch_ext.staleness.versions import UNKNOWN, Segment, segments_of_span, staleness, token_versions
+from mismatch_ext.staleness.versions import (
+    UNKNOWN,
+    Segment,
+    of_one_version,
+    segments_of_span,
+    staleness,
+    token_versions,
+)
 
 __all__ = [
     "SOURCES",
@@ -9,6 +16,7 @@ __all__ = [
     "Segment",
     "Source",
     "StaleGap",
+    "of_one_version",
     "segments_of_span",
     "staleness",
     "token_versions",

@@ -32,7 +32,7 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 ENOUGH = 256
 """Tokens of a source that are enough for its figure, where no other number is given."""
 PARTS = ("stale", "drift", *SOURCES)
-COUNTS = ("tokens", "known", "unknown", "staleness")
+COUNTS = ("tokens", "known", "unknown", "staleness", "mixed")
 
 
 class StaleGap:
@@ -58,7 +58,14 @@ class StaleGap:
         self._oldest = 0
 
     def add_batch(
-        self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, versions: Tensor, *, scoring: int
+        self,
+        old_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        mask: Tensor,
+        versions: Tensor,
+        *,
+        scoring: int,
+        comparable: Tensor | None = None,
     ) -> None:
         """Add a batch that is trained on.
 
@@ -68,6 +75,8 @@ class StaleGap:
             mask: True, or 1, at tokens that count `[B, T]`.
             versions: Version that sampled each token, or `UNKNOWN` `[B, T]`.
             scoring: Version of the trainer's weights.
+            comparable: True where weights of one version make both sides score the same token `[B, T]`, such as `of_one_version`
+                returns for routes that are replayed; None where they do everywhere.
 
         Raises:
             RecordError: A token is of a version that the trainer has not reached yet, or shapes differ.
@@ -80,7 +89,9 @@ class StaleGap:
                 f"version {scoring}: the versions of engine and trainer do not count the same."
             )
         same = mask & (versions == scoring)
-        self._parts["batch"].update(old_logprobs, rollout_logprobs, same)
+        numerics = same if comparable is None else same & comparable
+        self._counts["mixed"] += int((same & ~numerics).sum())
+        self._parts["batch"].update(old_logprobs, rollout_logprobs, numerics)
         self._parts["stale"].update(old_logprobs, rollout_logprobs, mask & ~same)
         self._count(mask=mask, known=known)
 
@@ -172,7 +183,9 @@ class StaleGap:
             found["staleness_mean"] = self._counts["staleness"] / self._counts["known"]
         found["staleness_max"] = float(self._oldest)
         if self._counts["tokens"]:
-            found["same_version_frac"] = self.tokens("batch") / self._counts["tokens"]
+            mixed = self._counts["mixed"]
+            found["same_version_frac"] = (self.tokens("batch") + mixed) / self._counts["tokens"]
+            found["mixed_routes_frac"] = mixed / self._counts["tokens"]
             found["unknown_version_frac"] = self._counts["unknown"] / self._counts["tokens"]
         for name in ("stale", "drift"):
             if not self._parts[name].is_empty:

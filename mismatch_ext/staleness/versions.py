@@ -80,6 +80,21 @@ def token_versions(segments: Sequence[Sequence[Segment]], mask: Tensor) -> Tenso
     return found.to(mask.device).masked_fill(~mask.bool(), UNKNOWN)
 
 
+def of_one_version(versions: Tensor, mask: Tensor) -> Tensor:
+    """Return where a response has been sampled by one version from its first token on `[B, T]`, bool.
+
+    Behind that, an engine's cache is of other weights than those that sampled what it holds: they chose other experts there, and
+    a trainer that replays the recorded ones cannot score these tokens as the engine did, whatever weights it has.
+
+    Args:
+        versions: As `token_versions` returns them `[B, T]`.
+        mask: True, or 1, at tokens that the policy sampled `[B, T]`.
+    """
+    sampled = mask.bool()
+    first = versions.gather(1, sampled.long().argmax(1, keepdim=True))
+    return (sampled & (versions != first)).cumsum(1) == 0
+
+
 def staleness(versions: Tensor, scoring: int) -> Tensor:
     """Return by how many versions the weights that score are newer than those that sampled.
 

@@ -18,7 +18,15 @@ from mismatch_ext.metrics import bootstrap_ratio, mismatch_metrics
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.staleness import UNKNOWN, Segment, StaleGap, segments_of_span, staleness, token_versions
+from mismatch_ext.staleness import (
+    UNKNOWN,
+    Segment,
+    StaleGap,
+    of_one_version,
+    segments_of_span,
+    staleness,
+    token_versions,
+)
 
 ROWS, LENGTH = 64, 24
 
@@ -209,3 +217,19 @@ def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:
     rate.collect(**numerics_statistics(stream(numerics=0.0, drift=5e-2, fresh=False).gap()))
     rate.before_step()  # an unknown figure is no measurement, and no error
     assert rate.multiplier == 1
+
+
+def test_tokens_behind_those_of_other_weights_are_no_numerics_where_routes_are_replayed() -> None:
+    # A tool's tokens stand between the turns of the second row; the third has none of the policy's.
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]])
+    parts = [[Segment(6, 0), Segment(7, 2), Segment(6, 3)], [Segment(7, 0), Segment(7, 2)], []]
+    versions = token_versions(parts, mask)
+    whole = of_one_version(versions, mask)
+    assert whole.tolist() == [[True, True, False, False], [True] * 4, [True] * 4]
+    gap = StaleGap(least=1)
+    rollout = torch.full(mask.shape, -1.0)
+    old = torch.where(whole, rollout, rollout - 3)
+    gap.add_batch(old, rollout, mask, versions, scoring=7, comparable=whole)
+    found = gap.metrics()
+    assert found["numerics/batch/tokens"] == 3 and found["numerics/logp_abs_diff_mean"] == 0
+    assert found["same_version_frac"] == pytest.approx(4 / 7) and found["mixed_routes_frac"] == pytest.approx(1 / 7)

@@ -140,7 +140,7 @@ class SavingMixin(_Host):
             said.append(self._kl.load_state_dict(state["kl"]))
         if self._draws is not None and state.get("routing") is not None:
             self._draws.load_state_dict(state["routing"])
-        self._waiting = list((state.get("lr") or {}).get("waiting", ()))
+        self._waiting = waiting_of(state, self._block)
         self._log.load_state_dict(state, step=self.global_steps)
         notes += [("warning", "settings_changed", message, None) for message in said if message]
         if (state.get("log") or {}).get("written") is False:
@@ -254,3 +254,16 @@ def _resuming_from(config: Any, folder: Path | None) -> Iterator[None]:
     finally:
         with open_dict(config):
             config.trainer.resume_mode, config.trainer.resume_from_path = given
+
+
+def waiting_of(state: Mapping[str, Any], block: MismatchConfig) -> list[Mapping[str, float | None]]:
+    """Return the statistics in a checkpoint that no update has taken: of the run's trigger, none of one that leads no more.
+
+    Args:
+        state: What the checkpoint holds.
+        block: That of the run that goes on.
+    """
+    saved = ((state.get("config") or {}).get("lr") or {}).get("trigger")
+    if block.lr is None or block.lr.trigger != saved:
+        return []
+    return list((state.get("lr") or {}).get("waiting", ()))

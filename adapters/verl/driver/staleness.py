@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.settings.modes import SYNC
-from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
+from mismatch_ext.adapters.verl.worker.forward_hooks import FURTHER, NATIVE
 from mismatch_ext.adapters.verl.worker.staleness import STALE
 from transfer_queue import KVBatchMeta
 
@@ -65,7 +65,10 @@ class StalenessMixin(_Host):
         if self._log.recorder.stale is None:
             yield
             return
-        batch.extra_info[STALE] = {"part": part, "version": version, "least": self._block.monitor.numerics_tokens}
+        routing = self._block.routing
+        replayed = routing is not None and routing.mode == "R3" and self._block.level == "enforce"
+        asked = {"part": part, "version": version, "least": self._block.monitor.numerics_tokens, "replayed": replayed}
+        batch.extra_info[STALE] = asked
         try:
             yield
         finally:
@@ -162,7 +165,7 @@ def flags_of_pass(block: MismatchConfig, temperature: float) -> dict[str, Any]:
         block: The run's.
         temperature: Of the rollout.
     """
-    flags = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+    flags = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, FURTHER: True}
     records = block.routing is not None and block.routing.mode == "R2"
     return {**flags, NATIVE: True} if records else flags
 

@@ -132,7 +132,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             # verl validates with a colocated reward model after an update without a step: servers keep their stamp.
             if part is not None and global_steps is not None:
                 engine: Any = part.engine
-                engine.weight_version = global_steps
+                engine.weight_version, engine.moved = global_steps, False
         return metrics
 
     @on_its_part

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.errors import MismatchError, RecordError
-from mismatch_ext.staleness import Segment, StaleGap, segments_of_span, token_versions
+from mismatch_ext.staleness import Segment, StaleGap, of_one_version, segments_of_span, token_versions
 
 STALE = "mismatch_stale"
 """Entry of a batch that asks for its parts by version in the pass that scores it: `part`, `version`, `least`."""
@@ -26,7 +26,9 @@ def fields_of_stale(data: Any) -> dict[str, Any]:
     return {name: data.get(name, None) for name in (ROLLOUT, MASK, OLD, EXTRA, PROMPTS)}
 
 
-def stale_gap(fields: Mapping[str, Any], log_probs: Any, *, part: str, version: int, least: int) -> Any:
+def stale_gap(
+    fields: Mapping[str, Any], log_probs: Any, *, part: str, version: int, least: int, replayed: bool = False
+) -> Any:
     """Measure a part of a batch by the versions that sampled its tokens.
 
     Args:
@@ -35,6 +37,7 @@ def stale_gap(fields: Mapping[str, Any], log_probs: Any, *, part: str, version: 
         part: What is scored: the `batch`, the `buffer`, or stale tokens by `kept` weights.
         version: Version of the weights that score it.
         least: As for `StaleGap`.
+        replayed: Whether the pass replays the rollouts' routes.
 
     Returns:
         A state of `StaleGap`, or the error that stands in the way.
@@ -49,13 +52,14 @@ def stale_gap(fields: Mapping[str, Any], log_probs: Any, *, part: str, version: 
         now, rollout = (values.to_padded_tensor(0.0).float().cpu() for values in (scored, fields[ROLLOUT]))
         mask = fields[MASK].to_padded_tensor(0).bool().cpu()
         versions = token_versions(_segments(fields), mask)
+        comparable = of_one_version(versions, mask) if replayed else mask
         if part == "batch":
-            gap.add_batch(now, rollout, mask, versions, scoring=version)
+            gap.add_batch(now, rollout, mask, versions, scoring=version, comparable=comparable)
         elif part == "buffer":
-            gap.add_buffer(now, rollout, mask & (versions == version))
+            gap.add_buffer(now, rollout, mask & comparable & (versions == version))
         else:
             old = fields[OLD].to_padded_tensor(0.0).float().cpu()
-            gap.add_kept(now, old, rollout, mask & (versions == version))
+            gap.add_kept(now, old, rollout, mask & comparable & (versions == version))
     except MismatchError as error:
         return error
     return gap.state_dict()

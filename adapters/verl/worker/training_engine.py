@@ -156,6 +156,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
+        self.moved = True
 
     # Optimizer and schedule
 

@@ -1,18 +1,22 @@
-"""verl's asynchronous modes in whole runs: every section of a block at once, with rollouts of older weights.
+"""verl's asynchronous modes in whole runs of the recipe's scripts: every section at once, with rollouts of older weights.
 
 Both runs end by something that has to be said while answers are in flight: an alarm that stops, and a fault between two local
-updates. Longer runs, and those that are resumed, are in `tests/evidence/test_main_ppo_modes.py`.
+updates. Runs that go on from every kind of end are in `tests/evidence/test_main_ppo_{colocate,separate}_ended.py`, and those
+that hold numerics and drift to the truth in `tests/evidence/test_main_ppo_drift.py`.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from mismatch_ext.rundata import read_run
+from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.cpu.faults import FAULT
-from tests.peers.verl.main_ppo import VerlRun, run_verl
+from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, run_command
 from tests.peers.verl.modes import COLOCATE, SEPARATE
 from tests.peers.verl.test_main_ppo import EVERYTHING, FLOAT32_K3
 
@@ -20,7 +24,19 @@ pytestmark = pytest.mark.engine
 
 Ran = tuple[VerlRun, Path]
 STEPS = 3
-SECTIONS = EVERYTHING[:-1]  # without the alarm
+RECIPE = ROOT / "examples/verl_recipe"
+# Over the recipe's own block, and without the alarm.
+SECTIONS = [section.replace("+mismatch", "++mismatch") for section in EVERYTHING[:-1]]
+SOURCES = ("++mismatch.monitor.keep_weights=2", "++mismatch.monitor.numerics_tokens=64")
+
+
+def run_recipe(script: str, work: Path, overrides: Sequence[str], model: Path, **env: str) -> VerlRun:
+    """Run a script of examples/verl_recipe with a tiny model on a CPU."""
+    data = write_prompts(work / "prompts.parquet", 3 * PROMPTS)
+    command = ["bash", str(RECIPE / script), *cpu_paths(work, data, model), *DEVICE, *GRPO]
+    return run_command(
+        work, [*command, *SECTIONS, *SOURCES, *overrides], timeout=420, env={"PYTHON": sys.executable, **env}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +44,17 @@ def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Return a run on one device, which an alarm stops after its third step."""
     work = tmp_path_factory.mktemp("colocate")
     alarm = f"+mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
-    return run_verl(work, [*SECTIONS, *COLOCATE, alarm, "trainer.total_training_steps=5"], model=moe, plugin=True), work
+    overrides = [*COLOCATE, alarm, "trainer.total_training_steps=5"]
+    return run_recipe("run_colocate_async.sh", work, overrides, moe), work
 
 
 @pytest.fixture(scope="module")
 def separate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Return a run on two devices, in which a fault strikes between the two updates of the fourth step."""
     work = tmp_path_factory.mktemp("separate")
-    overrides = [*SECTIONS, *SEPARATE, f"trainer.total_training_steps={STEPS + 1}"]
-    env = {FAULT: f"between_updates@{STEPS + 1}"}
-    return run_verl(work, overrides, model=moe, plugin=True, env=env), work
+    overrides = [*SEPARATE, f"trainer.total_training_steps={STEPS + 1}"]
+    fault = {FAULT: f"between_updates@{STEPS + 1}"}
+    return run_recipe("run_separate_async.sh", work, overrides, moe, **fault), work
 
 
 def check_sections(run: VerlRun, work: Path, host: str) -> None:
@@ -51,6 +68,16 @@ def check_sections(run: VerlRun, work: Path, host: str) -> None:
     # What later ones learn from is partly older, and that is no gap of numerics.
     assert max(step["training/off_policy/trajectory_staleness_worst/max"] for step in steps) > 0
     assert max(step["mismatch/k3_kl"] for step in steps) > FLOAT32_K3
+    # Whatever source it has, numerics is rounding, beside drift that is a thousand times it; and of the tokens that the scoring
+    # weights have sampled, no route differs.
+    drifts = [
+        step["mismatch/drift/logp_abs_diff_mean"] for step in steps if "mismatch/drift/logp_abs_diff_mean" in step
+    ]
+    assert drifts and min(drifts) > 1e-3
+    assert all(0 <= step["mismatch/numerics/k3_kl"] <= FLOAT32_K3 for step in steps)
+    assert all(step["mismatch/numerics/logp_abs_diff_mean"] <= 1e-5 for step in steps)
+    compared = [step for step in steps if step.get("mismatch/routing/compared_tokens")]
+    assert compared and all(step["mismatch/routing/set_mismatch_frac"] == 0 for step in compared)
     # Each server has each update's weights.
     assert all(step["mismatch/weight_sync_gap"] < 1e-4 for step in steps)
     assert [step["mismatch/lr_multiplier"] for step in steps] == [1.0, 1.0, 0.5]

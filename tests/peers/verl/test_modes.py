@@ -49,6 +49,11 @@ def test_every_batch_of_a_step_is_counted_once_and_a_step_without_statistics_is_
     assert found["left_out"].startswith("ConfigError") and "gave no statistics before this update" in found["left_out"]
 
 
+def test_statistics_of_a_trigger_that_leads_no_more_wait_for_nothing(run: Run) -> None:
+    found = run(scenarios.waiting).expect()
+    assert found == {"same": [{"mismatch_kl": 0.25}], "other": [], "none": []}
+
+
 def test_counts_of_a_steps_updates_are_summed_where_verl_averages_them(run: Run) -> None:
     found = run(scenarios.added_up).expect()
     assert found["verl"]["mismatch/skipped_steps"] == pytest.approx(5 / 3)  # of one sample and of two

@@ -6,6 +6,7 @@ Several are separated by commas.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import multiprocessing
 import os
@@ -112,6 +113,22 @@ def lost_routes() -> None:
     _spoil_one_answer(STEPS["lost_routes"], spoil)
 
 
+def hanging_answers() -> None:
+    """Let no answer to a prompt of the step, or of a later one, ever end."""
+
+    def change(module: Any) -> None:
+        original = module.SeededSingleTurn.run
+
+        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            if kwargs["global_steps"] >= STEPS["hanging_answers"]:
+                await asyncio.Event().wait()
+            return await original(self, sampling_params, **kwargs)
+
+        module.SeededSingleTurn.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
 def failing_weight_update() -> None:
     """Let the weight update after the step fail inside the rollout worker, of which one is before step 1: verl waits for ever."""
 
@@ -208,6 +225,7 @@ FAULTS = {
         no_routed_experts,
         nonfinite_logprob,
         lost_routes,
+        hanging_answers,
         failing_weight_update,
         stale_weights,
         between_updates,

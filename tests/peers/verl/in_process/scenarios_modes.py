@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import MODE_VARIABLE
+from mismatch_ext.adapters.verl.driver.saving import waiting_of
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.verdicts import Level, Verdicts
 from tests.peers.verl.in_process.workers import (
     batch,
@@ -56,6 +58,14 @@ def added_up() -> dict[str, dict[str, float]]:
         ours.take(metrics, samples)
         assert metrics == {"actor/lr": 1.0}
     return {"verl": stock.get_aggregated_metrics(), "ours": ours.result()}
+
+
+def waiting() -> dict[str, Any]:
+    """Read what waits in a checkpoint of one trigger, for runs with that and with others."""
+    state = {"config": {"lr": {"trigger": "mismatch_kl"}}, "lr": {"waiting": [{"mismatch_kl": 0.25}]}}
+    blocks = {"same": {"trigger": "mismatch_kl"}, "other": {"trigger": "response_length"}, "none": None}
+    parsed = {name: MismatchConfig.parse({} if lr is None else {"lr": lr}) for name, lr in blocks.items()}
+    return {name: [dict(one) for one in waiting_of(state, block)] for name, block in parsed.items() if block}
 
 
 def detached(kind: type[Any], built: Any, level: Level = "enforce") -> Any:

@@ -79,8 +79,10 @@ def parts() -> dict[str, Any]:
         "segments": [[(s.version, s.start) for s in segments_of(e, p)] for e, p in zip(extra, prompts, strict=True)],
         "first_turn": [(s.version, s.start) for s in segments_of(first_turn, 2)],
     }
-    for part, version in (("batch", 7), ("buffer", 7), ("kept", 6), ("ahead", 6)):
-        state = stale_gap(fields, nested(whole), part=part.replace("ahead", "batch"), version=version, least=1)
+    parts = {"ahead": "batch", "replayed": "batch"}
+    for part, version in (("batch", 7), ("buffer", 7), ("kept", 6), ("ahead", 6), ("replayed", 7)):
+        given: dict[str, Any] = {"part": parts.get(part, part), "version": version, "replayed": part == "replayed"}
+        state = stale_gap(fields, nested(whole), least=1, **given)
         if isinstance(state, Exception):
             found[part] = f"{type(state).__name__}: {state}"
             continue
