@@ -18,12 +18,6 @@ INSTALL = ROOT / "docs/install.md"
 README = ROOT / "README.md"
 MARKS = ("<!-- begin stacks -->\n", "<!-- end stacks -->")
 
-# Stacks that are declared and that no record is of: their rows say so.
-NOT_YET_RUN: tuple[str, ...] = (
-    "trl-1.13",
-    "verl-pins",
-)
-
 Record = dict[str, Any]
 
 
