@@ -62,6 +62,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         self.watched = given if self.verdicts.observes else None
         self._rate: RateControl | None = None
         self._steps = self._skipped = self._updates = 0
+        self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
+        self._behind = 0  # skipped ones beside others of their step, by which the schedule is behind
         self._mode = active_mode()
         if self.block is not None:
             self._check_setup(self.block)
@@ -120,8 +122,8 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
                 self.lr_scheduler,
                 warmup=math.ceil(warmup_steps(self.optimizer_config) / self._mode.updates),
                 steps=int(self.optimizer_config.total_training_steps),
-                # Local updates between two weight updates are one step of the rule.
-                updates=lambda: int(self.lr_scheduler.last_epoch) // self._mode.updates,
+                # Local updates between two weight updates are one step of the rule, also where some of them were skipped.
+                updates=lambda: (int(self.lr_scheduler.last_epoch) + self._behind) // self._mode.updates,
             )
 
     def _watch(self, block: MismatchConfig) -> None:
@@ -190,8 +192,12 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         applied = self._rate.rate if self._rate is not None else float(self.lr_scheduler.get_last_lr()[0])
         if steps:
             super().lr_scheduler_step()
+        self._of_step[bool(steps)] += 1
+        if step_over := self._updates % self._mode.updates == 0:
+            skipped, taken = self._of_step
+            self._behind, self._of_step = self._behind + (skipped if taken else 0), [0, 0]
         if self._rate is not None:
-            self._rate.moved(step_over=self._updates % self._mode.updates == 0)
+            self._rate.moved(step_over=step_over)
         return applied
 
     @property
@@ -222,6 +228,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             state = {
                 "loss_scale": self.scaler.state_dict() if self.scaler is not None else None,
                 "lr": self._rate.state_dict() if self._rate is not None else None,
+                **({"updates": {"behind": self._behind}} if self._behind else {}),
                 "routing": self._replay.state_dict() if self._replay is not None else None,
             }
             # First: a checkpoint that verl has finished must not lack our part of it.
@@ -244,6 +251,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
         ):
             return
         state = read_state(local_path, rank=self.rank) or {}
+        self._behind = int((state.get("updates") or {}).get("behind", 0))
         if self.scaler is not None:
             if state.get("loss_scale") is not None:
                 self.scaler.load_state_dict(state["loss_scale"])

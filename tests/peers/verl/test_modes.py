@@ -42,6 +42,12 @@ def test_a_period_counts_steps_and_not_the_updates_of_one(run: Run, dense: Path)
 
 
 @pytest.mark.numeric
+def test_a_step_is_one_where_an_update_of_it_was_skipped(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.skipped, model=dense, folder=str(tmp_path)).expect()
+    assert found == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4])
+
+
+@pytest.mark.numeric
 def test_every_batch_of_a_step_is_counted_once_and_a_step_without_statistics_is_refused(run: Run, dense: Path) -> None:
     found = run(scenarios.statistics, model=dense).expect()
     # The first step knows its first batch; the next one also what came after that.

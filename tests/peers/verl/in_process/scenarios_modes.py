@@ -139,6 +139,31 @@ def rates(model: str) -> dict[str, list[float]]:
     return found
 
 
+def skipped(model: str, folder: str) -> list[float]:
+    """Return the rates of three steps of two updates, of which the second one is skipped; before the last one it is resumed."""
+    mode = json.dumps({"name": "separate_async", "updates": 2})
+
+    def built() -> Any:
+        with environment(**{MODE_VARIABLE: mode}):
+            return worker(model, {"lr": {"period": 1}}, optimizer={"lr": 1e-3, "lr_scheduler_type": "constant"})
+
+    actor = built()
+    data, rates = scored(actor, batch()), []
+    for number in range(6):
+        if number == 4:
+            actor.engine.save_checkpoint(folder)
+            actor = built()
+            actor.engine.load_checkpoint(folder)
+        if number % 2 == 0:
+            actor.engine.mismatch_update_lr()
+        if number == 1:
+            actor.engine.optimizer_step = lambda: float("nan")
+        rates.append(float(update(actor, data)["lr"][0]))
+        if number == 1:
+            del actor.engine.optimizer_step
+    return rates
+
+
 def statistics(model: str) -> dict[str, Any]:
     """Lead a rule by the statistics of a step's two batches, and leave one out."""
     mode = json.dumps({"name": "separate_async", "updates": 2})
