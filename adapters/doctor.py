@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         found = examine(sides, prompts, **limits, **how)
     say(report(found))
     try:
-        (arguments.out / "doctor.json").write_text(json.dumps(found.data(), indent=1) + "\n", encoding="utf-8")
+        written = {"run": asdict(sides), **found.data()}
+        (arguments.out / "doctor.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunDirectoryError(
             f"--out: doctor.json cannot be written to {arguments.out}: {error.strerror or error}."

@@ -46,9 +46,13 @@ class DoctorsEngine:
         self, model: str, *, dtype: str, shape: RoutingShape | None = None, arguments: Mapping[str, Any] | None = None
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its settings are read back from its objects
-        from vllm import LLM
-        from vllm.platforms import current_platform
-
+        try:
+            from vllm import LLM
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise ConfigError(
+                f"--engine vllm: vLLM cannot be imported ({error}); install it beside this package, or give --rollouts."
+            ) from error
         asked: dict[str, Any] = {"dtype": dtype, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
         asked["generation_config"] = "vllm"
         if shape is not None:
@@ -60,7 +64,7 @@ class DoctorsEngine:
         try:
             with applied(*(cpu_routes_patches() if shape is not None and current_platform.is_cpu() else [])):
                 self._llm = LLM(model, **asked)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OSError) as error:  # OSError: a folder that holds no checkpoint of its kind
             raise ConfigError(f"vLLM refuses the settings {asked}: {' '.join(str(error).split())[:400]}") from error
         except RuntimeError as error:
             raise EngineError(

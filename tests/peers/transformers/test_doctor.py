@@ -79,7 +79,8 @@ def test_logged_rollouts_are_examined_without_an_engine(
     # The gap is closed then, and tokens that were drawn evenly are still not this model's.
     assert cli.main([*given, "--quick", "--temperature", "0.8"]) == 2
     assert "tokens: not drawn from the trainer's distribution" in capsys.readouterr().out
-    assert json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))["causes"] == []
+    written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
+    assert written["causes"] == [] and (written["run"]["model"], written["run"]["temperature"]) == (str(dense), 0.8)
     assert cli.main([*given, "--sampling", "top_p=0.9"]) == 2
     assert "--sampling is for an engine" in capsys.readouterr().err
     path.write_text("".join(f"{json.dumps(row | {'prompt_ids': [10**6]})}\n" for row in rows), encoding="utf-8")
