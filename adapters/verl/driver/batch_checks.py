@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import transfer_queue as tq
@@ -67,17 +68,28 @@ def check_routes(batch: Any, step: int) -> None:
     Raises:
         RoutingError: There are some.
     """
-    client = tq.get_client()
-
-    def lacks_routes(keys: list[str]) -> bool:
-        return FIELD not in client.kv_retrieve_meta(keys, batch.partition_id).field_names
-
-    if not lacks_routes(list(batch.keys)):
+    if not _lack_routes(list(batch.keys), batch.partition_id):
         return
     keys = [batch.keys[row] for row in sampled_rows(batch)]
-    if lost := [key for key in keys if lacks_routes([key])]:
+    if lost := without_routes(keys, batch.partition_id):
         named = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise RoutingError(
             f"{len(lost)} of {len(keys)} rollouts of step {step} came without routing ({named}), and R3 cannot replay them. The "
             "rollout server records routing, so look at the agent loop: it must pass on `routed_experts` of each answer."
         )
+
+
+def without_routes(keys: Sequence[str], partition: str) -> list[str]:
+    """Return those of some rollouts that came without their routes.
+
+    Args:
+        keys: Of the rollouts in TransferQueue.
+        partition: Their partition.
+    """
+    if not keys or not _lack_routes(keys, partition):
+        return []
+    return [key for key in keys if _lack_routes([key], partition)]
+
+
+def _lack_routes(keys: Sequence[str], partition: str) -> bool:
+    return FIELD not in tq.get_client().kv_retrieve_meta(list(keys), partition).field_names

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.verl.driver.batch_checks import without_routes
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.settings.modes import SYNC
@@ -59,16 +60,20 @@ class StalenessMixin(_Host):
         """Version of the weights that score a batch: of the last weight update."""
         return int(self.global_steps) - 1
 
+    @property
+    def _replayed(self) -> bool:
+        """Whether passes that score rollouts replay their routes."""
+        routing = self._block.routing
+        return routing is not None and routing.mode == "R3" and self._block.level == "enforce"
+
     @contextmanager
     def _by_version(self, batch: Any, part: str, version: int) -> Iterator[None]:
         """Let the pass that scores rows measure them by version."""
         if self._log.recorder.stale is None:
             yield
             return
-        routing = self._block.routing
-        replayed = routing is not None and routing.mode == "R3" and self._block.level == "enforce"
-        asked = {"part": part, "version": version, "least": self._block.monitor.numerics_tokens, "replayed": replayed}
-        batch.extra_info[STALE] = asked
+        asked = {"part": part, "version": version, "least": self._block.monitor.numerics_tokens}
+        batch.extra_info[STALE] = {**asked, "replayed": self._replayed}
         try:
             yield
         finally:
@@ -129,6 +134,10 @@ class StalenessMixin(_Host):
             for key, tags in self.replay_buffer.partitions[batch.partition_id].items()
             if key not in taken and tags.get("status") == FINISHED and _span(tags) == (version, version)
         ]
+        if self._replayed:
+            # One that has lost them is named when its own batch comes.
+            lost = set(without_routes([key for key, _ in rows], batch.partition_id))
+            rows = [row for row in rows if row[0] not in lost]
         rows = enough_rows(rows, gap.least, self._unit)
         if rows:
             self._score(gap, rows, batch.partition_id, "buffer", version)

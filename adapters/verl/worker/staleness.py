@@ -56,7 +56,8 @@ def stale_gap(
         if part == "batch":
             gap.add_batch(now, rollout, mask, versions, scoring=version, comparable=comparable)
         elif part == "buffer":
-            gap.add_buffer(now, rollout, mask & comparable & (versions == version))
+            # A number that is none is named when its own batch comes.
+            gap.add_buffer(now, rollout, mask & comparable & (versions == version) & rollout.isfinite())
         else:
             old = fields[OLD].to_padded_tensor(0.0).float().cpu()
             gap.add_kept(now, old, rollout, mask & comparable & (versions == version))
