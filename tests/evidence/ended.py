@@ -35,6 +35,7 @@ def endings(work: Path, mode: tuple[str, ...], model: Path) -> dict[str, Ending]
     """
     found: dict[str, Ending] = {}
 
+    # A hang is ended with what was saved before it: servers, and the workers that may wait for them, are killed.
     def ended(
         name: str, *overrides: str, fault: str = "", steps: int = LAST, until: Callable[[], bool] | None = None
     ) -> None:
@@ -65,7 +66,7 @@ def check_endings(found: dict[str, Ending], work: Path) -> None:
     said = {
         "lost routes": "came without routing",
         "not a number": "token 1: the engine reported log-probability nan",
-        "stalled": "StallError",
+        "stalled": "while it was sampling rollouts of step",
     }
     for name, words in said.items():
         runs[name].expect_failure(None)
@@ -88,7 +89,8 @@ def check_endings(found: dict[str, Ending], work: Path) -> None:
     # Rules and schedules go on as if nothing had happened; a kill between a checkpoint and its step's log costs that log.
     lost = [event for event in data.events if event.name == "lost_log"]
     logged = {step.step: step.metrics for step in data.steps}
-    assert set(logged) <= set(range(1, after + 1)) and len(logged) + len(lost) >= after
+    last = found["stalled"].after + 1
+    assert set(logged) <= set(range(1, last + 1)) and len(logged) + len(lost) >= last, (last, sorted(logged))
     assert not [event for event in data.events if event.name == "weight_sync"]
     for step, metrics in logged.items():
-        assert metrics["mismatch/lr_multiplier"] == 0.5 ** ((step - 1) // 2), step
+        assert metrics["mismatch/lr_multiplier"] == max(0.1, 0.5 ** ((step - 1) // 2)), step

@@ -211,10 +211,8 @@ PARTS: dict[str, Callable[[dict[str, Record]], str]] = {
 # Evidence that a test writes and whose slice has not been recorded on the present models; where the README would quote it, it
 # says so instead.
 NOT_YET_RECORDED = (
-    "doctor_clean",
     "doctor_engine",
     "doctor_experts",
-    "doctor_sampling",
     "demo_moe_trained",
     "example_dense_fp16",
     "example_moe_r3",
