@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.inputs import TokensPrompt
 
 
-class DoctorsEngine:
+class VllmEngine:
     """A vLLM engine in this process.
 
     Args:

@@ -102,7 +102,7 @@ def test_what_vllm_refuses_of_a_request_is_an_error_of_ours() -> None:
         def generate(self, *_: object, **__: object) -> None:
             raise ValueError("The prompt is too long")
 
-    engine = doctor.DoctorsEngine.__new__(doctor.DoctorsEngine)
+    engine = doctor.VllmEngine.__new__(doctor.VllmEngine)
     engine._llm = Refusing()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"The prompt is too long.*max_model_len"):
         engine._generated([{"prompt_token_ids": [1]}], SamplingParams())

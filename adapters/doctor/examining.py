@@ -1,0 +1,156 @@
+"""Sample with the engine, score with the trainer, name what makes them differ, and try the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.doctor.sides import Run
+
+from mismatch_ext.errors import MismatchError, RecordError
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.transformers.doctor import Scorer
+
+    from mismatch_ext.doctor import Diagnosis, Sample
+
+# Settings of an engine that a remedy takes back, by the family of the cause.
+MENDED = {
+    "cache": ("kv_cache_dtype",),
+    "config": ("hf_overrides",),
+    "weights": ("quantization", "hf_overrides"),
+}
+# Causes that the engine's score of the same tokens as a prompt does not have: its settings then are mended already.
+SAMPLED = ("sampling", "reporting", "prompt")
+
+
+def examine(
+    sides: Run,
+    prompts: Sequence[Sequence[int]],
+    *,
+    responses: int = 256,
+    max_tokens: int = 128,
+    seed: int = 0,
+    seen: Sequence[Sequence[int]] | None = None,
+    quick: bool = False,
+) -> Diagnosis:
+    """Start a run's engine, sample with it, and say why the trainer differs.
+
+    Args:
+        sides: The run.
+        prompts: Token ids of each prompt, as the trainer has them.
+        responses: How many to sample; of more prompts, the first so many.
+        max_tokens: Most tokens of a response.
+        seed: Of the intervals.
+        seen: Token ids of each prompt as the engine gets them, where those are others.
+        quick: Leave out the causes that need a forward pass each.
+
+    Raises:
+        RecordError: A token id of a prompt is beyond the model's vocabulary.
+    """
+    from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
+
+    prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
+    model = load_model(sides.model)
+    _ensure_known("--prompts", sides.model, model, prompts)
+    shape = routing_shape(model)
+    with _rungs() as rung:
+        rung("engine")
+        engine = sides.start(shape)
+        try:
+            sample = engine.sample(
+                prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen
+            )
+            rung("engine again")
+            again = engine.score(sample)
+        finally:
+            engine.shutdown()
+        _ensure_known("--engine-model", sides.model, model, sample.responses)
+        found, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
+        try:
+            return _confirmed(found, sides, sample, again, scorer, rung)
+        except MismatchError as error:
+            # What was found stands without it.
+            return replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+
+
+def examine_logged(sides: Run, sample: Sample, *, seed: int = 0, quick: bool = False) -> Diagnosis:
+    """Say why the trainer differs from an engine that is gone, by what it logged; no remedy can be tried.
+
+    Args:
+        sides: The run; of the engine only the dtype counts.
+        sample: What was logged.
+        seed: Of the intervals.
+        quick: Leave out the causes that need a forward pass each.
+
+    Raises:
+        RecordError: A token id is beyond the model's vocabulary.
+    """
+    from mismatch_ext.adapters.transformers.doctor import load_model
+
+    model = load_model(sides.model)
+    _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
+    with _rungs() as rung:
+        return _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0]
+
+
+def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[int]]) -> None:
+    from mismatch_ext.adapters.transformers.scoring import logits_width
+
+    width = logits_width(model)
+    largest = max(max(row) for row in rows)
+    if width is not None and largest >= width:
+        raise RecordError(
+            f"{option}: token id {largest} is beyond the vocabulary of {path}, {width} tokens; give the model that was trained."
+        )
+
+
+@contextmanager
+def _rungs() -> Iterator[Callable[[str], None]]:
+    """Yield what moves a progress bar on, by the name of what is tried next."""
+    from tqdm import tqdm
+
+    with tqdm(unit="rung", disable=None) as bar:
+
+        def rung(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
+
+        yield rung
+
+
+def _diagnosed(
+    sides: Run, model: Any, sample: Sample, rung: Callable[[str], None], *, seed: int, quick: bool
+) -> tuple[Diagnosis, Scorer]:
+    from mismatch_ext.adapters.transformers.doctor import Scorer
+    from mismatch_ext.adapters.transformers.doctor_causes import of_model
+
+    from mismatch_ext.doctor import diagnose
+
+    rung("trainer")
+    scorer = Scorer(
+        model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature
+    )
+    causes = [] if quick else of_model(scorer, sides.older)
+    return diagnose(sample, scorer.scores, causes, seed=seed, progress=rung), scorer
+
+
+def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:
+    """Return the diagnosis after the remedies of the named causes were tried together on the same tokens."""
+    from mismatch_ext.doctor import rescored
+
+    families = {cause.family for cause in found.mendable if cause.family in (*SAMPLED, *MENDED)}
+    if not families:
+        return found
+    rung("remedy")
+    if families & set(MENDED):
+        taken = [key for family in families for key in MENDED.get(family, ())]
+        engine = sides.mended(taken).start(scorer.shape)
+        try:
+            again = engine.score(sample)
+        finally:
+            engine.shutdown()
+    left, after = rescored(again, scorer.rescored(again))
+    return found.confirmed(families, left, after)

@@ -1,0 +1,86 @@
+"""A run's two sides, as the doctor starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mismatch_ext.doctor import Sample
+    from mismatch_ext.routing import RoutingShape
+
+
+class DoctorsEngine(Protocol):
+    """An engine that the doctor asks about tokens."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        responses: int,
+        max_tokens: int,
+        sampling: Mapping[str, Any],
+        seen: Sequence[Sequence[int]] | None = None,
+    ) -> Sample:
+        """Sample responses as the run does.
+
+        Args:
+            prompts: Token ids of each prompt, as the trainer has them.
+            responses: How many at least; each prompt gets as many as the others.
+            max_tokens: Most tokens of a response.
+            sampling: What the run's requests say of sampling.
+            seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
+        """
+
+    def score(self, sample: Sample) -> Sample:
+        """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+
+    def shutdown(self) -> None:
+        """End what was started for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run's two sides are started with.
+
+    Args:
+        model: Checkpoint that the trainer holds.
+        engine_model: Checkpoint that the engine serves; None for the same.
+        dtype: The engine's compute dtype.
+        trainer_dtype: The trainer's, under autocast unless it is float32.
+        temperature: What the trainer divides logits by.
+        sampling: Arguments of the engine's sampling.
+        arguments: Arguments of the engine.
+        older: Checkpoints whose weights the engine may have kept.
+        engine: Kind of the engine.
+    """
+
+    model: str
+    engine_model: str | None = None
+    dtype: str = "bfloat16"
+    trainer_dtype: str = "bfloat16"
+    temperature: float = 1.0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    older: tuple[str, ...] = ()
+    engine: str = "vllm"
+
+    def start(self, shape: RoutingShape | None) -> DoctorsEngine:
+        """Start the engine of this run.
+
+        Args:
+            shape: Of the routes that it is to record; None for a model without experts.
+        """
+        from mismatch_ext.adapters.vllm.doctor import VllmEngine
+
+        return VllmEngine(self.engine_model or self.model, dtype=self.dtype, shape=shape, arguments=self.arguments)
+
+    def mended(self, settings: Sequence[str]) -> Run:
+        """Return the run with the trainer's own checkpoint in the engine, and without some of its settings.
+
+        Args:
+            settings: Names of the engine's arguments that are taken back.
+        """
+        kept = {key: value for key, value in self.arguments.items() if key not in settings}
+        return replace(self, engine_model=None, arguments=kept)
