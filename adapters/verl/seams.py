@@ -87,6 +87,8 @@ SEAMS = (
             Takes("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", "prompt_ids"),
             Takes("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id", "prompt_ids"),
             Has(f"{_TRAINER}:PPOTrainer.get_llm_client"),
+            Has(f"{_TRAINER}:PPOTrainer._build_replay_buffer"),
+            Has(f"{_TRAINER}:PPOTrainer.on_sample_begin"),
             Has("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue"),
         ),
         upstream=_SOURCE + "workers/rollout/llm_server.py",

@@ -35,7 +35,6 @@ def endings(work: Path, mode: tuple[str, ...], model: Path) -> dict[str, Ending]
     """
     found: dict[str, Ending] = {}
 
-    # A hang is ended with what was saved before it: servers, and the workers that may wait for them, are killed.
     def ended(
         name: str, *overrides: str, fault: str = "", steps: int = LAST, until: Callable[[], bool] | None = None
     ) -> None:

@@ -163,7 +163,8 @@ class SavingMixin(_Host):
                 with self._verdicts.checking("metrics"):
                     self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
                 raise
-            stalled = self._watchdog.message
+            # Raised by a poll, it leaves the workers alive: what was trained can be saved.
+            stalled = None if isinstance(error, StallError) else self._watchdog.message
             if stalled is None and isinstance(error, Exception) and not isinstance(error, MismatchError):
                 error = self._refusal(error) or error
             if stalled is None and isinstance(error, MismatchError):

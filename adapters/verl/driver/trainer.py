@@ -133,9 +133,27 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
             self._announce()
         self._collect_findings()
 
+    def _build_replay_buffer(self) -> Any:
+        """Build the buffer as verl does, watched: the trainer polls it for rollouts."""
+        buffer = super()._build_replay_buffer()
+        polled = getattr(buffer, "_sync_metadata_from_transfer_queue", None)  # a buffer of the user's may have another
+        if polled is not None and not self._verdicts.observes:
+
+            def watched() -> None:
+                self._watchdog.polled()
+                polled()
+
+            buffer._sync_metadata_from_transfer_queue = watched  # type: ignore[method-assign]
+        return buffer
+
     def on_step_begin(self) -> None:
         self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")
         super().on_step_begin()
+
+    def on_sample_begin(self) -> None:
+        # Of each part of a step that has several updates.
+        self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")
+        super().on_sample_begin()
 
     def on_step_end(self) -> None:
         """Send the new weights, and check that the rollout server computes with them."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mismatch_ext.errors import StallError
 from mismatch_ext.terminal import say
 
 STARTING = 600.0
 """Seconds that servers have to start, whatever a phase of a step may take: they load weights and compile."""
+
+ALIVE = 15.0
+"""Seconds since its last poll for which a trainer that waits in a loop of its own counts as alive."""
 
 GRACE = 30.0
 """Seconds that the trainer has to fail by itself once what it waits for is gone; then its process is ended."""
@@ -20,7 +25,9 @@ GRACE = 30.0
 class Watchdog:
     """Watches a training from a thread of its own: a phase that takes too long is taken for a hang.
 
-    verl's weight update waits for ever for a rollout worker that has failed, and so does its sampling.
+    verl's weight update waits for ever for a rollout worker that has failed, and so does its sampling. A trainer that waits by
+    polling gets the error in its next poll, while its workers live, so that it can save what it has trained; one that does not
+    is released by ending what it waits for.
 
     Args:
         timeout: Seconds that one phase may take where it names no longer time; 0 watches nothing.
@@ -42,6 +49,7 @@ class Watchdog:
         self._release, self._end, self._grace = release, end, grace
         self._phase, self._since, self._limit = "start", time.monotonic(), timeout
         self._stop = threading.Event()
+        self._polled, self._raise, self._raised = -math.inf, False, False
 
     def phase(self, name: str, at_least: float = 0.0) -> None:
         """Say what begins now; the time of the phase before is over.
@@ -51,6 +59,17 @@ class Watchdog:
             at_least: Seconds that it may take where the timeout is shorter.
         """
         self._phase, self._since, self._limit = name, time.monotonic(), max(self.timeout, at_least)
+
+    def polled(self) -> None:
+        """Say that the trainer polls for what it waits for.
+
+        Raises:
+            StallError: The phase has taken too long.
+        """
+        self._polled = time.monotonic()
+        if self._raise:
+            self._raise = False
+            raise StallError(self.message)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -71,12 +90,17 @@ class Watchdog:
             waited = time.monotonic() - self._since
             if waited < self._limit:
                 continue
-            self.message = (
+            message = (
                 f"verl made no progress for {waited:.0f} s while it was {self._phase} (mismatch.monitor.stall_timeout is "
                 f"{self.timeout:g} s). Most often a worker or the rollout server has failed where nobody waits for its answer: "
                 "look for the first error above and in Ray's worker logs. Raise stall_timeout if the phase is only slow."
             )
-            say(f"mismatch-ext: {self.message}", error=True)
+            say(f"mismatch-ext: {message}", error=True)
+            self.message = self.message or message
+            if not self._raised and time.monotonic() - self._polled < min(ALIVE, self._limit):
+                # What it does about the error has the time of a phase.
+                self._since, self._raise, self._raised = time.monotonic(), True, True
+                continue
             try:
                 self._release()
             finally:

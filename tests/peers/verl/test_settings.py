@@ -28,7 +28,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext import versions
 from mismatch_ext.config import KlConfig, LrConfig, MismatchConfig
-from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, SeamError, UntestedVersionWarning
+from mismatch_ext.errors import (
+    ConfigError,
+    MismatchError,
+    PeerVersionError,
+    SeamError,
+    StallError,
+    UntestedVersionWarning,
+)
 from mismatch_ext.patching import active_patches
 from tests.planted import planted
 
@@ -483,6 +490,20 @@ def test_a_stalled_phase_is_released_then_ended() -> None:
         watchdog.phase("waiting for nobody")
         assert released.wait(10) and ended.wait(10)
     assert watchdog.message is not None and "while it was waiting for nobody" in watchdog.message
+
+
+def test_a_trainer_that_polls_gets_the_error_and_nothing_is_killed() -> None:
+    released = threading.Event()
+    watchdog = Watchdog(0.3, released.set, end=lambda code: None, grace=0.2)
+    with watchdog.watching():
+        watchdog.phase("polling for rollouts")
+        with pytest.raises(StallError, match="while it was polling for rollouts"):
+            for _ in range(200):
+                watchdog.polled()
+                released.wait(0.05)
+        assert not released.is_set()
+        # What it does about that is watched like any phase.
+        assert released.wait(10)
 
 
 def test_servers_have_longer_to_start_than_a_phase_of_a_step_may_take() -> None:
