@@ -1,8 +1,8 @@
 """Plant each fault in a copy of the repository and run the tests that must notice: `python -m tests.mutants [NAME ...]`.
 
-The tests are first run as they are: one that fails without a fault notices nothing. Then each fault is applied, its tests are
-run, and the fault is taken out again. A fault is caught when one of its tests fails; one that keeps tests from being collected
-is no fault but a broken file. Exits with 1 when a fault was not caught.
+The tests are first run as they are: one that fails without a fault notices nothing; `--passed` leaves that to `make test`. Then
+each fault is applied, its tests are run, and the fault is taken out again. A fault is caught when one of its tests fails; one
+that keeps tests from being collected is no fault but a broken file. Exits with 1 when a fault was not caught.
 """
 
 from __future__ import annotations
@@ -87,6 +87,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of the names of faults (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest for the run without a fault")
+    parser.add_argument(
+        "--passed",
+        action="store_true",
+        help="leave out the run without a fault: `make test` has passed on this very tree",
+    )
+    parser.add_argument(
+        "--named", type=int, default=NAMED, help=f"tests to wait for that notice a fault (default: {NAMED})"
+    )
     options = parser.parse_args()
     chosen = faults(options.names)
     missed = []
@@ -96,8 +104,12 @@ def main() -> int:
         # A node id of a file that is run whole would run its tests twice.
         wanted = dict.fromkeys(test for fault in chosen for test in fault.tests)
         whole = tuple(test for test in wanted if "::" not in test or test.partition("::")[0] not in wanted)
-        print(f"{len(chosen)} planted faults; first the tests that must notice them, without any fault", flush=True)
-        if broken := failing(tree, whole, options.jobs, TOGETHER):
+        print(
+            f"{len(chosen)} planted faults"
+            + ("" if options.passed else "; first the tests that must notice them, without any fault"),
+            flush=True,
+        )
+        if not options.passed and (broken := failing(tree, whole, options.jobs, TOGETHER)):
             print(f"these fail without a fault, so they notice nothing: {', '.join(broken)}")
             return 1
         for fault in tqdm(chosen, unit="fault", file=sys.stderr):
@@ -106,7 +118,7 @@ def main() -> int:
             try:
                 if not loads(tree, fault):
                     raise RuntimeError(f"{', '.join(fault.files)} is no Python any more")
-                caught = failing(tree, fault.tests, enough=NAMED)
+                caught = failing(tree, fault.tests, enough=options.named)
                 by = ", ".join(caught) or by
             except RuntimeError as error:
                 by = f"none: {error}"
