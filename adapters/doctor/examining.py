@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.doctor.configs import with_configs
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.errors import MismatchError, RecordError
@@ -70,10 +71,11 @@ def examine(
         _ensure_known("--engine-model", sides.model, model, sample.responses)
         found, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
         try:
-            return _confirmed(found, sides, sample, again, scorer, rung)
+            return with_configs(_confirmed(found, sides, sample, again, scorer, rung), sides)
         except MismatchError as error:
             # What was found stands without it.
-            return replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+            tried = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+            return with_configs(tried, sides)
 
 
 def examine_logged(sides: Run, sample: Sample, *, seed: int = 0, quick: bool = False) -> Diagnosis:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mismatch_ext.doctor import Sample, Scores
+from mismatch_ext.doctor import Cause, Sample, Scores
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError, ReplayError
 from mismatch_ext.precision.dtypes import torch_dtype
@@ -23,6 +24,9 @@ from mismatch_ext.routing import RoutingShape, RoutingTrace, align
 
 # Elements of a batch's logits: 256 MiB in float32. Rows of a batch are as many as tests of this size run with.
 MOST_LOGITS, MOST_ROWS = 2**26, 64
+# Responses by which a parameter is chosen; those that are differentiated, and how many at once.
+SCREENED = 64
+MOST_DERIVED, DERIVED_ROWS = 64, 8
 Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
@@ -91,6 +95,8 @@ class Scorer:
             native=native,
             temperature=temperature,
             end_tokens=end_tokens(model),
+            engine_dtype=engine_dtype,
+            trainer_dtype=trainer_dtype,
         )
 
     def rescored(self, sample: Sample) -> Scores:
@@ -102,13 +108,43 @@ class Scorer:
         finally:
             self.temperature = before
 
-    def logprobs(self, *, prompt: Prompt | None = None) -> Floats:
+    def logprobs(self, *, prompt: Prompt | None = None, screen: bool = False) -> Floats:
         """Return the tokens' log-probabilities `[N]` under the model as it is now.
 
         Args:
             prompt: Changes each prompt; routes are then the model's own, since those of the engine are of other rows.
+            screen: Only of some of the responses that fit; NaN for the other tokens.
         """
-        return self._scored(self.sample.routes if prompt is None else None, prompt=prompt)
+        routes = self.sample.routes if prompt is None else None
+        if not screen:
+            return self._scored(routes, prompt=prompt)
+        row = self.sample.row
+        chosen = np.unique(row[self.sample.fits])[:SCREENED].tolist()
+        scored = np.full(len(row), np.nan)
+        for at, values in (
+            self._picked(*found) for found in self._passes(self.sample, routes, prompt=prompt, only=chosen)
+        ):
+            scored[row == at] = values
+        return scored
+
+    def weighted(self, weights: Floats) -> Iterator[list[Tensor]]:
+        """Yield, batch by batch, sums of the tokens' weighted log-probabilities, to differentiate.
+
+        Args:
+            weights: Of each sum, what each token's log-probability is multiplied by `[S, N]`; responses without are left out.
+        """
+        sample, row = self.sample, self.sample.row
+        rows = [r for r in np.unique(row[np.any(weights != 0, 0)]).tolist()][:MOST_DERIVED]
+        for first in range(0, len(rows), DERIVED_ROWS):
+            totals = [torch.zeros(()) for _ in weights]
+            chosen = rows[first : first + DERIVED_ROWS]
+            for at, logits in self._passes(sample, sample.routes, grad=True, only=chosen):
+                tokens = torch.tensor(sample.responses[at], device=logits.device)[:, None]
+                logp = (logits.float() / self.temperature).log_softmax(-1).gather(-1, tokens)[:, 0]
+                kept = logp[torch.tensor(sample.masks[at])].cpu()
+                mine = torch.from_numpy(weights[:, row == at]).float()
+                totals = [total + (own * kept).sum() for total, own in zip(totals, mine, strict=True)]
+            yield totals
 
     @property
     def _device(self) -> torch.device:
@@ -162,11 +198,13 @@ class Scorer:
         *,
         prompt: Prompt | None = None,
         taken: dict[int, RoutingTrace] | None = None,
+        grad: bool = False,
+        only: list[int] | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield each response's row and logits `[T, V]`; right-padded batches of like length, no cache."""
         prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
         rows = [[*ids, *response] for ids, response in zip(prompts, sample.responses, strict=True)]
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        order = sorted(range(len(rows)) if only is None else only, key=lambda row: len(rows[row]))
         while order:
             width = int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 2**17)
             count = max(1, min(MOST_ROWS, MOST_LOGITS // (len(rows[order[0]]) * width)))
@@ -174,7 +212,7 @@ class Scorer:
             length = max(len(rows[row]) for row in batch)
             ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in batch])
             mask = torch.tensor([[1] * len(rows[row]) + [0] * (length - len(rows[row])) for row in batch])
-            with torch.no_grad(), evaluating(self.model), self._routed(batch, mask, routes, taken):
+            with torch.set_grad_enabled(grad), evaluating(self.model), self._routed(batch, mask, routes, taken):
                 output = self.model(
                     input_ids=ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False
                 )
@@ -203,6 +241,22 @@ class Scorer:
             whole, width = recording.trace, mask.shape[1]
             for place, row in enumerate(batch):
                 taken[row] = whole.sequence(place * width, place * width + int(mask[place].sum()))
+
+
+def scored_under(scorer: Scorer, change: Callable[[float], Any], **given: Any) -> Cause:
+    """Return the cause that a changed model shows.
+
+    Args:
+        scorer: Of the sample.
+        change: Maps the parameter to a context in which the model is the engine's.
+        given: Other fields of the `Cause`.
+    """
+
+    def predict(x: float, *, screen: bool = False) -> Floats:
+        with change(x):
+            return scorer.logprobs(screen=screen)
+
+    return Cause(predict=predict, screen=partial(predict, screen=True), **given)
 
 
 def routing_shape(model: nn.Module) -> RoutingShape | None:

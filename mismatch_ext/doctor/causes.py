@@ -41,6 +41,8 @@ class Cause:
         neutral: The parameter at which nothing changes.
         decimals: Significant digits of the parameter in the sentence.
         names: What stands for the parameter in the sentence, by its place, where it is a number of a list.
+        screen: As `predict`, for some of the responses that fit, NaN for the other tokens: chooses the parameter where a
+            prediction is expensive. None takes `predict`.
     """
 
     key: str
@@ -52,6 +54,7 @@ class Cause:
     neutral: float | None = None
     decimals: int = 3
     names: tuple[str, ...] = ()
+    screen: Callable[[float], Floats] | None = None
 
     def sentence(self, x: float) -> str:
         """Return the sentence with a parameter."""
@@ -159,7 +162,9 @@ class Search:
         """Fit one cause on half of the responses, and judge it on the others."""
         self.progress(cause.key)
         x = self._parameter(cause, error)
-        delta = self._delta(cause, x)
+        # What does not help where it was fitted is not worth a prediction where it is judged.
+        delta = self._delta(cause, cause.predict, x) if x is not None else np.zeros_like(error)
+        x = cause.grid[0] if x is None else x
         judges = ~self.sample.fits
         rest = error - np.where(np.isfinite(delta), delta, 0.0)
         gains = self.noise.likelihood(np.where(np.isfinite(delta), rest, np.inf)) - self.noise.likelihood(error)
@@ -181,19 +186,23 @@ class Search:
             share=float(1 - np.abs(rest[judges]).sum() / max(float(np.abs(error[judges]).sum()), 1e-300)), drawn=drawn,
         )  # fmt: skip
 
-    def _delta(self, cause: Cause, x: float) -> Floats:
-        key = (id(cause), x)
+    def _delta(self, cause: Cause, predict: Callable[[float], Floats], x: float) -> Floats:
+        key = (id(predict), x)
         if key not in self._seen:
-            self._seen[key] = cause.predict(x) - self.oracle
+            self._seen[key] = predict(x) - self.oracle
         return self._seen[key]
 
-    def _parameter(self, cause: Cause, error: Floats) -> float:
-        """Return the parameter of the largest likelihood on the responses that fit: of the grid, then between its neighbours."""
-        half, losses = self.sample.fits, dict[float, float]()
+    def _parameter(self, cause: Cause, error: Floats) -> float | None:
+        """Return the parameter of the largest likelihood on responses that fit, of the grid, then between its neighbours.
+
+        None where none of them is better than nothing.
+        """
+        predict, losses = cause.screen or cause.predict, dict[float, float]()
+        half = self.sample.fits & ~np.isnan(self._delta(cause, predict, cause.grid[0]))
 
         def loss(x: float) -> float:
             if x not in losses:
-                delta = self._delta(cause, x)
+                delta = self._delta(cause, predict, x)
                 rest = error - np.where(np.isfinite(delta), delta, 0.0)
                 losses[x] = -float(self.noise.likelihood(np.where(np.isfinite(delta), rest, np.inf))[half].mean())
             return losses[x]
@@ -201,7 +210,7 @@ class Search:
         best = min(cause.grid, key=loss)
         null = -float(self.noise.likelihood(error)[half].mean())
         if not cause.steps or losses[best] >= null + NEARLY:
-            return best
+            return best if losses[best] < null else None
         grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
         at = grid.index(best)
         low, high = math.log(grid[max(0, at - 1)]), math.log(grid[min(len(grid) - 1, at + 1)])
@@ -211,4 +220,5 @@ class Search:
                 high = b
             else:
                 low = a
-        return min(losses, key=losses.__getitem__)
+        best = min(losses, key=losses.__getitem__)
+        return best if losses[best] < null else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor.causes import SLOPES, Cause, Fit, Search
+from mismatch_ext.doctor.foretold import Foretold, Mended
 from mismatch_ext.doctor.logits import of_logits
 from mismatch_ext.doctor.noise import Noise
 from mismatch_ext.doctor.remedies import Remedy, remedy
@@ -45,6 +46,7 @@ class Scores:
         native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
         temperature: What the trainer divides logits by.
         end_tokens: Ids that end a response.
+        engine_dtype, trainer_dtype: What the sides compute in, for remedies; "" where nobody says.
     """
 
     trainer: Floats
@@ -53,36 +55,8 @@ class Scores:
     native: Floats | None = None
     temperature: float = 1.0
     end_tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Foretold:
-    """What named causes say of each token, to hold their remedies against.
-
-    Args:
-        error: Engine less oracle `[N]`.
-        by: The error that each named cause predicts, by its key.
-        noise: What rounding alone makes of them.
-    """
-
-    error: Floats
-    by: Mapping[str, Floats]
-    noise: Noise
-
-    def slope(self, keys: Collection[str], after: Floats) -> float:
-        """Return what a remedy took from the error over what the causes predict, 1 where they are the cause."""
-        predicted, taken = self._predicted(keys), self.error - after
-        trust = self.noise.trust(taken - predicted)
-        return float((trust * taken * predicted).sum() / max(float((trust * predicted**2).sum()), 1e-300))
-
-    def falls(self, keys: Collection[str], after: Floats) -> tuple[float, float]:
-        """Return the parts of the error's mean size that the causes predict to go, and that went."""
-        before = max(float(np.abs(self.error).mean()), 1e-300)
-        rest = float(np.abs(self.error - self._predicted(keys)).mean())
-        return 1 - rest / before, 1 - float(np.abs(after).mean()) / before
-
-    def _predicted(self, keys: Collection[str]) -> Floats:
-        return np.asarray(np.sum([self.by[key] for key in keys], axis=0), dtype=np.float64)
+    engine_dtype: str = ""
+    trainer_dtype: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +107,8 @@ class Diagnosis:
         tokens_test: What the tokens themselves say.
         verdict: "clean", "explained", "partly" or "unexplained".
         tried: Keys of the causes on the list.
+        engine_dtype, trainer_dtype: What the sides compute in; "" where nobody says.
+        mended: What remedies did that were tried.
         foretold: What the named causes predict token by token; not in `data`.
     """
 
@@ -153,6 +129,9 @@ class Diagnosis:
     tokens_test: TokensTest
     verdict: str
     tried: tuple[str, ...]
+    engine_dtype: str = ""
+    trainer_dtype: str = ""
+    mended: tuple[Mended, ...] = ()
     foretold: Foretold | None = field(default=None, repr=False, compare=False)
 
     def exit_status(self, threshold: float) -> int:
@@ -194,6 +173,8 @@ class Diagnosis:
             return self
         gap = float(np.abs(after).mean())
         slope, (predicted, fell) = self.foretold.slope(keys, after), self.foretold.falls(keys, after)
+        tried = Mended(causes=tuple(keys), predicted=predicted, measured=fell, slope=slope, left=left)
+        self = replace(self, mended=(*self.mended, tried))
         sure = (left <= ROUNDING or gap <= FLOAT32) and SLOPES[0] <= slope <= SLOPES[1]
         whole = self.verdict != "partly" or predicted >= MOST * fell
         said = (
@@ -204,12 +185,32 @@ class Diagnosis:
             said += "; the remedy mends more than the named cause: another setting of its kind differs too, or instead"
         elif not sure:
             said += "; that does not confirm it"
+            if keys == ["temperature"] and self._scaled(after):
+                return self._of_the_logits(said)
         if not (sure and whole):
             return replace(self, notes=(*self.notes, said))
         causes = tuple(replace(cause, status="confirmed") if cause.key in keys else cause for cause in self.causes)
         # What a fit leaves, such as routes that follow the fault, went with the remedy.
         verdict, unexplained = ("explained", 0.0) if self.verdict == "partly" else (self.verdict, self.unexplained)
         return replace(self, causes=causes, notes=(*self.notes, said), verdict=verdict, unexplained=unexplained)
+
+    def _scaled(self, after: Floats) -> bool:
+        """Tell whether an error like that of a temperature is there where no token is sampled."""
+        assert self.foretold is not None
+        return SLOPES[0] <= self.foretold.stays(["temperature"], after) <= SLOPES[1]
+
+    def _of_the_logits(self, said: str) -> Diagnosis:
+        """Return it with logits that are scaled in the place of a temperature, which only sampling has."""
+        causes = tuple(
+            replace(
+                cause, key="logit_scale", family="config", remedy=remedy("logit_scale"), parameter=1 / cause.parameter,
+                said=f"the engine's logits are {1 / cause.parameter:.3g} times what the trainer's temperature makes of them",
+            )
+            if cause.key == "temperature" else cause for cause in self.causes
+        )  # fmt: skip
+        parts = tuple(replace(part, name="logit_scale") if part.name == "temperature" else part for part in self.parts)
+        note = f"{said}: the engine's score of a prompt shows it too, and has no temperature"
+        return replace(self, causes=causes, parts=parts, notes=(*self.notes, note))
 
 
 def diagnose(
@@ -263,7 +264,7 @@ def diagnose(
         found = [_by_tokens(tokens, scores.temperature)]
     # Not `noise.measured`: beside a float32 engine, whose rounding is below it, a half-precision trainer is all of the gap.
     if trainer_ratio > COARSER and float(np.abs(parts["trainer's arithmetic"]).mean()) > FLOAT32:
-        found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"]))
+        found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"], scores))
     # Tokens of another distribution than both sides report are not clean, whether or not it has a name.
     sound = complete and (bool(found) or abs(tokens.z) < SURE)
     verdict = ("explained" if found else "clean") if sound else ("partly" if found else "unexplained")
@@ -291,6 +292,8 @@ def diagnose(
         tokens_test=tokens,
         verdict=verdict,
         tried=tuple(cause.key for cause in listed),
+        engine_dtype=scores.engine_dtype,
+        trainer_dtype=scores.trainer_dtype,
         foretold=Foretold(error=error, by={fit.cause.key: fit.finite for fit in named}, noise=noise) if named else None,
     )
 
@@ -329,16 +332,23 @@ def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
     return NamedCause(
         key=key, family="sampling", said=f"{said}, and the log-probabilities are from before that",
         parameter=value * temperature if key == "temperature" else value, status="fits", share=None, z=abs(test.z), slope=None,
-        low=None, high=None, ties=("raw_logprobs",), remedy=remedy(key, temperature),
+        low=None, high=None, ties=_alike(test, key), remedy=remedy(key, temperature),
     )  # fmt: skip
 
 
-def _coarser(ratio: float, part: Part) -> NamedCause:
+def _alike(test: TokensTest, key: str) -> tuple[str, ...]:
+    """Return the settings that the tokens cannot tell from the one that is named."""
+    obeyed = {found.setting for found in test.outside if found.cut and found.setting != key}
+    return ("raw_logprobs", *sorted(obeyed)) if key != "temperature" else ("raw_logprobs",)
+
+
+def _coarser(ratio: float, part: Part, scores: Scores) -> NamedCause:
     """Return the cause that the trainer's own error shows, which was measured and not fitted."""
+    mending = remedy("trainer_dtype", engine_dtype=scores.engine_dtype, trainer_dtype=scores.trainer_dtype)
     said = f"the trainer errs {ratio:.1f} times as much as the engine's dtype would: coarser dtype, other padding or positions"
     return NamedCause(
         key="trainer_dtype", family="trainer", said=said, parameter=ratio, status="fits", share=part.share, z=None, slope=None,
-        low=None, high=None, ties=(), remedy=remedy("trainer_dtype"),
+        low=None, high=None, ties=(), remedy=mending,
     )  # fmt: skip
 
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mismatch_ext.doctor.causes import Cause
 from mismatch_ext.doctor.sample import Floats
-from mismatch_ext.doctor.table import LogitTable
+from mismatch_ext.doctor.table import LogitTable, chunks
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
@@ -21,6 +22,11 @@ PENALTIES = (0.9, 0.95, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
 PRESENCES = (0.05, 0.1, 0.2, 0.5, 1.0)
 LENGTHS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0)
 CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)
+# Factors of a token's odds: e to the power of its bias.
+ODDS = (0.02, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0, 50.0)
+# Median errors beyond which one counts no more for the choice of a token.
+FAR = 8.0
+PADDING = (16.0, 64.0, 256.0, 1024.0)
 
 
 def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
@@ -46,11 +52,25 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
               predict=lambda x: _repetition(table, x), grid=PENALTIES, neutral=1.0, steps=10),
         Cause(key="presence_penalty", family="sampling", said="the engine samples with presence_penalty {x}",
               predict=lambda x: _presence(table, x), grid=PRESENCES, steps=10),
+        Cause(key="frequency_penalty", family="sampling", said="the engine samples with frequency_penalty {x}",
+              predict=lambda x: _frequency(table, x), grid=PRESENCES, steps=10),
+        Cause(key="padded_vocabulary", family="config", said="the engine gives mass to {x} rows of padding in its vocabulary",
+              predict=lambda x: _padded(table, x), grid=PADDING, steps=8),
         Cause(key="softcap", family="config", said="the engine caps its logits softly at {x}",
               predict=lambda x: table.under(lambda z, _: x * torch.tanh(z / x) / table.temperature), grid=CAPS, steps=8),
+        Cause(key="logits_reported", family="reporting", said="the engine reports logits in the place of log-probabilities",
+              predict=lambda _: _picked(table)),
         Cause(key="shifted", family="reporting", said="the engine's log-probabilities are those of the token {x}",
               predict=lambda x: _shifted(table, 1 - 2 * int(x)), grid=(0.0, 1.0), names=("after", "before")),
     ]  # fmt: skip
+    token = _favoured(table)
+    if token is not None:
+        found += [
+            Cause(key="logit_bias", family="sampling", predict=lambda x: _biased(table, token, x), grid=ODDS, neutral=1.0,
+                  steps=10, said=f"the engine multiplies the odds of token {token} by {{x}} (logit_bias)"),
+            Cause(key="bad_words", family="sampling", predict=lambda _: _biased(table, token, 0.0),
+                  said=f"the engine never samples token {token} (bad_words, allowed_token_ids)"),
+        ]  # fmt: skip
     if table.temperature != 1:
         found.append(
             Cause(
@@ -94,24 +114,86 @@ def _above(table: LogitTable, p: float) -> Floats:
     return _kept(table, mass, np.exp(table.logprob) >= least[:, 0] * (1 - 1e-12))
 
 
-def _seen(table: LogitTable, rows: slice, width: int, *, prompt: bool) -> Tensor:
-    """Return which tokens stood before each place `[n, V]`."""
-    seen = torch.zeros(rows.stop - rows.start, width, dtype=torch.bool)
-    for at, token in enumerate(range(rows.start, rows.stop)):
-        seen[at, list(table.sample.before(token, prompt=prompt))] = True
-    return seen
+def _counts(table: LogitTable, rows: slice, width: int, *, prompt: bool) -> Tensor:
+    """Return how often each token stood before each place `[n, V]`, float64."""
+    sample = table.sample
+    heads = sample.prompts if prompt else ((),) * len(sample.responses)
+    whole = [torch.tensor([*head, *response]) for head, response in zip(heads, sample.responses, strict=True)]
+    padded = pad_sequence(whole, batch_first=True)
+    row, place = sample.row[rows], sample.place[rows]
+    ends = torch.from_numpy(place + np.array([len(head) for head in heads])[row])
+    before = (torch.arange(padded.shape[1]) < ends[:, None]).double()
+    return torch.zeros(len(row), width, dtype=torch.float64).scatter_add_(1, padded[torch.from_numpy(row)], before)
 
 
 def _repetition(table: LogitTable, x: float) -> Floats:
     def change(z: Tensor, rows: slice) -> Tensor:
-        seen = _seen(table, rows, z.shape[1], prompt=True)
+        seen = _counts(table, rows, z.shape[1], prompt=True) > 0
         return torch.where(seen, torch.where(z > 0, z / x, z * x), z) / table.temperature
 
     return table.under(change)
 
 
 def _presence(table: LogitTable, x: float) -> Floats:
-    return table.under(lambda z, rows: (z - x * _seen(table, rows, z.shape[1], prompt=False)) / table.temperature)
+    def change(z: Tensor, rows: slice) -> Tensor:
+        return (z - x * (_counts(table, rows, z.shape[1], prompt=False) > 0)) / table.temperature
+
+    return table.under(change)
+
+
+def _frequency(table: LogitTable, x: float) -> Floats:
+    def change(z: Tensor, rows: slice) -> Tensor:
+        return (z - x * _counts(table, rows, z.shape[1], prompt=False)) / table.temperature
+
+    return table.under(change)
+
+
+def _picked(table: LogitTable) -> Floats:
+    """Return the tokens' logits, before the temperature."""
+    token = torch.from_numpy(table.sample.tokens)[:, None]
+    return np.asarray(table.logits.gather(-1, token)[:, 0].double().numpy())
+
+
+def _padded(table: LogitTable, rows: float) -> Floats:
+    """Return log-probabilities beside rows of logit 0, which padding of zeros has."""
+    logit = _picked(table) / table.temperature
+    return np.asarray(table.logprob - np.logaddexp(0.0, math.log(rows) - (logit - table.logprob)))
+
+
+def _favoured(table: LogitTable) -> int | None:
+    """Return the token whose bias says most of the errors of the responses that fit; None where none says anything.
+
+    A small bias b of token k moves log p by b (onehot - p)_k.
+    """
+    spread = np.maximum(table.spread, 1e-3)
+    error = np.where(table.sample.fits, (table.sample.engine - table.logprob) / spread, 0.0)
+    # Few large errors would choose by themselves.
+    unit = max(float(np.median(np.abs(error[table.sample.fits]))), 1e-9)
+    weighed = torch.from_numpy(np.clip(error / unit, -FAR, FAR) / spread)
+    kept = torch.from_numpy(table.sample.fits / spread**2)
+    above = torch.zeros(table.logits.shape[1], dtype=torch.float64)
+    below = torch.zeros_like(above)
+    for rows in chunks(table.logits):
+        p = (table.logits[rows].double() / table.temperature).softmax(-1)
+        moved = torch.zeros_like(p).scatter_(1, torch.from_numpy(table.sample.tokens[rows])[:, None], 1.0) - p
+        above += weighed[rows] @ moved
+        below += kept[rows] @ moved.square()
+    found = above.abs() / below.clamp(min=1e-9).sqrt()
+    return int(found.argmax()) if bool(found.any()) else None
+
+
+def _biased(table: LogitTable, token: int, odds: float) -> Floats:
+    p = torch.cat(
+        [
+            (table.logits[rows].double() / table.temperature).log_softmax(-1)[:, token].exp()
+            for rows in chunks(table.logits)
+        ]
+    ).numpy()
+    own = table.sample.tokens == token
+    shift = math.log(odds) if odds else -math.inf
+    return np.asarray(
+        np.where(own, table.logprob + shift, table.logprob) - np.log1p(np.maximum(p * (odds - 1), 1e-12 - 1))
+    )
 
 
 def _without_end(table: LogitTable, ends: Tensor, least: int) -> Floats:

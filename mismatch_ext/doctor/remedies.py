@@ -27,7 +27,7 @@ class Remedy:
 
 _MODEL = Remedy(
     trl="give trainer and engine the same checkpoint folder",
-    verl="actor_rollout_ref.model.override_config={}",
+    verl="leave out what overrides actor_rollout_ref.model.override_config, and hf_overrides in rollout.engine_kwargs",
     vllm="leave out --hf-overrides, and serve the trainer's own folder",
     sglang="leave out --json-model-override-args, and serve the trainer's own folder",
 )
@@ -46,6 +46,11 @@ _PENALTY = Remedy(
     trl="repetition_penalty: 1.0, and no penalty in generation_kwargs",
     vllm="--generation-config vllm, and no penalty in the requests",
     sglang="--sampling-defaults openai, and no penalty in the requests",
+)
+_BIAS = Remedy(
+    trl="no logit_bias, bad_words or allowed_token_ids in generation_kwargs",
+    vllm="no logit_bias, bad_words or allowed_token_ids in the requests",
+    sglang="no logit_bias in the requests, and no grammar",
 )
 _PROMPT = Remedy(
     trl="send token ids, and no template or special token twice",
@@ -98,6 +103,9 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "repetition_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "logit_bias": _BIAS,
+    "bad_words": _BIAS,
     "min_tokens": Remedy(
         trl="no min_tokens in generation_kwargs",
         vllm="no min_tokens in the requests",
@@ -115,17 +123,38 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "weights_int8": _QUANTISED,
     "weights_fp8": _QUANTISED,
+    "weights_int4": _QUANTISED,
+    "activations_int8": _QUANTISED,
     "stale_weights": _WEIGHTS,
     "stale_layer": _WEIGHTS,
+    "stale_tensor": _WEIGHTS,
+    "head_tied": _MODEL,
     "experts_swapped": _WEIGHTS,
     "rope_theta": _MODEL,
     "rope_scale": _MODEL,
+    "rope_yarn": _MODEL,
+    "partial_rotary": _MODEL,
     "norm_eps": _MODEL,
+    "qk_norm_eps": _MODEL,
     "sliding_window": _MODEL,
+    "attention_scale": _MODEL,
+    "attention_softcap": _MODEL,
     "softcap": _MODEL,
+    "logit_scale": _MODEL,
+    "padded_vocabulary": _MODEL,
+    "expert_scale": _MODEL,
+    "expert_norm": _MODEL,
+    "experts_per_token": _MODEL,
     "extra_token": _PROMPT,
     "missing_first": _PROMPT,
     "missing_last": _PROMPT,
+    "missing_token": _PROMPT,
+    "truncated_prompt": _PROMPT,
+    "extra_last": _PROMPT,
+    "logits_reported": Remedy(
+        verl=f"{_ROLLOUT}logprobs_mode=processed_logprobs",
+        vllm="--logprobs-mode processed_logprobs",
+    ),
     "shifted": Remedy(
         trl="align the log-probabilities with the tokens that were sampled",
         vllm="take logprobs of the completion, token by token",
@@ -134,14 +163,22 @@ REMEDIES: dict[str, Remedy] = {
 }
 
 
-def remedy(key: str, temperature: float = 1.0) -> Remedy:
+def remedy(key: str, temperature: float = 1.0, *, engine_dtype: str = "", trainer_dtype: str = "") -> Remedy:
     """Return what to change for a cause; nothing for a cause that a caller has added.
 
     Args:
         key: The cause's.
         temperature: The trainer's.
+        engine_dtype: What the engine computes in, as PyTorch names it; "" where nobody says.
+        trainer_dtype: What the trainer does.
     """
     found = REMEDIES.get(key, Remedy())
+    if found is _DTYPE:
+        # Not what they do already.
+        if engine_dtype == "float16":
+            found = replace(found, vllm="", sglang="")
+        if trainer_dtype == "float16":
+            found = replace(found, trl="", verl="")
     if key != "temperature":
         return found
     return replace(found, trl=f"temperature: {temperature:g}", verl=f"{_ROLLOUT}temperature={temperature:g}")

@@ -127,8 +127,3 @@ class Sample:
             if kept
         ]
         return np.array(found, dtype=np.float64)
-
-    def before(self, token: int, *, prompt: bool) -> tuple[int, ...]:
-        """Return what stood before a token in its response, and in its prompt if asked."""
-        row, place = int(self.row[token]), int(self.place[token])
-        return (self.prompts[row] if prompt else ()) + self.responses[row][:place]

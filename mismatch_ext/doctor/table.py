@@ -50,7 +50,7 @@ class LogitTable:
     def of(cls, sample: Sample, logits: Tensor, temperature: float) -> LogitTable:
         """Read the table off the oracle's logits `[N, V]`."""
         parts: list[list[Floats]] = []
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             logp = (logits[rows].double() / temperature).log_softmax(-1)
             p = logp.exp()
             token = torch.from_numpy(sample.tokens[rows.start : rows.stop])[:, None]
@@ -77,13 +77,14 @@ class LogitTable:
                 normalised.
         """
         parts = []
-        for rows in _chunks(self.logits):
+        for rows in chunks(self.logits):
             token = torch.from_numpy(self.sample.tokens[rows.start : rows.stop])[:, None]
             logp = change(self.logits[rows].double(), rows).log_softmax(-1)
             parts.append(logp.gather(-1, token)[:, 0].numpy())
         return np.concatenate(parts)
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield stretches of logits `[N, V]` that are small enough for copies in float64."""
     count = max(1, CHUNK // logits.shape[1])
     return (slice(first, min(first + count, len(logits))) for first in range(0, len(logits), count))

@@ -55,9 +55,10 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         yield f"to mend {cause.key}:"
         yield from (f"  {host:7}{line}" for host in HOSTS if (line := getattr(cause.remedy, host)))
     if found.verdict == "clean" and found.measurable:
+        lower = remedy("rounding", engine_dtype=found.engine_dtype, trainer_dtype=found.trainer_dtype)
         yield ""
-        yield "to lower rounding:"
-        yield from (f"  {host:7}{line}" for host in HOSTS if (line := getattr(remedy("rounding"), host)))
+        yield "to lower rounding:" if any(getattr(lower, host) for host in HOSTS) else "both compute in float16 already"
+        yield from (f"  {host:7}{line}" for host in HOSTS if (line := getattr(lower, host)))
         if any(part.name == "routes" for part in found.parts):
             yield from (f"  {host:7}{line}" for host in HOSTS if (line := getattr(remedy("routes"), host)))
     yield ""

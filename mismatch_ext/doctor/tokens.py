@@ -12,6 +12,7 @@ from mismatch_ext.doctor.table import LogitTable
 
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 COUNTS = (1, 2, 3, 5, 8, 10, 20, 50)
+FLOORS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2)
 # Mass by which a token must lie outside of a nucleus: engine and oracle round differently.
 MARGIN = 0.003
 # Of the tokens that are expected outside, those that near-ties may put there; one in any case.
@@ -26,7 +27,7 @@ class Outside:
     """Tokens beyond a truncation that nobody is known to have asked for.
 
     Args:
-        setting: top_p or top_k.
+        setting: top_p, top_k or min_p.
         value: Of the setting.
         expected: Tokens that a sample without it has beyond it.
         seen: Tokens of this sample beyond it.
@@ -64,8 +65,8 @@ class TokensTest:
 
     @property
     def truncated(self) -> Outside | None:
-        """The tightest truncation that the sample obeys."""
-        return next((found for found in self.outside if found.cut), None)
+        """Of the truncations that the sample obeys, the one beyond which most tokens are expected."""
+        return max((found for found in self.outside if found.cut), key=lambda found: found.expected, default=None)
 
     @property
     def finding(self) -> tuple[str, float, str] | None:
@@ -73,8 +74,8 @@ class TokensTest:
         cut = self.truncated
         if cut is not None:
             said = (
-                f"the tokens were drawn with {cut.setting} {cut.value:g} or near it: {cut.expected:.0f} are expected beyond, "
-                f"{cut.seen} were sampled"
+                f"the tokens were drawn without the tail, such as by {cut.setting} {cut.value:g}: {cut.expected:.0f} are "
+                f"expected beyond, {cut.seen} were sampled"
             )
             return cut.setting, cut.value, said
         if abs(self.z) >= SURE and self.temperature is not None:
@@ -101,6 +102,7 @@ def judge_tokens(table: LogitTable) -> TokensTest:
         for p in NUCLEI
     ]
     found += [_beyond(table, mass, probability, k) for k in COUNTS if k < table.best.shape[1]]
+    found += [_below(table, probability, p) for p in FLOORS]
     return TokensTest(
         z=total / math.sqrt(spread) if spread else 0.0,
         temperature=1 / (1 + total / spread) if spread and total > -spread / 2 else None,
@@ -117,6 +119,16 @@ def _outside(table: LogitTable, mass: np.ndarray, p: float) -> np.ndarray:
 def _beyond(table: LogitTable, mass: np.ndarray, probability: np.ndarray, k: int) -> Outside:
     seen = int((probability < table.best[:, k - 1] * (1 - MARGIN)).sum())
     return Outside(setting="top_k", value=float(k), expected=float((1 - mass[:, k - 1]).clip(0).sum()), seen=seen)
+
+
+def _below(table: LogitTable, probability: np.ndarray, p: float) -> Outside:
+    least = table.best[:, :1] * p
+    seen = int((probability < least[:, 0] * (1 - MARGIN)).sum())
+    # What is not among the best tokens that are kept is below, too.
+    expected = float(
+        (1 - np.where(table.best >= least, table.best, 0.0).sum(-1)).clip(0)[table.best[:, -1] < least[:, 0]].sum()
+    )
+    return Outside(setting="min_p", value=p, expected=expected, seen=seen)
 
 
 def said(test: TokensTest, named: Sequence[str]) -> str:

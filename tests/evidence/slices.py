@@ -47,7 +47,10 @@ SLICES = (
     Slice(title="verl's colocate_async, ended in every way and resumed", files=("main_ppo_colocate_ended",), jobs=1),
     Slice(title="verl's separate_async, ended in every way and resumed", files=("main_ppo_separate_ended",), jobs=1),
     Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),
-    Slice(title="the doctor: clean runs, and faults that are planted in vLLM", files=("doctor",), jobs=1),
+    Slice(title="the doctor: clean runs, and faults of requests to vLLM", files=("doctor",), jobs=1),
+    Slice(
+        title="the doctor: faults of vLLM itself, with experts too", files=("doctor_engine", "doctor_experts"), jobs=1
+    ),
 )
 
 

@@ -88,6 +88,8 @@ PLANTED = {
     "top_p": (nucleus(0.93), 0.93, 0.01),
     "top_k": (best_of(6), 6, 0),
     "min_p": (likely(0.06), 0.06, 0.01),
+    "logit_bias": (lambda z: z + 0.4 * (torch.arange(VOCABULARY) == 5), np.exp(0.4), 0.03),
+    "bad_words": (lambda z: z.masked_fill(torch.arange(VOCABULARY) == 5, -torch.inf), 1.0, 0.0),
     "softcap": (lambda z: 23 * torch.tanh(z / 23), 23, 1.0),
 }
 
@@ -101,6 +103,56 @@ def test_a_planted_setting_is_named_with_its_value(key: str) -> None:
     assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
     assert found.exit_status(0.0) == 1 and f"to mend {key}:" in report(found)
     json.dumps(found.data(), allow_nan=False)
+
+
+def test_a_penalty_on_counts_is_named_with_its_value() -> None:
+    sample, scores = drawn()
+    made = torch.Generator().manual_seed(5)
+    rows = []
+    for response, z in zip(sample.responses, scores.logits.view(RESPONSES, LENGTH, -1), strict=True):
+        counts = torch.zeros(LENGTH, VOCABULARY)
+        for at in range(1, LENGTH):
+            counts[at] = counts[at - 1]
+            counts[at, response[at - 1]] += 1
+        noisy = z + ROUNDING * torch.randn(z.shape, generator=made)
+        said = (noisy - 0.27 * counts).log_softmax(-1)
+        rows.append(tuple(said[range(LENGTH), response].tolist()))
+    (cause,) = diagnose(replace(sample, logprobs=tuple(rows)), scores).causes
+    assert cause.key == "frequency_penalty" and cause.parameter == pytest.approx(0.27, abs=0.01)
+
+
+def test_rows_of_padding_and_reported_logits_are_named() -> None:
+    padded = diagnose(*drawn(reported=lambda z: torch.cat([z, torch.zeros(len(z), 40)], -1)))
+    assert padded.causes[0].key == "padded_vocabulary" and padded.causes[0].parameter == pytest.approx(40, abs=4)
+    sample, scores = drawn()
+    at = np.arange(len(sample.tokens))
+    logits = scores.logits.numpy()[at, sample.tokens].reshape(RESPONSES, LENGTH)
+    (cause,) = diagnose(replace(sample, logprobs=tuple(map(tuple, logits.tolist()))), scores).causes
+    assert cause.key == "logits_reported"
+
+
+def test_logits_that_are_scaled_are_told_from_a_temperature_by_the_score_of_a_prompt() -> None:
+    found = diagnose(*drawn(lambda z: z / 0.9))
+    assert [cause.key for cause in found.causes] == ["temperature"] and found.foretold is not None
+    told = found.confirmed({"sampling"}, 9.0, found.foretold.error)
+    (cause,) = told.causes
+    assert (cause.key, cause.family, cause.status) == ("logit_scale", "config", "fits")
+    assert cause.parameter == pytest.approx(1 / 0.9, abs=0.01) and "logit_scale" in report(told)
+    assert told.mended[0].measured == 0 and told.mended[0].predicted > 0.8
+
+
+def test_what_both_do_already_is_not_advised() -> None:
+    sample, scores = drawn()
+    for dtype, words in (("bfloat16", "--dtype float16"), ("float16", "both compute in float16 already")):
+        said = report(diagnose(sample, replace(scores, engine_dtype=dtype, trainer_dtype=dtype)))
+        assert words in said and ("--dtype float16" in said) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("change", [likely(0.07), nucleus(0.9), best_of(4)])
+def test_a_truncation_that_only_the_tokens_show_is_called_one(change: Callable[[Tensor], Tensor]) -> None:
+    found = diagnose(*drawn(change, reported=lambda z: z))
+    (cause,) = found.causes
+    assert "without the tail, such as by" in cause.said and "raw_logprobs" in cause.ties, report(found)
 
 
 @pytest.mark.parametrize(("change", "key"), [(nucleus(0.9), "top_p"), (lambda z: z / 0.8, "temperature")])
@@ -252,10 +304,10 @@ def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
 
 
 def test_a_remedy_that_mends_more_than_its_cause_said_confirms_nothing() -> None:
-    # A bias of two logits, of which the list knows nothing: a temperature fits in part, and sampling settings go together.
+    # Biases of many logits, of which the list knows nothing: a temperature fits in part, and sampling settings go together.
     bias = torch.zeros(VOCABULARY)
-    bias[3] = -0.3
-    found = diagnose(*drawn(lambda z: z * 1.02 + bias))
+    bias[::2], bias[1::2] = -0.05, 0.05
+    found = diagnose(*drawn(lambda z: z * 1.06 + bias))
     assert found.verdict == "partly" and [cause.status for cause in found.causes] == ["partly"], report(found)
     assert found.foretold is not None
     clean = np.random.default_rng(0).normal(size=found.tokens) * 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.transformers.doctor import Scorer, load_model
 from mismatch_ext.adapters.transformers.doctor_causes import of_model
+from mismatch_ext.adapters.transformers.routing import moe_layout
 
 from examples.arithmetic.tokenizer import EOS_ID
-from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor import Sample, diagnose, report
 from tests.models import tiny_model
 
 
@@ -42,15 +44,58 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     older = tiny_model(kind, tmp_path / "older", seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     causes = of_model(scorer, [older])
-    assert len({cause.key for cause in causes}) >= 13
+    assert len({cause.key for cause in causes}) >= (24 if kind == "dense" else 27)
     plain = scorer.logprobs()
     for cause in causes:
         changed = cause.predict(cause.grid[0])
         assert np.isfinite(changed).all() and np.abs(changed - picked).max() > 1e-6, cause.key
+        assert cause.screen is not None
+        screened = cause.screen(cause.grid[0])
+        assert np.array_equal(np.isfinite(screened), scorer.sample.fits), cause.key
+        assert screened[scorer.sample.fits] == pytest.approx(changed[scorer.sample.fits], abs=1e-5), cause.key
         assert cause.sentence(cause.grid[0]) and np.array_equal(scorer.logprobs(), plain)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     (window,) = [cause for cause in causes if cause.key == "sliding_window"]
     assert window.predict(4096.0) == pytest.approx(picked, abs=1e-5), "a window beyond the sequences hides nothing"
+
+
+def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
+    """Return the sample of a float32 engine that another scorer stands for, and the trainer's scorer of it."""
+    values = iter(engine.logprobs().tolist())
+    said = tuple(tuple(next(values) if kept else math.nan for kept in mask) for mask in engine.sample.masks)
+    taken = replace(engine.sample, logprobs=said)
+    return taken, Scorer(load_model(model), taken, trainer_dtype="float32", engine_dtype="float32")
+
+
+def test_exchanged_experts_are_found_among_all_pairs(tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    model = load_model(folder)
+    experts = moe_layout(model).routers[1].experts
+    assert experts is not None
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight[[3, 11]] = weight[[11, 3]]
+    made, scorer = as_if(folder, Scorer(model, sample(48), trainer_dtype="float32", engine_dtype="float32"))
+    found = diagnose(made, scorer.scores, of_model(scorer))
+    assert [cause.said for cause in found.causes] == ["the engine has experts exchanged: 3 and 11 of layer 1"], report(
+        found
+    )
+
+
+def test_the_checkpoint_and_the_tensor_that_an_engine_kept_are_named(tmp_path: Path) -> None:
+    folder = tiny_model("dense", tmp_path / "model")
+    older = [tiny_model("dense", tmp_path / f"older{seed}", seed=seed) for seed in (1, 2, 3)]
+    made, scorer = as_if(
+        folder, Scorer(load_model(older[1]), sample(48), trainer_dtype="float32", engine_dtype="float32")
+    )
+    (cause,) = diagnose(made, scorer.scores, of_model(scorer, older)).causes
+    assert cause.said == f"the engine has the weights of {older[1]}"
+    model, name = load_model(folder), "model.layers.0.self_attn.o_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name).copy_(load_model(older[2]).get_parameter(name))
+    made, scorer = as_if(folder, Scorer(model, sample(48), trainer_dtype="float32", engine_dtype="float32"))
+    (cause,) = diagnose(made, scorer.scores, of_model(scorer, older[1:])).causes
+    assert cause.said == f"the engine's {name} is that of {older[2]}"
 
 
 def test_logged_rollouts_are_examined_without_an_engine(

@@ -1,0 +1,96 @@
+"""What the configurations of the two sides say, beside what their tokens show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.doctor.sides import Run
+
+if TYPE_CHECKING:
+    from mismatch_ext.doctor import Diagnosis, NamedCause
+
+# Fields that say how a model computes, by the cause that another value is; the last part of their paths.
+FIELDS = {
+    "rope_theta": ("rope_theta",),
+    "rope_scale": ("rope_type", "factor"),
+    "rope_yarn": ("rope_type", "factor"),
+    "partial_rotary": ("partial_rotary_factor",),
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
+    "sliding_window": ("sliding_window", "use_sliding_window"),
+    "attention_scale": ("query_pre_attn_scalar", "attention_multiplier"),
+    "attention_softcap": ("attn_logit_softcapping",),
+    "softcap": ("final_logit_softcapping",),
+    "logit_scale": ("logit_scale", "logits_scaling"),
+    "padded_vocabulary": ("vocab_size",),
+    "expert_scale": ("routed_scaling_factor",),
+    "expert_norm": ("norm_topk_prob",),
+    "experts_per_token": ("num_experts_per_tok",),
+    "head_tied": ("tie_word_embeddings",),
+}
+KNOWN = frozenset(field for fields in FIELDS.values() for field in fields)
+
+
+def with_configs(found: Diagnosis, sides: Run) -> Diagnosis:
+    """Return a diagnosis whose causes say what both configurations hold, so that the side that is at fault can be told.
+
+    Args:
+        found: What the tokens say.
+        sides: The run.
+    """
+    differing = differences(sides)
+    causes = tuple(_read(cause, differing) for cause in found.causes)
+    told = {path for cause in found.causes for path in differing if _field(path) in FIELDS.get(cause.key, ())}
+    notes = [
+        f"the configurations differ in {path}, which no cause here shows: {_both(path, *differing[path])}"
+        for path in differing
+        if path not in told
+    ]
+    return replace(found, causes=causes, notes=(*found.notes, *notes))
+
+
+def differences(sides: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the engine's and the trainer's value of each field on the list that differs, by its path."""
+    trainer = dict(_flat(_config(sides.model)))
+    overrides = sides.arguments.get("hf_overrides", {})
+    engine = dict(
+        _flat(_config(sides.engine_model or sides.model) | (overrides if isinstance(overrides, dict) else {}))
+    )
+    return {
+        path: (engine.get(path), trainer.get(path))
+        for path in sorted(engine.keys() | trainer.keys())
+        if _field(path) in KNOWN and engine.get(path) != trainer.get(path)
+    }
+
+
+def _read(cause: NamedCause, differing: Mapping[str, tuple[Any, Any]]) -> NamedCause:
+    if cause.key not in FIELDS:
+        return cause
+    mine = [_both(path, *values) for path, values in differing.items() if _field(path) in FIELDS[cause.key]]
+    said = (
+        "; ".join(mine) if mine else "both configurations say the same of it, so that weights or code of one side do it"
+    )
+    return replace(cause, said=f"{cause.said} ({said})")
+
+
+def _both(path: str, engine: Any, trainer: Any) -> str:
+    return f"the engine's config has {_field(path)} {engine}, the trainer's {trainer}"
+
+
+def _field(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _config(path: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    return dict(AutoConfig.from_pretrained(path).to_dict())
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value

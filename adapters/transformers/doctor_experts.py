@@ -1,0 +1,88 @@
+"""Causes of models with experts: how an engine weighs the chosen ones, and which weights they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers.doctor import Scorer, scored_under
+from mismatch_ext.adapters.transformers.doctor_changes import attributes, weights
+from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
+from mismatch_ext.adapters.transformers.routing import moe_layout
+from torch import Tensor, nn
+
+from mismatch_ext.doctor import Cause
+
+FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
+NORMALISED = "norm_topk_prob"
+
+
+def of_experts(scorer: Scorer, first: FirstOrder) -> list[Cause]:
+    """Return the causes that experts show; none for a model without."""
+    if scorer.shape is None:
+        return []
+    layout = moe_layout(scorer.model)
+    flags = [(r.module, NORMALISED) for r in layout.routers if hasattr(r.module, NORMALISED)]
+    chosen = {r.layer: r.experts for r in layout.routers if r.experts is not None}
+
+    found = []
+    if chosen:
+        found.append(
+            scored_under(scorer, lambda x: _scaled(list(chosen.values()), x), key="expert_scale", family="config",
+                         said="the engine's experts weigh {x} times the trainer's", grid=FACTORS, neutral=1.0, steps=6)
+        )  # fmt: skip
+    if flags:
+        said = "does not normalise" if getattr(*flags[0]) else "normalises"
+        found.append(
+            scored_under(scorer, lambda _: attributes(flags, lambda before: not before), key="expert_norm", family="config",
+                         said=f"the engine {said} the weights of the chosen experts, other than the trainer")
+        )  # fmt: skip
+    # An engine that recorded its routes has as many as the trainer, or its routes were refused.
+    if scorer.sample.routes is None and all(hasattr(r.module, "top_k") for r in layout.routers):
+        near = [k for k in (1, layout.top_k // 2, layout.top_k - 1, layout.top_k + 1, layout.top_k * 2)
+                if 0 < k <= layout.num_experts and k != layout.top_k]  # fmt: skip
+        counts = [(r.module, "top_k") for r in layout.routers]
+        found.append(
+            scored_under(scorer, lambda x: attributes(counts, lambda _: int(x)), key="experts_per_token", family="config",
+                         said="the engine chooses {x} experts for each token", grid=tuple(map(float, dict.fromkeys(near))))
+        )  # fmt: skip
+    return [*found, *_swapped(scorer, chosen, first)]
+
+
+def _swapped(scorer: Scorer, chosen: dict[int, nn.Module], first: FirstOrder) -> list[Cause]:
+    # Experts as one module of stacked weights: what transformers 5 has.
+    stacked = {layer: m for layer, m in chosen.items() if any(p.dim() == 3 for p in m.parameters(recurse=False))}
+    pairs = first.of_swaps(stacked) if stacked else []
+    if not pairs:
+        return []
+    names = {id(p): name for name, p in scorer.model.named_parameters()}
+
+    def swapped(x: float) -> Any:
+        layer, a, b = pairs[int(x)]
+        changed = {names[id(p)]: _exchanged(p.detach(), a, b) for p in stacked[layer].parameters() if p.dim() == 3}
+        return weights(scorer.model, changed)
+
+    return [
+        scored_under(scorer, swapped, key="experts_swapped", family="weights", said="the engine has experts exchanged: {x}",
+              grid=tuple(map(float, range(len(pairs)))),
+              names=tuple(f"{b} and {a} of layer {layer}" for layer, a, b in pairs))
+    ]  # fmt: skip
+
+
+def _exchanged(weight: Tensor, a: int, b: int) -> Tensor:
+    order = torch.arange(len(weight))
+    order[[a, b]] = order[[b, a]]
+    return weight[order]
+
+
+@contextmanager
+def _scaled(modules: list[nn.Module], factor: float) -> Iterator[None]:
+    def scale(_: nn.Module, given: Any, output: Tensor) -> Tensor:
+        return output * factor
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(scale).remove)
+        yield

@@ -1,0 +1,53 @@
+"""Causes that an engine has weights of another checkpoint: all of them, those of one layer, or one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters.transformers.doctor import Scorer, load_model, scored_under
+from mismatch_ext.adapters.transformers.doctor_changes import weights
+from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
+
+from mismatch_ext.doctor import Cause
+
+
+def of_older(scorer: Scorer, path: str | Path, first: FirstOrder) -> list[Cause]:
+    """Return the causes that weights are another checkpoint's.
+
+    Args:
+        scorer: Of the sample.
+        path: The checkpoint.
+        first: Chooses the tensors that are tried alone.
+    """
+    model = scorer.model
+    theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in load_model(path, "--older").named_parameters()}
+    layers = sorted({int(part) for name in theirs if "layers." in name and (part := _layer(name)).isdigit()})
+    own = dict(model.named_parameters())
+    apart = {
+        name: theirs[name].float() - p.detach()
+        for name, p in own.items()
+        if name in theirs and theirs[name].shape == p.shape
+    }
+    tensors = first.of_tensors({name: change for name, change in apart.items() if change.any()})
+
+    def cause(key: str, said: str, chosen: Callable[[int], Iterable[str]], **given: Any) -> Cause:
+        def change(x: float) -> Any:
+            return weights(model, {name: theirs[name] for name in chosen(int(x))})
+
+        return scored_under(scorer, change, key=key, family="weights", said=said, **given)
+
+    found = [
+        cause("stale_weights", f"the engine has the weights of {path}", lambda _: theirs),
+        cause("stale_layer", f"layer {{x}} of the engine has the weights of {path}",
+              lambda x: [name for name in theirs if _layer(name) == str(layers[x])],
+              grid=tuple(map(float, range(len(layers)))), names=tuple(map(str, layers))),
+        cause("stale_tensor", f"the engine's {{x}} is that of {path}", lambda x: [tensors[x]],
+              grid=tuple(map(float, range(len(tensors)))), names=tuple(tensors)),
+    ]  # fmt: skip
+    return [listed for listed in found if listed.grid]
+
+
+def _layer(name: str) -> str:
+    return name.partition("layers.")[2].partition(".")[0]

@@ -1,0 +1,77 @@
+"""Causes that an engine sees other prompts than the trainer: special tokens twice, templates, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mismatch_ext.adapters.transformers.doctor import Scorer, end_tokens
+from torch import nn
+
+from mismatch_ext.doctor import Cause
+from mismatch_ext.doctor.sample import Floats
+
+Ids = tuple[int, ...]
+
+# Tokens of a prompt that are tried as the missing one, and lengths that a prompt may have been cut to.
+PLACES, LENGTHS = 6, 8
+
+
+def of_prompts(scorer: Scorer) -> list[Cause]:
+    """Return the causes that other prompts show."""
+    prompts = scorer.sample.prompts
+    added = _special(scorer.model, prompts)
+    # A token of a template has the same place, from the start or from the end, in every prompt.
+    shortest = min(map(len, prompts))
+    places = [(f"{at + 1} from the start", at) for at in range(1, min(PLACES, shortest - 1))]
+    places += [(f"{-at} from the end", at) for at in range(-2, -min(PLACES, shortest - 1), -1)]
+    places = [(name, at) for name, at in places if len({prompt[at] for prompt in prompts}) == 1]
+    # Shorter ones: what is as long as the shortest prompt or longer cuts some prompts alone.
+    lengths = sorted({len(prompt) for prompt in prompts} - {max(map(len, prompts))})
+    lengths = lengths[:: -(-len(lengths) // LENGTHS)] if lengths else []
+    names = tuple(f"{token}, twice" if all(prompt[0] == token for prompt in prompts) else str(token) for token in added)
+
+    def cause(key: str, said: str, change: Callable[[int, Ids], Ids], **given: Any) -> Cause:
+        def predict(x: float, *, screen: bool = False) -> Floats:
+            return scorer.logprobs(prompt=partial(change, int(x)), screen=screen)
+
+        return Cause(
+            key=key, family="prompt", said=said, predict=predict, screen=partial(predict, screen=True), **given
+        )
+
+    found = [
+        cause("missing_first", "the engine's prompt lacks its first {x} tokens",
+              lambda x, ids: ids[min(x, len(ids) - 1) :], grid=(1.0, 2.0, 3.0)),
+        cause("missing_last", "the engine's prompt lacks its last {x} tokens",
+              lambda x, ids: ids[: max(1, len(ids) - x)], grid=(1.0, 2.0)),
+        cause("missing_token", "the engine's prompt lacks token {x}",
+              lambda x, ids: _without(ids, places[x][1]),
+              grid=tuple(map(float, range(len(places)))), names=tuple(name for name, _ in places)),
+        cause("truncated_prompt", "the engine's prompt is cut to its last {x} tokens",
+              lambda x, ids: ids[-x:], grid=tuple(map(float, lengths))),
+        cause("extra_token", "the engine's prompt begins with an extra token {x}",
+              lambda x, ids: (added[x], *ids),
+              grid=tuple(map(float, range(len(added)))), names=names),
+        cause("extra_last", "the engine's prompt ends with an extra token {x}",
+              lambda x, ids: (*ids, added[x]),
+              grid=tuple(map(float, range(len(added)))), names=tuple(map(str, added))),
+    ]  # fmt: skip
+    return [listed for listed in found if listed.grid]
+
+
+def _without(ids: tuple[int, ...], at: int) -> tuple[int, ...]:
+    at %= len(ids)
+    return ids[:at] + ids[at + 1 :]
+
+
+def _special(model: nn.Module, prompts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Return the tokens that a template or tokenizer may add: special ones, and the first of every prompt, a second time."""
+    config: Any = getattr(model, "config", None)
+    known = [getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")]
+    common = {prompt[0] for prompt in prompts}
+    return tuple(
+        dict.fromkeys(
+            [*(t for t in known if isinstance(t, int)), *end_tokens(model), *(common if len(common) == 1 else ())]
+        )
+    )

@@ -1,0 +1,80 @@
+"""What quantisation leaves of weights, activations and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from mismatch_ext.adapters.transformers.doctor_changes import RoundedInputs, weights
+from torch import Tensor, nn
+
+Round = Callable[[Tensor], Tensor]
+FP8_LARGEST, INT8_LARGEST, INT4_LARGEST = 448.0, 127.0, 7.0
+
+
+def quantised(model: nn.Module, rounded: Round) -> dict[str, Tensor]:
+    """Return what quantisation leaves of the weights that it is applied to: linear layers and experts, not the head."""
+    linear = {f"{n}.weight" for n in linear_layers(model)}
+    kept = {n: p for n, p in model.named_parameters() if n in linear or p.dim() == 3}
+    # Checkpoints hold gate and up of an expert apart, transformers as one matrix.
+    return {
+        name: torch.cat([rounded(part) for part in p.detach().chunk(2, 1)], 1)
+        if "gate_up" in name
+        else rounded(p.detach())
+        for name, p in kept.items()
+    }
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return a model's linear layers by name, without the head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+
+
+@contextmanager
+def with_int8_activations(model: nn.Module) -> Iterator[None]:
+    """Hold linear layers in int8, a scale for each output channel, and what goes into them too, a scale for each token."""
+    chosen = {id(m.weight): n for n, m in linear_layers(model).items()}
+    with weights(model, {f"{n}.weight": int8(m.weight.detach()) for n, m in linear_layers(model).items()}):
+        with RoundedInputs(chosen, int8):
+            yield
+
+
+def int8(x: Tensor) -> Tensor:
+    """Symmetric, a scale for each row."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / INT8_LARGEST
+    return (x / scale).round().clamp(-INT8_LARGEST, INT8_LARGEST) * scale
+
+
+def int4(size: int) -> Round:
+    """Symmetric, a scale for each group of so many inputs; matrices of other widths stay as they are."""
+
+    def rounded(weight: Tensor) -> Tensor:
+        if weight.shape[-1] % size:
+            return weight
+        groups = weight.reshape(-1, size)
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / INT4_LARGEST
+        return ((groups / scale).round().clamp(-INT4_LARGEST - 1, INT4_LARGEST) * scale).reshape(weight.shape)
+
+    return rounded
+
+
+def fp8(weight: Tensor) -> Tensor:
+    """e4m3, a scale for each matrix."""
+    scale = weight.abs().amax((-2, -1), keepdim=True).clamp(min=1e-12) / FP8_LARGEST
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def to_nearest(x: Tensor) -> Tensor:
+    """A cache in e4m3, rounded to the nearest value."""
+    return x.bfloat16().to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def truncated(x: Tensor) -> Tensor:
+    """A cache in e4m3, rounded towards zero."""
+    nearest = x.bfloat16().to(torch.float8_e4m3fn)
+    over = nearest.to(x.dtype).abs() > x.bfloat16().to(x.dtype).abs()
+    # One step towards zero is one bit less: sign and magnitude.
+    lower = (nearest.view(torch.uint8) - 1).view(torch.float8_e4m3fn)
+    return torch.where(over, lower.to(x.dtype), nearest.to(x.dtype))
