@@ -184,6 +184,8 @@ REQUESTS = {
     "logit_bias of 0.6": Planted(
         expected=("logit_bias",), near=(1.7, 1.95), run=_sampled(logit_bias={7: 0.6}), said="token 7"
     ),
+}
+PROMPT = {
     "an extra token first": Planted(expected=("extra_token",), seen=lambda ids: [EOS_ID, *ids]),
     "a prompt's first token twice": Planted(expected=("extra_token",), seen=lambda ids: [ids[0], *ids], said="twice"),
     "a prompt without its first 2 tokens": Planted(expected=("missing_first",), near=(2, 2), seen=lambda ids: ids[2:]),

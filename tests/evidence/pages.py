@@ -212,7 +212,7 @@ PARTS: dict[str, Callable[[dict[str, Record]], str]] = {
 # says so instead.
 NOT_YET_RECORDED = (
     "doctor_clean_experts",
-    "doctor_hidden",
+    "doctor_prompts",
     "doctor_engine",
     "doctor_weights",
     "doctor_two",
