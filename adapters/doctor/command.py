@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
             ensure_checkpoint(option, path)
     how = {"seed": arguments.seed, "quick": arguments.quick}
     if arguments.rollouts is not None:
-        sample = read_rollouts(arguments.rollouts)
+        logged = read_rollouts(arguments.rollouts, arguments.weight_version)
         _writable(arguments.out)
-        found = examine_logged(sides, sample, **how)
+        found = examine_logged(sides, logged, **how)
     else:
         prompts = read_prompts(arguments.prompts, sides.model)
         _writable(arguments.out)

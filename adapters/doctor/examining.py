@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.doctor.configs import with_configs
 from mismatch_ext.adapters.doctor.sides import Run
 
-from mismatch_ext.errors import MismatchError, RecordError
+from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor import Scorer
 
     from mismatch_ext.doctor import Diagnosis, Sample
+    from mismatch_ext.rollouts import Logged
 
 # Settings of an engine that a remedy takes back, by the family of the cause.
 MENDED = {
@@ -78,24 +79,32 @@ def examine(
             return with_configs(tried, sides)
 
 
-def examine_logged(sides: Run, sample: Sample, *, seed: int = 0, quick: bool = False) -> Diagnosis:
+def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
     """Say why the trainer differs from an engine that is gone, by what it logged; no remedy can be tried.
 
     Args:
         sides: The run; of the engine only the dtype counts.
-        sample: What was logged.
+        logged: What was logged.
         seed: Of the intervals.
         quick: Leave out the causes that need a forward pass each.
 
     Raises:
-        RecordError: A token id is beyond the model's vocabulary.
+        ConfigError: The rollouts say that the engine computed in another dtype than the run's.
+        RecordError: A token id is beyond the model's vocabulary, or the responses are not of one run.
+        RoutingError: The routes are not of the model.
     """
-    from mismatch_ext.adapters.transformers.doctor import load_model
+    from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
 
+    dtype = logged.settings.get("dtype", sides.dtype)
+    if dtype != sides.dtype:
+        raise ConfigError(f"--dtype: {sides.dtype}, and {logged.path} was sampled in {dtype}; give --dtype {dtype}.")
     model = load_model(sides.model)
+    shape = routing_shape(model)
+    sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     with _rungs() as rung:
-        return _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0]
+        found = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0]
+    return replace(found, notes=(*found.notes, logged.said(shape is not None)))
 
 
 def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[int]]) -> None:

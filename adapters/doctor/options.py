@@ -31,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     tokens.add_argument("--prompts", metavar="FILE", type=folder,
                         help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
     tokens.add_argument("--rollouts", metavar="FILE", type=folder,
-                        help="logged rollouts (mismatch_ext.rollouts); no engine is started")  # fmt: skip
+                        help="rollouts that a host logged (docs/doctor.md); no engine is started")  # fmt: skip
+    parser.add_argument("--weight-version", metavar="V",
+                        help="of --rollouts, those that this version of the weights sampled")  # fmt: skip
     parser.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, default=128, help="most tokens of a response (default: 128)"
@@ -85,6 +87,8 @@ def _ensure_allowed(arguments: argparse.Namespace) -> None:
         if value < least:
             raise ConfigError(f"{option}: {value} is not allowed; allowed: >= {least}.")
     if arguments.rollouts is None:
+        if arguments.weight_version is not None:
+            raise ConfigError("--weight-version chooses among --rollouts; leave it out.")
         return
     for option, given in (
         ("--engine-model", arguments.engine_model),

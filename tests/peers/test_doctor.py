@@ -7,9 +7,11 @@ import dataclasses
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from mismatch_ext.adapters import cli
 
 from examples.arithmetic.shipped import FOLDER
@@ -174,5 +176,38 @@ def test_verls_own_dump_is_named(tmp_path: Path) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     RayPPOTrainer._write_generations(["1+1="], ["2"], ["2"], [1.0], {}, str(tmp_path), 1)
-    with pytest.raises(RecordError, match="rollout_data_dir, which holds texts alone"):
+    with pytest.raises(RecordError, match="rollout_data_dir or validation_data_dir, which holds texts alone"):
         read_rollouts(tmp_path / "1.jsonl")
+
+
+def test_the_dump_of_verls_v1_trainer_is_named(tmp_path: Path) -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    PPOTrainer._write_generations(["1+1="], ["2"], ["2"], [1.0], {"uid": ["a_0_0"]}, str(tmp_path), 1)
+    with pytest.raises(RecordError, match="rollout_data_dir or validation_data_dir, which holds texts alone"):
+        read_rollouts(tmp_path / "1.jsonl")
+
+
+def test_trls_own_completions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from collections import defaultdict
+
+    import transformers
+    from trl import GRPOTrainer
+    from trl.trainer import grpo_trainer
+
+    # What it does beside writing: the metrics' log of its base class, and the console's table.
+    monkeypatch.setattr(transformers.Trainer, "log", lambda *_: None)
+    monkeypatch.setattr(grpo_trainer, "is_rich_available", lambda: False)
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.model = torch.nn.Linear(1, 1)
+    trainer._metrics = {"train": defaultdict(list)}
+    trainer.accelerator = SimpleNamespace(is_main_process=True)
+    trainer.log_completions, trainer.state = True, SimpleNamespace(global_step=1)
+    trainer.args = SimpleNamespace(report_to=[], output_dir=str(tmp_path))
+    trainer._logs = {
+        "prompt": ["1+1="], "completion": ["2"], "rewards": {"right": [1.0]}, "extra": {}, "advantages": [0.0], "images": []
+    }  # fmt: skip
+    (tmp_path / "completions").mkdir()
+    trainer.log({})
+    with pytest.raises(RecordError, match="is of TRL's log_completions, which holds texts alone"):
+        read_rollouts(tmp_path / "completions/completions_00001.parquet")

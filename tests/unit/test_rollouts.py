@@ -1,73 +1,273 @@
-"""Logged rollouts come back as they were written, and what cannot be used is named by its line."""
+"""Logged rollouts come back as their hosts wrote them, and what cannot be used is named by its place in the file."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from mismatch_ext.errors import MismatchError
+from mismatch_ext.errors import MismatchError, RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.provenance import Provenance, SamplingSettings
 from mismatch_ext.records import RolloutRecord
-from mismatch_ext.rollouts import read_rollouts, write_rollouts
+from mismatch_ext.rollouts import Logged, read_rollouts, write_rollouts
+from mismatch_ext.routing import RoutingShape, RoutingTrace
 
-PROVENANCE = Provenance(
-    engine="vllm", engine_version="0.30.0", dtype="bfloat16", kv_cache_dtype="bfloat16", weight_version=0,
-    patch_digest="none", sampling=SamplingSettings(), logprobs_mode="processed_logprobs",
-)  # fmt: skip
+FILES = Path(__file__).parents[1] / "data/rollouts"
+SHAPE = RoutingShape(num_layers=4, layers=(0, 1, 2, 3), num_experts=16, top_k=4)
 
 
-def record(logprobs: tuple[float, ...], mask: tuple[bool, ...]) -> RolloutRecord:
+def provenance(version: int = 0, **sampling: Any) -> Provenance:
+    return Provenance(
+        engine="vllm", engine_version="0.30.0", dtype="bfloat16", kv_cache_dtype="bfloat16", weight_version=version,
+        patch_digest="none", sampling=SamplingSettings(**sampling), logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+
+
+def record(logprobs: tuple[float, ...], mask: tuple[bool, ...], **fields: Any) -> RolloutRecord:
+    made: dict[str, Any] = {"provenance": provenance(), "finish_reason": "stop"}
     return RolloutRecord(
         prompt_ids=(5, 12), response_ids=tuple(range(3, 3 + len(mask))), rollout_logprobs=logprobs, response_mask=mask,
-        finish_reason="stop", provenance=PROVENANCE,
+        **made | fields,
     )  # fmt: skip
+
+
+def written(folder: Path, *records: RolloutRecord, **how: Any) -> Path:
+    write_rollouts(records, folder / "rollouts.jsonl", **how)
+    return folder / "rollouts.jsonl"
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     records = [record((-0.1, -2.3), (True, True)), record((-1.0, float("nan"), -0.5), (True, False, True))]
-    write_rollouts(records, tmp_path / "rollouts.jsonl")
-    found = read_rollouts(tmp_path / "rollouts.jsonl")
+    found = read_rollouts(written(tmp_path, *records)).sample()
     assert found.prompts == ((5, 12), (5, 12)) and found.responses == ((3, 4), (3, 4, 5))
-    assert found.masks == ((True, True), (True, False, True))
+    assert found.masks == ((True, True), (True, False, True)) and found.routes is None
     assert np.array_equal(found.engine, [-0.1, -2.3, -1.0, -0.5]) and found.row.tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("num_experts", [16, 300])
+def test_routes_and_what_is_known_of_the_engine_come_back(tmp_path: Path, num_experts: int) -> None:
+    ids = torch.arange(3 * 2 * 4).reshape(3, 2, 4) % num_experts
+    ids[0, 0, 0] = num_experts - 1
+    shape = RoutingShape(num_layers=6, layers=(1, 4), num_experts=num_experts, top_k=4)
+    tokens = (5, 12, 3, 4)
+    trace = RoutingTrace.ingest(ids, num_experts=num_experts, layers=(1, 4), tokens=tokens, version=0, request="0")
+    made = record((-0.1, -2.3), (True, True), routing=trace, provenance=provenance(3, temperature=0.7))
+    found = read_rollouts(written(tmp_path, made, made))
+    routes = found.sample(shape).routes
+    assert routes is not None and all(route.same_as(trace) for route in routes)
+    assert found.settings["temperature"] == 0.7 and found.settings["dtype"] == "bfloat16"
+    assert "weight version 3" in found.said(True) and "no routes" not in found.said(True)
+    without = read_rollouts(written(tmp_path, made, made, routes=False))
+    assert without.sample(shape).routes is None and "no routes in the file" in without.said(True)
+
+
+def rows(logged: Logged, shape: RoutingShape | None = SHAPE) -> list[tuple[Any, ...]]:
+    """Return what is compared of each response."""
+    found = logged.sample(shape)
+    routes = found.routes or [None] * len(found.responses)
+    return [
+        (prompt, response, mask, logprobs, None if trace is None else trace.experts.tolist())
+        for prompt, response, mask, logprobs, trace in zip(
+            found.prompts, found.responses, found.masks, found.logprobs, routes, strict=True
+        )
+    ]
+
+
+def test_slimes_own_file_holds_what_was_sampled() -> None:
+    found = read_rollouts(FILES / "slime_0.pt")
+    assert rows(found) == rows(read_rollouts(FILES / "own.jsonl"))
+    assert found.host == "slime" and found.left_out == 1 and {row.versions for row in found.responses} == {("3",)}
+
+
+def test_nemo_rls_own_file_holds_what_was_sampled() -> None:
+    found = read_rollouts(FILES / "nemo_rl_train_data_step1.jsonl")
+    own = rows(read_rollouts(FILES / "own.jsonl"))
+    assert found.host == "NeMo-RL" and rows(found) == [(*row[:4], None) for row in own]
+
+
+def test_prime_rls_own_file_holds_what_was_sampled_once() -> None:
+    found = read_rollouts(FILES / "prime_rl_traces.jsonl")
+    own = [row[:4] for row in rows(read_rollouts(FILES / "own.jsonl"))]
+    first, second, *others = [row[:4] for row in rows(found)]
+    # The answer is trained on in the first of its branches, and is context in the second.
+    prompt, answer, mask, logprobs = own[0]
+    assert first[:2] == (prompt, (*answer, 5, 6, 7, 1)) and first[2] == (*mask, False, False, True, True)
+    assert first[3][: len(answer)] == logprobs and first[3][-2:] == (-0.5, -0.25)
+    assert second == ((*prompt, *answer, 8), (9,), (True,), (-0.125,))
+    assert others == own[1:] and found.left_out == 1, "the judge's tokens are of another model"
+    assert found.settings == {"temperature": 1.0} and found.responses[0].version == "2"
+
+
 GOOD: dict[str, Any] = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_logprobs": [-1.0, -2.0]}
+NEMO: dict[str, Any] = json.loads((FILES / "nemo_rl_train_data_step1.jsonl").read_text("utf-8").splitlines()[0])
+PRIME: dict[str, Any] = json.loads((FILES / "prime_rl_traces.jsonl").read_text("utf-8").splitlines()[3])
+
+
+def changed(node: int, **fields: Any) -> dict[str, Any]:
+    """Return an episode of prime-rl's with other fields of a node."""
+    (trace,) = PRIME["traces"]
+    nodes = [one | fields if at == node else one for at, one in enumerate(trace["nodes"])]
+    return PRIME | {"traces": [trace | {"nodes": nodes}]}
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"input": "1+1=", "output": "2", "score": 1.0, "step": 1}, "rollout_data_dir, which holds texts alone"),
+        ({"input": "1+1=", "output": "2", "score": 1.0, "step": 1}, "rollout_data_dir or validation_data_dir, which holds"),
         ({"prompt_ids": [1], "response_ids": [2]}, "line 2 has no rollout_logprobs"),
         (GOOD | {"rollout_logprobs": [-1.0]}, "response 1: 2 tokens, 2 mask values and 1"),
         (GOOD | {"rollout_logprobs": [-1.0, None]}, "response 1, token 1: the engine's log-probability is nan"),
         (GOOD | {"rollout_logprobs": [-1.0, "x"]}, "line 2: rollout_logprobs must be a list of numbers"),
-        (GOOD | {"response_ids": [2, -3]}, "line 2: prompt_ids and response_ids must be lists of token ids"),
+        (GOOD | {"response_ids": [2, -3]}, "line 2: response_ids must be a list of token ids"),
         (GOOD | {"response_mask": [1, 2]}, "line 2: response_mask must be"),
         (GOOD | {"response_mask": [[1], [1]]}, "line 2: response_mask must be"),
         (GOOD | {"prompt_ids": []}, "line 2: prompt and response must have a token"),
+        (GOOD | {"provenance": 3}, "line 2: provenance must be an object"),
+        (GOOD | {"provenance": {"weight_version": 1.5}}, "line 2: provenance weight_version must be"),
+        (GOOD | {"provenance": {"dtype": []}}, "line 2: what provenance says must be"),
+        (GOOD | {"routes": {}}, "line 2: routes cannot be read: KeyError 'experts'"),
+        (GOOD | {"routes": {"experts": "AA==", "dtype": "uint8", "shape": [2, 1, 1]}}, "line 2: routes cannot be read"),
+        (GOOD | {"provenance": {"sampling": {"top_p": 0.9}}, "x": 1}, ""),
         ([1], "line 2 is a list"),
+        ({"text": "1+1="}, "line 2 holds text, which no format that is known here has"),
+        (NEMO | {"generation_logprobs": None}, "line 2 has no generation_logprobs"),
+        (NEMO | {"token_ids": [[1], [2]]}, "line 2: token_ids must be a list with one entry"),
+        (NEMO | {"token_loss_mask": [[1] * 21]}, "line 2: its first token is sampled already"),
+        (PRIME | {"traces": 3}, "line 2: traces must be a list"),
+        (PRIME | {"traces": [{}]}, "line 2, trace 0 has no list of nodes"),
+        (changed(1, logprobs=[]), "line 2, trace 0, node 1: 0 logprobs for"),
+        (changed(1, parent=1), "line 2, trace 0, node 1: parent 1 must be the number of a node before it"),
+        (changed(0, mask=[True]), "line 2, trace 0, node 0: 10 token_ids and 1 values of mask"),
     ],
-)
+)  # fmt: skip
 def test_a_line_that_cannot_be_used_is_named(row: Any, words: str, tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(row)}\n", encoding="utf-8")
+    if not words:
+        assert len(read_rollouts(path).sample().responses) == 2
+        return
     with pytest.raises(MismatchError) as raised:
+        read_rollouts(path).sample()
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_one_response_and_masked_ones_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="1 response: .*give at least 2"):
+        read_rollouts(written(tmp_path, record((-0.1,), (True,)))).sample()
+    masked = record((float("nan"),), (False,))
+    with pytest.raises(RecordError, match="every token is masked"):
+        read_rollouts(written(tmp_path, masked, masked)).sample()
+
+
+def test_several_weight_versions_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
+    path = written(tmp_path, *[record((-0.1,), (True,), provenance=provenance(v)) for v in (3, 4, 4)])
+    with pytest.raises(
+        RecordError, match=r"several weight versions: 3 \(1 responses\), 4 \(2 responses\).*--weight-version"
+    ):
         read_rollouts(path)
+    found = read_rollouts(path, "4")
+    assert len(found.responses) == 2 and found.left_out == 1
+    with pytest.raises(
+        RecordError, match=r"no response of weight version 5; it has 3 \(1 responses\), 4 \(2 responses\)"
+    ):
+        read_rollouts(path, "5")
+
+
+def test_a_response_of_two_versions_is_of_neither() -> None:
+    found = read_rollouts(FILES / "prime_rl_traces.jsonl")
+    both = found.responses[0].__class__(**{**found.responses[0].__dict__, "versions": ("2", "3")})
+    mixed = Logged(path="file", host="prime-rl", responses=(both, *found.responses[1:]))
+    with pytest.raises(RecordError, match=r"2 \(4 responses\), 2\+3 \(1 responses\)"):
+        mixed.of_version(None)
+    assert len(mixed.of_version("2").responses) == 4
+
+
+def test_responses_that_were_sampled_otherwise_are_named(tmp_path: Path) -> None:
+    path = written(tmp_path, *[record((-0.1,), (True,), provenance=provenance(temperature=t)) for t in (1.0, 0.7)])
+    with pytest.raises(RecordError, match=r"line 2 was sampled with temperature=0.7, and .*line 1 with 1.0"):
+        _ = read_rollouts(path).settings
+
+
+def test_routes_of_another_model_are_named(tmp_path: Path) -> None:
+    found = read_rollouts(FILES / "own.jsonl")
+    with pytest.raises(RoutingError, match="line 1: its routes are of experts per layer 16, the model has 8"):
+        found.sample(RoutingShape(num_layers=4, layers=(0, 1, 2, 3), num_experts=8, top_k=4))
+    with pytest.raises(RoutingError, match="holds routes, and the model has no experts"):
+        found.sample()
+    lines = (FILES / "own.jsonl").read_text(encoding="utf-8").splitlines()
+    bare = json.loads(lines[0])
+    del bare["routes"]
+    (tmp_path / "some").write_text("\n".join([*lines, json.dumps(bare)]), encoding="utf-8")
+    with pytest.raises(RecordError, match="4 of 5 responses have routes"):
+        read_rollouts(tmp_path / "some").sample(SHAPE)
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_what_could_run_code_is_not_unpickled(tmp_path: Path) -> None:
+    sample = {"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [-1.0], "metadata": Trap(tmp_path / "ran")}
+    torch.save({"rollout_id": 0, "samples": [sample, sample]}, tmp_path / "0.pt")
+    with pytest.raises(RecordError, match="0.pt holds objects that are not unpickled") as raised:
+        read_rollouts(tmp_path / "0.pt")
+    assert "\n" not in str(raised.value) and not (tmp_path / "ran").exists()
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps([sample]))
+    with pytest.raises(RecordError, match="plain.pkl is neither text nor a file of torch.save"):
+        read_rollouts(tmp_path / "plain.pkl")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_reward_of_numpys_is_no_hindrance(tmp_path: Path) -> None:
+    sample = {"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [-1.0], "reward": np.float64(1)}
+    torch.save({"rollout_id": 0, "samples": [sample, sample | {"reward": np.float32(1)}]}, tmp_path / "0.pt")
+    assert len(read_rollouts(tmp_path / "0.pt").responses) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rollout_log_probs": None}, "sample 1 has no rollout_log_probs"),
+        ({"rollout_log_probs": [-1.0, -1.0]}, "response 1: 1 tokens, 1 mask values and 2"),
+        ({"response_length": 2}, "sample 1: response_length 2 is not between 1 and its 2 tokens"),
+        ({"rollout_routed_experts": [0.5]}, "sample 1: rollout_routed_experts is torch.float32"),
+        ({"tokens": None}, "sample 1 has no tokens"),
+    ],
+)
+def test_a_sample_of_slimes_that_cannot_be_used_is_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    sample = {"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [-1.0]}
+    torch.save({"rollout_id": 0, "samples": [sample, sample | fields]}, tmp_path / "0.pt")
+    with pytest.raises(MismatchError) as raised:
+        read_rollouts(tmp_path / "0.pt").sample()
     assert words in str(raised.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match="none.jsonl cannot be read"):
+def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="none.jsonl cannot be read"):
         read_rollouts(tmp_path / "none.jsonl")
-    (tmp_path / "completions.parquet").write_bytes(b"PAR1\x15\x04\x90PAR1")
-    with pytest.raises(MismatchError, match="parquet, as TRL logs completions, which holds texts alone"):
-        read_rollouts(tmp_path / "completions.parquet")
-    (tmp_path / "text").write_text("{\n")
-    with pytest.raises(MismatchError, match="line 1 is no JSON"):
-        read_rollouts(tmp_path / "text")
+    for name, data, words in (
+        ("a.parquet", b"PAR1\x15\x04\x90PAR1", "a.parquet is damaged parquet"),
+        ("cut.pt", (FILES / "slime_0.pt").read_bytes()[:4000], "cut.pt is a damaged file of torch.save"),
+        ("cut.jsonl", (FILES / "own.jsonl").read_bytes()[:-40], "line 4 is no JSON: .*the file ends within it"),
+        ("text", b"{\n", "line 1 is no JSON"),
+        ("deep", b"[" * 100_000, "line 1 is no JSON"),
+        ("empty", b"\n\n", "empty is empty"),
+        ("bytes", b"\xdc\x00\x02", "bytes is neither text nor a file of torch.save, first bytes dc 00 02"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(RecordError, match=words):
+            read_rollouts(tmp_path / name)
+    torch.save([1, 2], tmp_path / "other.pt")
+    with pytest.raises(RecordError, match="not as slime's --save-debug-rollout-data writes it"):
+        read_rollouts(tmp_path / "other.pt")

@@ -128,6 +128,15 @@ def test_logged_rollouts_are_examined_without_an_engine(
     assert written["causes"] == [] and (written["run"]["model"], written["run"]["temperature"]) == (str(dense), 0.8)
     assert cli.main([*given, "--sampling", "top_p=0.9"]) == 2
     assert "--sampling is for an engine" in capsys.readouterr().err
+    for known, option, words in (
+        ({"dtype": "float16"}, [], "--dtype: float32, and"),
+        ({"weight_version": 3}, ["--weight-version", "4"], "no response of weight version 4"),
+        ({"sampling": {"temperature": 0.8}}, ["--model", str(dense / "none")], "--model"),
+    ):
+        told = [json.dumps(row | {"provenance": known}) for row in rows]
+        path.write_text("\n".join(told), encoding="utf-8")
+        assert cli.main([*given, "--quick", *option]) == 2 and words in capsys.readouterr().err.splitlines()[-1]
+    assert cli.main([*given, "--quick"]) == 1 and "sampled with temperature=0.8" in capsys.readouterr().out
     path.write_text("".join(f"{json.dumps(row | {'prompt_ids': [10**6]})}\n" for row in rows), encoding="utf-8")
     assert cli.main([*given, "--quick"]) == 2
     assert "token id 1000000 is beyond the vocabulary" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Strict reading of a response's fields: what is missing or of another kind is named with its place in the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mismatch_ext.errors import RecordError
+
+
+def ensure_keys(row: Mapping[str, Any], needed: Iterable[str], where: str, says: str) -> None:
+    """Refuse a row that lacks keys.
+
+    Args:
+        row: The row.
+        needed: Keys that it must have, with another value than None.
+        where: Its place.
+        says: What it should hold, and how to have it; the end of the message.
+
+    Raises:
+        RecordError: A key is missing; names them all.
+    """
+    missing = sorted(key for key in needed if row.get(key) is None)
+    if missing:
+        raise RecordError(f"{where} has no {', '.join(missing)}; {says}.")
+
+
+def token_ids(row: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    """Return a field's token ids.
+
+    Raises:
+        RecordError: It is no list of integers >= 0.
+    """
+    found = row[key]
+    if not isinstance(found, list) or not all(type(token) is int and token >= 0 for token in found):
+        raise RecordError(f"{where}: {key} must be a list of token ids >= 0.")
+    return tuple(found)
+
+
+def flags(row: Mapping[str, Any], key: str, where: str) -> tuple[bool, ...]:
+    """Return a field's mask.
+
+    Raises:
+        RecordError: It is no list of true and false, or of ones and zeros.
+    """
+    found = row[key]
+    if not isinstance(found, list) or not all(value in (0, 1) for value in found):
+        raise RecordError(f"{where}: {key} must be a list of true and false.")
+    return tuple(map(bool, found))
+
+
+def logprobs(row: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
+    """Return a field's log-probabilities, NaN for null.
+
+    Raises:
+        RecordError: It is no list of numbers and nulls.
+    """
+    found = row[key]
+    if not isinstance(found, list) or not all(value is None or type(value) in (int, float) for value in found):
+        raise RecordError(f"{where}: {key} must be a list of numbers, null where the policy did not sample.")
+    return tuple(math.nan if value is None else float(value) for value in found)

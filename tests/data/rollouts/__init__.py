@@ -1,0 +1,1 @@
+"""Files of logged rollouts, written by their hosts' own functions; see README.md."""
