@@ -5,6 +5,7 @@
 # test-isa: the tests whose result hangs on floating-point kernels, as two lesser CPUs would run them: AVX-512 without float16
 # and AMX, and AVX2. On a machine that has more; about ten minutes.   mutants: plants faults and runs the tests that must notice.
 # stack: builds the stack STACK=name (tests/stacks/cells.py) in .stacks/ and runs its tests; QUICK=1 runs a selection.
+# upstream: shows the faults of peers that docs/upstream has, with and without our workarounds, and writes its page.
 # matrix: every stack, and docs/compatibility.md.   turn: the slice or the stack whose turn it is at this commit.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -27,12 +28,13 @@ SLICE ?=
 JOBS ?= 2
 FAULTS ?=
 STACK ?=
+ONLY ?=
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup setup-sglang test test-isa mutants check demo evidence bench stack matrix turn lock clean
+.PHONY: setup setup-sglang test test-isa mutants check demo evidence bench upstream stack matrix turn lock clean
 
 setup: $(STAMP)
 
@@ -95,6 +97,10 @@ evidence: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks
+
+# ONLY='trl_candidates verl_log_call' runs those. SGLang's are skipped where `make setup-sglang` was not run.
+upstream: setup
+	$(BIN)/python -m docs.upstream $(ONLY) --page
 
 # Both need the package index for what they have not installed yet. STACK=commit is the stack whose turn it is at this commit.
 stack:

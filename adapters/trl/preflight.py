@@ -27,7 +27,7 @@ from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import Tensor, nn
 
-from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
@@ -117,9 +117,7 @@ class PreflightMixin(_Host):
             )
         precision = self._acting.precision
         if precision is not None and precision.dtype == "float16":
-            self.accelerator.native_amp = True
-            scale = dataclasses.asdict(precision.loss_scale)
-            self.accelerator.scaler = LossScaler(self.accelerator.device.type, **scale)
+            compute_in_float16(self.accelerator, precision.loss_scale)
         if self._constructing:
             self._check_model()
 
@@ -273,3 +271,9 @@ class PreflightMixin(_Host):
         """The last weight update's, if any was verified."""
         checked = self.vllm_generation if self.use_vllm else None
         return checked.verifier.verdict if isinstance(checked, CheckedGeneration) else None
+
+
+def compute_in_float16(accelerator: Any, loss_scale: LossScaleConfig) -> None:
+    """Switch accelerate's autocast on, and give it a scaler for its device; for float16 on a CPU it has neither."""
+    accelerator.native_amp = True
+    accelerator.scaler = LossScaler(accelerator.device.type, **dataclasses.asdict(loss_scale))

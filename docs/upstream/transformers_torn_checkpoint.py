@@ -1,0 +1,37 @@
+"""After a kill in the middle of a save, `resume_from_checkpoint=True` takes the torn folder, not the last whole one."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers.trainer_utils import get_last_checkpoint
+
+PEER = "transformers"
+REPORTED = "not reported"
+WORKAROUND = "`resumable` (adapters/transformers/whole.py) takes the last whole one, and names the torn folder"
+EXPECTED = "checkpoint-10"
+
+
+def seen(last=get_last_checkpoint) -> str:
+    """Return the folder that is resumed from: step 10 was saved, step 20 broke off after its weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        for step in (10, 20):
+            checkpoint = Path(folder) / f"checkpoint-{step}"
+            checkpoint.mkdir()
+            save_file({"weight": torch.ones(2)}, checkpoint / "model.safetensors")
+        (Path(folder) / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 10}')
+        return Path(last(folder)).name
+
+
+def with_workaround() -> str:
+    """Ask as this package's trainer does."""
+    from mismatch_ext.adapters.transformers.whole import resumable
+
+    return seen(lambda folder: resumable(True, folder)[0])
+
+
+if __name__ == "__main__":
+    from docs.upstream.shown import main
+
+    main(globals())

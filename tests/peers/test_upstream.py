@@ -1,0 +1,52 @@
+"""Faults of peers that docs/upstream shows: each is seen in the installed version, and not with its workaround.
+
+Those that start an engine or a process are run by `make upstream` alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from docs.upstream.scripts import SCRIPTS, read
+from docs.upstream.shown import HOLDS, MENDED
+from tests.peers.engines.sglang_environment import MAIN, run_sglang
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers import scenarios_upstream as scenarios
+    from tests.peers.verl.in_process import scenarios_upstream as verl_scenarios
+else:
+    scenarios = named("tests.peers.scenarios_upstream")
+    verl_scenarios = named("tests.peers.verl.in_process.scenarios_upstream")
+
+
+def fast(*peers: str) -> list[str]:
+    return [name for name in SCRIPTS if (script := read(name)).peer in peers and not script.alone]
+
+
+def check(found: list[dict[str, Any]], names: list[str]) -> None:
+    stock = {one["script"]: one for one in found if not one["workaround"]}
+    ours = {one["script"]: one for one in found if one["workaround"]}
+    assert set(stock) == set(ours) == set(names) and names
+    mended = [f"{name}: {one['seen']}" for name, one in stock.items() if one["status"] != HOLDS]
+    assert not mended, "mended upstream, so that the workaround can go"
+    assert not [f"{name}: {one['seen']}" for name, one in ours.items() if one["status"] != MENDED]
+
+
+@pytest.mark.parametrize("peers", [("torch", "transformers", "accelerate", "trl"), ("vllm",)], ids=" ".join)
+def test_faults_are_seen_without_the_workaround_alone(run: Run, peers: tuple[str, ...]) -> None:
+    names = fast(*peers)
+    check(run(scenarios.shown, names=names).expect()["shown"], names)
+
+
+def test_faults_of_verl_and_megatron_are_seen_without_the_workaround_alone(run: Run) -> None:
+    names = fast("verl", "megatron-core")
+    check(run(verl_scenarios.shown, names=names).expect()["shown"], names)
+
+
+def test_faults_of_sglang_are_seen_without_the_workaround_alone(tmp_path: Path) -> None:
+    names = fast("sglang")
+    check(run_sglang(scenarios.shown, MAIN, tmp_path, names=names)["shown"], names)
