@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
 from mismatch_ext.adapters.doctor.options import sides_of
 from mismatch_ext.adapters.doctor.prompts import read_prompts
+from mismatch_ext.adapters.doctor.server import connect
+from mismatch_ext.adapters.doctor.sides import Run
 
-from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.errors import ConfigError, RunDirectoryError
 from mismatch_ext.terminal import say
 
 
@@ -39,6 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = read_prompts(arguments.prompts, sides.model)
         _writable(arguments.out)
         limits = {"responses": arguments.responses, "max_tokens": arguments.max_tokens}
+        if sides.server is not None:
+            server = connect(sides.server)
+            server.ensure_fits(prompts[: arguments.responses], arguments.max_tokens, sides.sampling)
+            sides = _as_served(sides, arguments, server.dtype)
         found = examine(sides, prompts, **limits, **how)
     say(report(found))
     try:
@@ -50,6 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     say(str(arguments.out / "doctor.json"), keep="")
     return found.exit_status(arguments.threshold)
+
+
+def _as_served(sides: Run, arguments: argparse.Namespace, dtype: str | None) -> Run:
+    """Return the run with the dtype that a server says, if it says one."""
+    if dtype is None:
+        return sides
+    if arguments.dtype not in (None, dtype):
+        raise ConfigError(
+            f"--dtype: {arguments.dtype}, and the server says that it computes in {dtype}; leave --dtype out, and give the "
+            "trainer's by --trainer-dtype if that is another."
+        )
+    return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or dtype)
 
 
 def _writable(out: Path) -> None:

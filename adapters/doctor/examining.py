@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.doctor.configs import with_configs
+from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
@@ -54,6 +55,8 @@ def examine(
     """
     from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
 
+    from mismatch_ext.doctor.other_model import distance, judged
+
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model)
     _ensure_known("--prompts", sides.model, model, prompts)
@@ -69,8 +72,12 @@ def examine(
             again = engine.score(sample)
         finally:
             engine.shutdown()
-        _ensure_known("--engine-model", sides.model, model, sample.responses)
+        _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
         found, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
+        if isinstance(engine, ServedEngine):
+            found = replace(found, notes=(*engine.notes(sides.model, sample), *found.notes))
+            if found.verdict in ("partly", "unexplained"):
+                found = judged(found, distance(again, scorer.rescored(again)))
         try:
             return with_configs(_confirmed(found, sides, sample, again, scorer, rung), sides)
         except MismatchError as error:
@@ -155,6 +162,13 @@ def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scor
     families = {cause.family for cause in found.mendable if cause.family in (*SAMPLED, *MENDED)}
     if not families:
         return found
+    if families & set(MENDED) and sides.server is not None:
+        said = ", ".join(cause.key for cause in found.mendable if cause.family in MENDED)
+        note = (
+            f"to confirm {said} takes a start of the engine without it, which a server is not given: it stays a fit; start it so "
+            "and ask again, or give --engine in the place of --server"
+        )
+        return replace(found, notes=(*found.notes, note))
     rung("remedy")
     if families & set(MENDED):
         taken = [key for family in families for key in MENDED.get(family, ())]

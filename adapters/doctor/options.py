@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mismatch_ext.adapters.doctor.server import Address
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.cli import folder
@@ -15,6 +16,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.strict import suggestion
 
 DTYPES = ("float32", "float16", "bfloat16")
+DTYPE = "bfloat16"
 THRESHOLD = 1e-4
 
 
@@ -25,7 +27,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-model", metavar="PATH", type=folder, help="checkpoint that the engine serves, if another"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="compute dtype of both sides (default: bfloat16)")
+    parser.add_argument("--server", metavar="URL", help="a vLLM server to ask; no engine is started")
+    parser.add_argument("--server-model", metavar="NAME", help="which of the server's models, if it has several")
+    parser.add_argument("--server-timeout", metavar="SECONDS", type=float, default=600.0,
+                        help="how long the server may be silent within a request (default: 600)")  # fmt: skip
+    parser.add_argument("--server-key", metavar="VARIABLE", help="environment variable that holds the server's API key")
+    parser.add_argument("--dtype", help="compute dtype of both sides (default: what the server says, or bfloat16)")
     parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
     tokens = parser.add_mutually_exclusive_group(required=True)
     tokens.add_argument("--prompts", metavar="FILE", type=folder,
@@ -63,13 +70,21 @@ def sides_of(arguments: argparse.Namespace) -> Run:
     sides = Run(
         model=str(arguments.model),
         engine_model=None if arguments.engine_model is None else str(arguments.engine_model),
-        dtype=_dtype("--dtype", arguments.dtype),
-        trainer_dtype=_dtype("--trainer-dtype", arguments.trainer_dtype or arguments.dtype),
+        dtype=_dtype("--dtype", arguments.dtype or DTYPE),
+        trainer_dtype=_dtype("--trainer-dtype", arguments.trainer_dtype or arguments.dtype or DTYPE),
         temperature=arguments.temperature,
         sampling={"temperature": arguments.temperature, "seed": arguments.seed}
         | _pairs("--sampling", arguments.sampling),
         arguments=_pairs("--engine-arg", arguments.engine_arg),
         older=tuple(map(str, arguments.older)),
+        server=None
+        if arguments.server is None
+        else Address(
+            url=arguments.server,
+            model=arguments.server_model,
+            timeout=arguments.server_timeout,
+            key=arguments.server_key,
+        ),
     )
     _ensure_allowed(arguments)
     return sides
@@ -86,18 +101,23 @@ def _ensure_allowed(arguments: argparse.Namespace) -> None:
     ):
         if value < least:
             raise ConfigError(f"{option}: {value} is not allowed; allowed: >= {least}.")
-    if arguments.rollouts is None:
-        if arguments.weight_version is not None:
-            raise ConfigError("--weight-version chooses among --rollouts; leave it out.")
+    if not 0 < arguments.server_timeout < math.inf:
+        raise ConfigError(f"--server-timeout: {arguments.server_timeout} is not allowed; allowed: > 0.")
+    started = (("--engine-model", arguments.engine_model), ("--engine-arg", arguments.engine_arg))
+    if arguments.rollouts is not None:
+        _ensure_left_out("--rollouts", (*started, ("--sampling", arguments.sampling), ("--server", arguments.server)))
         return
-    for option, given in (
-        ("--engine-model", arguments.engine_model),
-        ("--engine-arg", arguments.engine_arg),
-        ("--sampling", arguments.sampling),
-    ):
+    if arguments.weight_version is not None:
+        raise ConfigError("--weight-version chooses among --rollouts; leave it out.")
+    if arguments.server is not None:
+        _ensure_left_out("--server", started)
+
+
+def _ensure_left_out(by: str, options: Sequence[tuple[str, Any]]) -> None:
+    for option, given in options:
         if given:
             raise ConfigError(
-                f"{option} is for an engine that the doctor starts; with --rollouts it starts none: leave it out."
+                f"{option} is for an engine that the doctor starts or asks; with {by} it does not: leave it out."
             )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from mismatch_ext.adapters.doctor.server import Address
+
     from mismatch_ext.doctor import Sample
     from mismatch_ext.routing import RoutingShape
 
@@ -54,6 +56,7 @@ class Run:
         arguments: Arguments of the engine.
         older: Checkpoints whose weights the engine may have kept.
         engine: Kind of the engine.
+        server: A server that is asked in the place of an engine that is started.
     """
 
     model: str
@@ -65,13 +68,18 @@ class Run:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     older: tuple[str, ...] = ()
     engine: str = "vllm"
+    server: Address | None = None
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:
-        """Start the engine of this run.
+        """Start the engine of this run, or turn to its server.
 
         Args:
             shape: Of the routes that it is to record; None for a model without experts.
         """
+        if self.server is not None:
+            from mismatch_ext.adapters.doctor.server import connect, engine_of
+
+            return engine_of(connect(self.server), shape)
         from mismatch_ext.adapters.vllm.doctor import VllmEngine
 
         return VllmEngine(self.engine_model or self.model, dtype=self.dtype, shape=shape, arguments=self.arguments)

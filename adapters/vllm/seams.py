@@ -81,6 +81,22 @@ SEAMS = (
         upstream=_SOURCE + "engine/arg_utils.py",
     ),
     Seam(
+        name="vllm/doctor_server",
+        peer="vllm",
+        features=("monitor",),
+        what="requests to a stock server, and its answers, for `mismatch-ext doctor --server`",
+        claims=(
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionRequest.return_token_ids"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionRequest.prompt_logprobs"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionRequest.logprobs"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice.token_ids"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice.prompt_token_ids"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice.routed_experts"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionLogProbs.token_logprobs"),
+        ),
+        upstream=_SOURCE + "entrypoints/openai/completion/protocol.py",
+    ),
+    Seam(
         name="vllm/prompt_logprobs",
         peer="vllm",
         features=("monitor.weight_sync",),

@@ -130,6 +130,12 @@ REMEDIES: dict[str, Remedy] = {
     "stale_tensor": _WEIGHTS,
     "head_tied": _MODEL,
     "experts_swapped": _WEIGHTS,
+    "other_model": Remedy(
+        trl="give trainer and engine the same checkpoint folder",
+        verl="+mismatch.monitor.weight_sync=error",
+        vllm="serve the trainer's own folder, or send its weights and reset the prefix cache",
+        sglang="serve the trainer's own folder, or send its weights and flush the cache",
+    ),
     "rope_theta": _MODEL,
     "rope_scale": _MODEL,
     "rope_yarn": _MODEL,

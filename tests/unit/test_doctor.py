@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
+from mismatch_ext.doctor.other_model import ANOTHER, distance, judged
 from mismatch_ext.doctor.split import split
 from mismatch_ext.doctor.table import LogitTable
 from mismatch_ext.doctor.tokens import judge_tokens
@@ -359,3 +360,21 @@ def test_masked_tokens_do_not_count() -> None:
     )
     found: Diagnosis = diagnose(replace(sample, masks=masks, logprobs=wrong), part)
     assert found.tokens == 26 * RESPONSES and found.verdict == "clean"
+
+
+def test_another_model_is_told_from_a_fault_of_this_one() -> None:
+    made = torch.Generator().manual_seed(3)
+    other = torch.randn(RESPONSES * LENGTH, VOCABULARY, generator=made)
+    few = 40
+    other = other[: few * LENGTH]
+    far, near = (drawn(lambda z, by=by: z + by * other, responses=few) for by in (1.0, 0.1))
+    assert distance(*near) < ANOTHER < distance(*far)
+    unexplained = diagnose(*near)
+    assert unexplained.verdict == "unexplained" and judged(unexplained, distance(*near)) is unexplained
+    found = judged(diagnose(*far), distance(*far))
+    (cause,) = found.causes
+    assert cause.key == "other_model" and cause.status == "fits" and found.exit_status(1e-4) == 1
+    assert "does not hold this model" in report(found) and "to mend other_model" in report(found)
+    # A cause that is the whole truth comes before it, however large.
+    named = diagnose(*drawn(lambda z: z / 0.5, responses=few))
+    assert named.verdict == "explained" and judged(named, 9.0) is named

@@ -1,0 +1,26 @@
+"""A vLLM server behind HTTP as the doctor's engine, with nothing of this package installed on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mismatch_ext.adapters.doctor.server.detect import Address, Server, connect
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.doctor.server.engine import ServedEngine
+
+    from mismatch_ext.routing import RoutingShape
+
+__all__ = ["Address", "Server", "connect", "engine_of"]
+
+
+def engine_of(server: Server, shape: RoutingShape | None) -> ServedEngine:
+    """Return the engine that asks a server.
+
+    Args:
+        server: The server.
+        shape: Of the routes that are read where the server gives them; None for a model without experts.
+    """
+    from mismatch_ext.adapters.doctor.server.vllm import VllmServer
+
+    return VllmServer(server, shape)

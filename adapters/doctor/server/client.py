@@ -1,0 +1,179 @@
+"""Requests to a server, several at once, with every failure as one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import DefaultCookiePolicy
+from typing import Any, TypeVar
+
+from mismatch_ext.adapters.sglang.answers import check_url
+from mismatch_ext.adapters.sglang.fields import brief
+
+from mismatch_ext.errors import ConfigError, EngineError
+
+# Requests that are under way at once: enough to fill a server's batch, few enough for its queue.
+AT_ONCE = 16
+CONNECT_SECONDS = 10.0
+# Of the server's own words in a message.
+SHOWN = 300
+# vLLM's answer where a log-probability is NaN or infinite.
+NOT_FINITE = "Out of range float values"
+Item = TypeVar("Item")
+
+
+class Client:
+    """What the doctor asks of a server.
+
+    A request is sent again where it was not taken: the connection was refused, or the server answered 503. One that was sent and
+    not answered is not: the server may still be at it.
+
+    Args:
+        url: The server's address, such as "http://127.0.0.1:8000", with or without "/v1".
+        timeout: Seconds that the server may be silent within a request.
+        key: API key; None sends none.
+
+    Raises:
+        ConfigError: The address is none, or `requests` is missing.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 600.0, key: str | None = None) -> None:
+        try:
+            import requests
+            from requests.adapters import HTTPAdapter
+            from urllib3.util import Retry
+        except ImportError as error:
+            raise ConfigError("--server needs the package requests: `pip install 'mismatch-ext[doctor]'`.") from error
+        self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
+        try:
+            check_url(self.url)
+        except EngineError as error:
+            raise ConfigError(f"--server: {error}") from error
+        session = requests.Session()
+        # Neither proxies nor credentials of the environment: what is sent goes to the server that was named.
+        session.trust_env = False
+        session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
+        again = Retry(
+            total=3, connect=2, read=False, redirect=0, other=0, status=3, status_forcelist=(503,), allowed_methods=None,
+            backoff_factor=0.5, raise_on_status=False,
+        )  # fmt: skip
+        adapter = HTTPAdapter(pool_maxsize=AT_ONCE, max_retries=again)
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, adapter)
+        # A connection that the server closed between two requests would fail in the middle of the next.
+        session.headers["Connection"] = "close"
+        if key is not None:
+            session.headers["Authorization"] = f"Bearer {key}"
+        self._session = session
+
+    def get(self, path: str, **query: str) -> dict[str, Any] | None:
+        """Return the object at a path; None where the server has no such path, or no object there.
+
+        Raises:
+            EngineError: The server is not reached, or fails.
+            ConfigError: It wants a key.
+        """
+        answer = self._ask("GET", path, params=query)
+        if answer.status_code != 200:
+            return None
+        try:
+            found = answer.json()
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            EngineError: The server is not reached, is late, fails, or holds weights that are not finite.
+            ConfigError: It refuses the request, or wants a key.
+        """
+        answer = self._ask("POST", path, json=body)
+        if answer.status_code != 200:
+            raise self._refused(path, answer.status_code, answer.text)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise EngineError(f"--server: {self.url}{path} answered no JSON: {brief(answer.text[:SHOWN])}") from error
+
+    def each(self, work: Callable[[Item], Any], items: Sequence[Item], name: str) -> list[Any]:
+        """Do a piece of work for each item, several at once, in a progress bar, and return what they gave in their order."""
+        from tqdm import tqdm
+
+        with (
+            ThreadPoolExecutor(AT_ONCE) as pool,
+            tqdm(total=len(items), desc=name, unit="request", disable=None) as bar,
+        ):
+            futures = [pool.submit(work, item) for item in items]
+            try:
+                found = []
+                for future in futures:
+                    found.append(future.result())
+                    bar.update()
+                return found
+            except BaseException:
+                # Those that have not begun would only prolong the failure.
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _ask(self, method: str, path: str, **sent: Any) -> Any:
+        from requests import ConnectionError, RequestException, Timeout
+
+        try:
+            answer = self._session.request(
+                method, self.url + path, timeout=(CONNECT_SECONDS, self.timeout), allow_redirects=False, **sent
+            )
+        except Timeout as error:
+            raise EngineError(
+                f"--server: {self.url}{path} did not answer within {self.timeout:g} s; give a larger --server-timeout, or "
+                "smaller --responses and --max-tokens, or look whether the server hangs."
+            ) from error
+        except ConnectionError as error:
+            raise EngineError(
+                f"--server: {self.url} cannot be reached ({_reason(error)}); is the server up, are host and port right, and did "
+                "its log end with an error?"
+            ) from error
+        except RequestException as error:
+            raise EngineError(f"--server: {self.url}{path}: {type(error).__name__}: {brief(str(error))}") from error
+        if answer.status_code in (401, 403):
+            raise ConfigError(
+                f"--server: {self.url} wants an API key (status {answer.status_code}); put it into an environment variable, and "
+                "give that one's name by --server-key."
+            )
+        if 300 <= answer.status_code < 400:
+            raise ConfigError(
+                f"--server: {self.url}{path} answered with a redirect to {brief(answer.headers.get('Location'))}; give the "
+                "address that answers itself."
+            )
+        return answer
+
+    def _refused(self, path: str, status: int, text: str) -> ConfigError | EngineError:
+        said = message(text)
+        if NOT_FINITE in said:
+            return EngineError(
+                f"--server: the log-probabilities of {self.url} are not finite: its weights are garbled, or its dtype "
+                "overflows; send the weights again, or restart it."
+            )
+        if 400 <= status < 500:
+            return ConfigError(f"--server: {self.url}{path} refuses a request (status {status}): {said}")
+        return EngineError(f"--server: {self.url}{path} failed (status {status}): {said}; its log says why.")
+
+
+def message(text: str) -> str:
+    """Return what a server says in the body of an error: vLLM's and SGLang's field, else the beginning of the text."""
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        found = text
+    while isinstance(found, dict):
+        found = next((found[key] for key in ("error", "message", "detail") if found.get(key)), str(found))
+    return " ".join(str(found).split())[:SHOWN]
+
+
+def _reason(error: Exception) -> str:
+    """Return the innermost cause of a failed connection, which the others only wrap."""
+    while error.args and isinstance(inner := getattr(error.args[0], "reason", error.args[0]), Exception):
+        error = inner
+    return str(error).rpartition(": ")[2][:SHOWN].rstrip("')")

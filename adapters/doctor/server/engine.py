@@ -1,0 +1,92 @@
+"""What servers have in common as engines of the doctor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mismatch_ext.adapters.doctor.server.detect import Server
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.routing import RoutingShape, RoutingTrace
+
+
+class ServedEngine(ABC):
+    """A server that is asked as an engine.
+
+    Args:
+        server: What it says of itself.
+        shape: Of the routes that are read where it sends them; None for a model without experts.
+    """
+
+    def __init__(self, server: Server, shape: RoutingShape | None = None) -> None:
+        self.server, self._shape = server, shape
+
+    @abstractmethod
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        responses: int,
+        max_tokens: int,
+        sampling: Mapping[str, Any],
+        seen: Sequence[Sequence[int]] | None = None,
+    ) -> Sample:
+        """Sample responses as the run does.
+
+        Args:
+            prompts: Token ids of each prompt, as the trainer has them.
+            responses: How many at least; each prompt gets as many as the others.
+            max_tokens: Most tokens of a response.
+            sampling: Settings of the requests; with a seed, no two responses draw with the same noise.
+            seen: Token ids of each prompt as the server gets them; None for those of the trainer.
+
+        Raises:
+            ConfigError: The server refuses a request.
+            EngineError: It is not reached, fails, or holds weights that are not finite.
+            RecordError: An answer is malformed.
+        """
+
+    @abstractmethod
+    def score(self, sample: Sample) -> Sample:
+        """Return the same tokens with the server's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+
+    def shutdown(self) -> None:  # noqa: B027 - nothing was started
+        """Leave the server as it is: others use it."""
+
+    def notes(self, model: str, sample: Sample) -> tuple[str, ...]:
+        """Return sentences on what the server says, does not say, and did not send.
+
+        Args:
+            model: Checkpoint that the trainer holds.
+            sample: What it sampled.
+        """
+        found = self.server.notes(model)
+        if self._shape is not None and sample.routes is None:
+            found += (
+                "the server sent no routes: what its experts' routes make of the gap counts as the engine's; start it with "
+                "--enable-return-routed-experts",
+            )
+        return found
+
+    def _trace(self, ids: Sequence[int], experts: Any, row: int, *, last_row: bool) -> RoutingTrace | None:
+        """Return the routes of a sequence; None where there are none, or none are read."""
+        if self._shape is None or experts is None:
+            return None
+        return RoutingTrace.ingest(
+            experts,
+            num_experts=self._shape.num_experts,
+            layers=self._shape.layers,
+            tokens=list(ids),
+            version=0,
+            request=str(row),
+            top_k=self._shape.top_k,
+            last_row=last_row,
+        )
+
+
+def whole(traces: Sequence[RoutingTrace | None]) -> tuple[RoutingTrace, ...] | None:
+    """Return the routes where every response has them."""
+    found = tuple(trace for trace in traces if trace is not None)
+    return found if found and len(found) == len(traces) else None
