@@ -349,8 +349,11 @@ def edited(source: Path, target: Path, config: Edit | None, weights: Callable[[T
     return str(target)
 
 
-def examined(planted: Planted, folder: Path, engines: Engines) -> Diagnosis:
-    """Plant a fault, and have the doctor look.
+Ids = list[list[int]]
+
+
+def plant(planted: Planted, folder: Path, engines: Engines) -> tuple[Run, Ids, Ids | None]:
+    """Plant a fault, and return the run that has it, its prompts, and those that its engine gets where they are others.
 
     Args:
         planted: The fault.
@@ -372,6 +375,12 @@ def examined(planted: Planted, folder: Path, engines: Engines) -> Diagnosis:
     run = LentRun(model=own, engine_model=served, arguments=arguments, older=older, engines=engines, **settings)
     prompts = [encode(row["prompt"]) for row in make_dataset(PROMPTS, seed=5000)]
     seen = None if planted.seen is None else [planted.seen(ids) for ids in prompts]
+    return run, prompts, seen
+
+
+def examined(planted: Planted, folder: Path, engines: Engines) -> Diagnosis:
+    """Plant a fault, and have the doctor look."""
+    run, prompts, seen = plant(planted, folder, engines)
     return examine(run, prompts, responses=RESPONSES, max_tokens=planted.tokens, seen=seen)
 
 
@@ -403,7 +412,7 @@ def table(runs: Mapping[str, Planted], folder: Path) -> dict[str, str]:
         for number, (name, planted) in enumerate(runs.items()):
             (folder / str(number)).mkdir()
             seen = examined(planted, folder / str(number), engines)
-            found[name] = "; ".join(_said(seen))
+            found[name] = "; ".join(said(seen))
             mistakes += [
                 f"{name}: {mistake}: {found[name]}" for mistake in (wrong(planted, seen), unsound(seen)) if mistake
             ]
@@ -413,7 +422,8 @@ def table(runs: Mapping[str, Planted], folder: Path) -> dict[str, str]:
     return found
 
 
-def _said(found: Diagnosis) -> Iterator[str]:
+def said(found: Diagnosis) -> Iterator[str]:
+    """Yield what a diagnosis says, name by name."""
     for cause in found.causes:
         share = "" if cause.share is None else f", {cause.share:.0%}"
         # Without the folders that a checkpoint of a test lies in, and what the configurations say.

@@ -51,6 +51,7 @@ SLICES = (
     Slice(
         title="the doctor: faults of vLLM itself, with experts too", files=("doctor_engine", "doctor_experts"), jobs=1
     ),
+    Slice(title="the doctor: faults of vLLM, from logged rollouts alone", files=("doctor_logged",), jobs=1),
 )
 
 
