@@ -19,12 +19,9 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import EOS_ID, encode
 from mismatch_ext.doctor import Diagnosis, Sample
-from mismatch_ext.doctor.diagnosis import ROUNDING
 from mismatch_ext.routing import RoutingShape
 
 PROMPTS, RESPONSES, MAX_TOKENS = 192, 192, 112
-# Between the part of an error that a cause says its remedy takes, and the part that went.
-NEAR = 0.15
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 Edit = Callable[[dict[str, Any]], None]
@@ -442,8 +439,8 @@ def unsound(found: Diagnosis) -> str:
         return f"shares add up to {total}"
     if shares and not sum(part.low or 0.0 for part in shares) <= 1 <= sum(part.high or 0.0 for part in shares):
         return "the gap is not within the intervals of its shares"
-    for mended in found.mended:
-        # What is left by a name goes with its remedy, too.
-        if found.left <= ROUNDING and abs(mended.predicted - mended.measured) > NEAR:
-            return f"the remedy of {mended.causes} was to take {mended.predicted:.0%} and took {mended.measured:.0%}"
+    tried = {key for mended in found.mended for key in mended.causes}
+    refused = [cause.key for cause in found.causes if cause.key in tried and cause.status != "confirmed"]
+    if refused and found.verdict == "explained":
+        return f"the remedy of {refused} did not take what they predict, token by token: {found.mended}"
     return ""
