@@ -18,7 +18,7 @@ from mismatch_ext.doctor.remedies import Remedy, remedy
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.doctor.split import Part, split
 from mismatch_ext.doctor.table import LogitTable
-from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_tokens
+from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.metrics.numerics import k3
 
@@ -288,7 +288,7 @@ def diagnose(
         left_tail=left_tail,
         unexplained=0.0 if complete else max(0.0, float(np.abs(rest).mean() - np.abs(arithmetic).mean())),
         # A change of the logits changes how errors of rounding show, too.
-        notes=() if found else _notes(noise, left, error),
+        notes=(*(() if found else _notes(noise, left, error)), *judge_ends(sample, scores.end_tokens)),
         tokens_test=tokens,
         verdict=verdict,
         tried=tuple(cause.key for cause in listed),

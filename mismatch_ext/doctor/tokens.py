@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.doctor.table import LogitTable
 
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
@@ -129,6 +130,34 @@ def _below(table: LogitTable, probability: np.ndarray, p: float) -> Outside:
         (1 - np.where(table.best >= least, table.best, 0.0).sum(-1)).clip(0)[table.best[:, -1] < least[:, 0]].sum()
     )
     return Outside(setting="min_p", value=p, expected=expected, seen=seen)
+
+
+def judge_ends(sample: Sample, end_tokens: Collection[int]) -> tuple[str, ...]:
+    """Return sentences on responses that do not end as the trainer's checkpoint says: log-probabilities do not show it.
+
+    Args:
+        sample: The responses.
+        end_tokens: Ids that end one; with none, nothing is said.
+    """
+    if not end_tokens:
+        return ()
+    ends, found = set(end_tokens), []
+    # What a tool says after an end is another turn.
+    on = sum(
+        any(token in ends and mask[at + 1] for at, token in enumerate(response[:-1]))
+        for response, mask in zip(sample.responses, sample.masks, strict=True)
+    )
+    if on:
+        found.append(f"{on} responses go on after an end: ignore_eos, or other end tokens in the engine")
+    longest = max(map(len, sample.responses))
+    last = [response[-1] for response in sample.responses if response and len(response) < longest]
+    others = [token for token in last if token not in ends]
+    if others:
+        found.append(
+            f"{len(others)} responses are shorter than the longest and do not end by {sorted(ends)}, but most often by "
+            f"{max(set(others), key=others.count)}: stop strings, or other end tokens in the engine"
+        )
+    return tuple(found)
 
 
 def said(test: TokensTest, named: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, reme
 from mismatch_ext.doctor.other_model import ANOTHER, distance, judged
 from mismatch_ext.doctor.split import split
 from mismatch_ext.doctor.table import LogitTable
-from mismatch_ext.doctor.tokens import judge_tokens
+from mismatch_ext.doctor.tokens import judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 
 VOCABULARY, RESPONSES, LENGTH = 24, 80, 30
@@ -140,6 +140,33 @@ def test_logits_that_are_scaled_are_told_from_a_temperature_by_the_score_of_a_pr
     assert (cause.key, cause.family, cause.status) == ("logit_scale", "config", "fits")
     assert cause.parameter == pytest.approx(1 / 0.9, abs=0.01) and "logit_scale" in report(told)
     assert told.mended[0].measured == 0 and told.mended[0].predicted > 0.8
+
+
+def test_responses_that_end_otherwise_are_seen() -> None:
+    sample, scores = drawn()
+    kept = np.full(len(sample.tokens), True)
+    rows = [list(row) for row in sample.responses]
+    for row in rows:
+        row[:] = [token if token != 3 else 4 for token in row]
+    rows[0][-1] = rows[1][-1] = 3
+    sound = replace(sample, responses=tuple(map(tuple, rows)))
+    assert judge_ends(sound, (3,)) == () and judge_ends(sample, ()) == ()
+    rows[2][5] = 3
+    (said,) = judge_ends(replace(sample, responses=tuple(map(tuple, rows))), (3,))
+    assert said.startswith("1 responses go on after an end")
+    masks = list(sample.masks)
+    masks[2] = (True,) * 6 + (False,) * (LENGTH - 6)
+    assert judge_ends(replace(sample, responses=tuple(map(tuple, rows)), masks=tuple(masks)), (3,)) == ()
+    short = {
+        name: (getattr(sound, name)[0][:9], *getattr(sound, name)[1:]) for name in ("responses", "masks", "logprobs")
+    }
+    cut, kept[9:LENGTH] = replace(sound, **short), False
+    (said,) = judge_ends(cut, (3,))
+    assert "do not end by [3]" in said
+    part = replace(
+        scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
+    )
+    assert said in diagnose(cut, replace(part, end_tokens=(3,))).notes
 
 
 def test_what_both_do_already_is_not_advised() -> None:
