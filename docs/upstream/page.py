@@ -24,7 +24,7 @@ same with what this package does about it. All above `with_workaround` runs with
   where the fault is seen, 3 where it is not, as after it was mended upstream.
 - A script that says "mended" is the sign that its workaround can go (docs/patches.md says when each patch can).
 - "refused" is an error of this package before the run goes wrong, where nothing can be mended from outside.
-- "not reported" is what we know: nobody of this project has sent a report, and we have found none.
+- "not reported" means that this project has sent no report and knows of none; nobody has looked for each of them.
 """
 
 
