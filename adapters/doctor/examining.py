@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mismatch_ext.doctor import Diagnosis, Sample
     from mismatch_ext.rollouts import Logged
 
-# Settings of an engine that a remedy takes back, by the family of the cause.
+# Settings of an engine that a remedy takes back, by the family of the cause; vLLM's and SGLang's names.
 MENDED = {
     "cache": ("kv_cache_dtype",),
-    "config": ("hf_overrides",),
-    "weights": ("quantization", "hf_overrides"),
+    "config": ("hf_overrides", "json_model_override_args"),
+    "weights": ("quantization", "hf_overrides", "torchao_config", "json_model_override_args"),
 }
 # Causes that the engine's score of the same tokens as a prompt does not have: its settings then are mended already.
 SAMPLED = ("sampling", "reporting", "prompt")

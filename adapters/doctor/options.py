@@ -18,12 +18,14 @@ from mismatch_ext.strict import suggestion
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE = "bfloat16"
 THRESHOLD = 1e-4
+# Engines that are started, with their own names of the seed of sampling.
+SEEDS = {"vllm": "seed", "sglang": "sampling_seed"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.add_argument("--model", metavar="PATH", required=True, type=folder, help="checkpoint that the trainer holds")
-    parser.add_argument("--engine", default="vllm", choices=("vllm",), help="engine to start, in this process")
+    parser.add_argument("--engine", default="vllm", choices=tuple(SEEDS), help="engine to start, in this process")
     parser.add_argument(
         "--engine-model", metavar="PATH", type=folder, help="checkpoint that the engine serves, if another"
     )
@@ -73,7 +75,7 @@ def sides_of(arguments: argparse.Namespace) -> Run:
         dtype=_dtype("--dtype", arguments.dtype or DTYPE),
         trainer_dtype=_dtype("--trainer-dtype", arguments.trainer_dtype or arguments.dtype or DTYPE),
         temperature=arguments.temperature,
-        sampling={"temperature": arguments.temperature, "seed": arguments.seed}
+        sampling={"temperature": arguments.temperature, SEEDS[arguments.engine]: arguments.seed}
         | _pairs("--sampling", arguments.sampling),
         arguments=_pairs("--engine-arg", arguments.engine_arg),
         older=tuple(map(str, arguments.older)),
@@ -85,6 +87,7 @@ def sides_of(arguments: argparse.Namespace) -> Run:
             timeout=arguments.server_timeout,
             key=arguments.server_key,
         ),
+        engine=arguments.engine,
     )
     _ensure_allowed(arguments)
     return sides
@@ -103,7 +106,11 @@ def _ensure_allowed(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{option}: {value} is not allowed; allowed: >= {least}.")
     if not 0 < arguments.server_timeout < math.inf:
         raise ConfigError(f"--server-timeout: {arguments.server_timeout} is not allowed; allowed: > 0.")
-    started = (("--engine-model", arguments.engine_model), ("--engine-arg", arguments.engine_arg))
+    # The default of --engine cannot be told from the same that was given.
+    other = arguments.engine != "vllm"
+    started = (
+        ("--engine", other), ("--engine-model", arguments.engine_model), ("--engine-arg", arguments.engine_arg)
+    )  # fmt: skip
     if arguments.rollouts is not None:
         _ensure_left_out("--rollouts", (*started, ("--sampling", arguments.sampling), ("--server", arguments.server)))
         return

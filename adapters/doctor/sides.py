@@ -55,7 +55,7 @@ class Run:
         sampling: Arguments of the engine's sampling.
         arguments: Arguments of the engine.
         older: Checkpoints whose weights the engine may have kept.
-        engine: Kind of the engine.
+        engine: Kind of the engine, "vllm" or "sglang"; sampling and arguments are by its names.
         server: A server that is asked in the place of an engine that is started.
     """
 
@@ -80,9 +80,15 @@ class Run:
             from mismatch_ext.adapters.doctor.server import connect, engine_of
 
             return engine_of(connect(self.server), shape)
+        served = self.engine_model or self.model
+        if self.engine == "sglang":
+            from mismatch_ext.adapters.sglang.doctor import SEED, SglangEngine
+
+            seed = int(self.sampling.get(SEED, 0))
+            return SglangEngine(served, dtype=self.dtype, shape=shape, arguments=self.arguments, seed=seed)
         from mismatch_ext.adapters.vllm.doctor import VllmEngine
 
-        return VllmEngine(self.engine_model or self.model, dtype=self.dtype, shape=shape, arguments=self.arguments)
+        return VllmEngine(served, dtype=self.dtype, shape=shape, arguments=self.arguments)
 
     def mended(self, settings: Sequence[str]) -> Run:
         """Return the run with the trainer's own checkpoint in the engine, and without some of its settings.

@@ -42,11 +42,27 @@ def score_tokens(transport: Transport, token_ids: Sequence[Sequence[int]]) -> Te
     if len(outputs) != len(prompts):
         raise RecordError(f"{len(outputs)} responses for {len(prompts)} sequences that were to be scored.")
     largest = max(token for ids in prompts for token in ids)
-    rows = [_scores(output, ids, row, largest) for row, (output, ids) in enumerate(zip(outputs, prompts, strict=True))]
+    rows = [
+        token_scores(output, ids, row, largest) for row, (output, ids) in enumerate(zip(outputs, prompts, strict=True))
+    ]
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _scores(output: dict[str, object], ids: list[int], row: int, largest: int) -> list[float]:
+def token_scores(output: dict[str, object], ids: list[int], row: int, largest: int) -> list[float]:
+    """Read the scores of one sequence off its response.
+
+    Args:
+        output: The response to a request for a prompt's log-probabilities.
+        ids: The sequence.
+        row: Its place in the batch, for errors.
+        largest: The largest id of the batch.
+
+    Returns:
+        Log-probabilities of tokens 1..T-1; NaN where the engine's is not finite.
+
+    Raises:
+        RecordError: The response is not the score of its sequence.
+    """
     meta = output.get("meta_info")
     entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(entries, (list, tuple)) or len(entries) != len(ids):

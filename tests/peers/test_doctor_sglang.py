@@ -1,0 +1,46 @@
+"""`mismatch-ext doctor --engine sglang` with a real SGLang on a CPU: a clean run and a fault, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from mismatch_ext.adapters import cli
+
+from examples.arithmetic.shipped import FOLDER
+from tests.peers.engines.sglang_environment import HELD, MAIN, run_sglang
+from tests.peers.scenarios import named
+
+if TYPE_CHECKING:
+    from tests.peers import scenarios_doctor_sglang as scenarios
+else:
+    scenarios = named("tests.peers.scenarios_doctor_sglang")
+
+
+@pytest.mark.engine
+@pytest.mark.numeric
+def test_a_clean_run_names_nothing_a_fault_is_confirmed_and_failures_are_ours(tmp_path: Path) -> None:
+    found = run_sglang(scenarios.examined, HELD or MAIN, tmp_path)
+    clean, fault, refused = found["clean"], found["fault"], found["refused"]
+    assert clean["verdict"] == "clean" and clean["causes"] == [], clean
+    assert fault["verdict"] == "explained", fault
+    (cause,) = fault["causes"]
+    assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005 and cause["status"] == "confirmed"
+    # 32 draws of a prompt, some of which are alike by chance.
+    assert found["different"] >= 4
+    assert refused["unknown"].startswith("ConfigError") and "'seed'" in refused["unknown"]
+    assert refused["beyond"].startswith("ConfigError") and "top_p must be in" in refused["beyond"]
+    assert refused["ours"] == "ConfigError: --sampling: max_new_tokens is what --max-tokens says; leave it out."
+    assert refused["long"].startswith("ConfigError") and "--engine-arg context_length" in refused["long"]
+    assert refused["killed"].startswith("EngineError") and "mem_fraction_static" in refused["killed"]
+    assert found["restored"] and found["stub"]["called"] == 0
+
+
+@pytest.mark.skipif(bool(HELD), reason="SGLang is installed here")
+def test_without_sglang_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("1+1=\n2+2=\n", encoding="utf-8")
+    plain = ["--model", str(FOLDER / "dense"), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    assert cli.main(["doctor", *plain, "--engine", "sglang"]) == 2
+    assert "--engine sglang: SGLang cannot be imported" in capsys.readouterr().err.splitlines()[-1]
