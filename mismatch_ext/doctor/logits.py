@@ -27,6 +27,8 @@ ODDS = (0.02, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0, 50.0)
 # Median errors beyond which one counts no more for the choice of a token.
 FAR = 8.0
 PADDING = (16.0, 64.0, 256.0, 1024.0)
+# What a penalty counts.
+WHOLE, RESPONSE, LATE = "whole", "response", "late"
 
 
 def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
@@ -49,11 +51,23 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
         Cause(key="min_p", family="sampling", said="the engine samples with min_p {x}", predict=lambda x: _above(table, x),
               grid=FLOORS, steps=10),
         Cause(key="repetition_penalty", family="sampling", said="the engine samples with repetition_penalty {x}",
-              predict=lambda x: _repetition(table, x), grid=PENALTIES, neutral=1.0, steps=10),
+              predict=lambda x: _repetition(table, x, WHOLE), grid=PENALTIES, neutral=1.0, steps=10),
+        # Those of SGLang count the response alone; where its batches overlap, from the prompt's last token to the last but one.
+        Cause(key="repetition_penalty", family="sampling", said="the engine samples with repetition_penalty {x} of the response",
+              predict=lambda x: _repetition(table, x, RESPONSE), grid=PENALTIES, neutral=1.0, steps=10),
+        Cause(key="repetition_penalty", family="sampling",
+              said="the engine samples with repetition_penalty {x} of the response, counted a token late",
+              predict=lambda x: _repetition(table, x, LATE), grid=PENALTIES, neutral=1.0, steps=10),
         Cause(key="presence_penalty", family="sampling", said="the engine samples with presence_penalty {x}",
-              predict=lambda x: _presence(table, x), grid=PRESENCES, steps=10),
+              predict=lambda x: _presence(table, x, RESPONSE), grid=PRESENCES, steps=10),
+        Cause(key="presence_penalty", family="sampling",
+              said="the engine samples with presence_penalty {x}, counted a token late",
+              predict=lambda x: _presence(table, x, LATE), grid=PRESENCES, steps=10),
         Cause(key="frequency_penalty", family="sampling", said="the engine samples with frequency_penalty {x}",
-              predict=lambda x: _frequency(table, x), grid=PRESENCES, steps=10),
+              predict=lambda x: _frequency(table, x, RESPONSE), grid=PRESENCES, steps=10),
+        Cause(key="frequency_penalty", family="sampling",
+              said="the engine samples with frequency_penalty {x}, counted a token late",
+              predict=lambda x: _frequency(table, x, LATE), grid=PRESENCES, steps=10),
         Cause(key="padded_vocabulary", family="config", said="the engine gives mass to {x} rows of padding in its vocabulary",
               predict=lambda x: _padded(table, x), grid=PADDING, steps=8),
         Cause(key="softcap", family="config", said="the engine caps its logits softly at {x}",
@@ -114,36 +128,44 @@ def _above(table: LogitTable, p: float) -> Floats:
     return _kept(table, mass, np.exp(table.logprob) >= least[:, 0] * (1 - 1e-12))
 
 
-def _counts(table: LogitTable, rows: slice, width: int, *, prompt: bool) -> Tensor:
-    """Return how often each token stood before each place `[n, V]`, float64."""
+def _counts(table: LogitTable, rows: slice, width: int, of: str) -> Tensor:
+    """Return how often each token stood before each place `[n, V]`, float64.
+
+    Args:
+        table: Of the sample.
+        rows: Places.
+        width: Size of the vocabulary.
+        of: WHOLE, with the prompt; RESPONSE; or LATE, from the prompt's last token, which takes the first one's turn, to the last
+            token but one of the response.
+    """
     sample = table.sample
-    heads = sample.prompts if prompt else ((),) * len(sample.responses)
+    heads = tuple(prompt if of == WHOLE else prompt[-1:] if of == LATE else () for prompt in sample.prompts)
     whole = [torch.tensor([*head, *response]) for head, response in zip(heads, sample.responses, strict=True)]
     padded = pad_sequence(whole, batch_first=True)
     row, place = sample.row[rows], sample.place[rows]
-    ends = torch.from_numpy(place + np.array([len(head) for head in heads])[row])
+    ends = torch.from_numpy(place + (0 if of == LATE else np.array([len(head) for head in heads])[row]))
     before = (torch.arange(padded.shape[1]) < ends[:, None]).double()
     return torch.zeros(len(row), width, dtype=torch.float64).scatter_add_(1, padded[torch.from_numpy(row)], before)
 
 
-def _repetition(table: LogitTable, x: float) -> Floats:
+def _repetition(table: LogitTable, x: float, of: str) -> Floats:
     def change(z: Tensor, rows: slice) -> Tensor:
-        seen = _counts(table, rows, z.shape[1], prompt=True) > 0
+        seen = _counts(table, rows, z.shape[1], of) > 0
         return torch.where(seen, torch.where(z > 0, z / x, z * x), z) / table.temperature
 
     return table.under(change)
 
 
-def _presence(table: LogitTable, x: float) -> Floats:
+def _presence(table: LogitTable, x: float, of: str) -> Floats:
     def change(z: Tensor, rows: slice) -> Tensor:
-        return (z - x * (_counts(table, rows, z.shape[1], prompt=False) > 0)) / table.temperature
+        return (z - x * (_counts(table, rows, z.shape[1], of) > 0)) / table.temperature
 
     return table.under(change)
 
 
-def _frequency(table: LogitTable, x: float) -> Floats:
+def _frequency(table: LogitTable, x: float, of: str) -> Floats:
     def change(z: Tensor, rows: slice) -> Tensor:
-        return (z - x * _counts(table, rows, z.shape[1], prompt=False)) / table.temperature
+        return (z - x * _counts(table, rows, z.shape[1], of)) / table.temperature
 
     return table.under(change)
 

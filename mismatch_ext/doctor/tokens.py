@@ -16,6 +16,8 @@ COUNTS = (1, 2, 3, 5, 8, 10, 20, 50)
 FLOORS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2)
 # Mass by which a token must lie outside of a nucleus: engine and oracle round differently.
 MARGIN = 0.003
+# Part of a probability by which two tokens must differ to be told apart: bfloat16 rounds logits between 8 and 16 to 1/16.
+TIE = 0.03
 # Of the tokens that are expected outside, those that near-ties may put there; one in any case.
 FEW = 0.02
 # Natural log of the chance that a sound sample has so few of them.
@@ -118,7 +120,7 @@ def _outside(table: LogitTable, mass: np.ndarray, p: float) -> np.ndarray:
 
 
 def _beyond(table: LogitTable, mass: np.ndarray, probability: np.ndarray, k: int) -> Outside:
-    seen = int((probability < table.best[:, k - 1] * (1 - MARGIN)).sum())
+    seen = int((probability < table.best[:, k - 1] * (1 - TIE)).sum())
     return Outside(setting="top_k", value=float(k), expected=float((1 - mass[:, k - 1]).clip(0).sum()), seen=seen)
 
 
