@@ -58,7 +58,7 @@ def examine(
     from mismatch_ext.doctor.other_model import distance, judged
 
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
-    model = load_model(sides.model)
+    model = load_model(sides.model, config=sides.trainer_config)
     _ensure_known("--prompts", sides.model, model, prompts)
     shape = routing_shape(model)
     with _rungs() as rung:
@@ -105,7 +105,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
         raise ConfigError(f"--dtype: {sides.dtype}, and {logged.path} was sampled in {dtype}; give --dtype {dtype}.")
-    model = load_model(sides.model)
+    model = load_model(sides.model, config=sides.trainer_config)
     shape = routing_shape(model)
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
@@ -149,7 +149,13 @@ def _diagnosed(
 
     rung("trainer")
     scorer = Scorer(
-        model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature
+        model,
+        sample,
+        trainer_dtype=sides.trainer_dtype,
+        engine_dtype=sides.dtype,
+        temperature=sides.temperature,
+        trainer_weights=sides.trainer_weights,
+        replays=sides.replays,
     )
     causes = [] if quick else of_model(scorer, sides.older)
     return diagnose(sample, scorer.scores, causes, seed=seed, progress=rung), scorer

@@ -51,6 +51,9 @@ class Run:
         engine_model: Checkpoint that the engine serves; None for the same.
         dtype: The engine's compute dtype.
         trainer_dtype: The trainer's, under autocast unless it is float32.
+        trainer_weights: Dtype that the trainer holds or gathers its weights in while it computes.
+        trainer_config: What the trainer's model is built with that the checkpoint's configuration does not say.
+        replays: Whether the trainer replays the engine's expert routes.
         temperature: What the trainer divides logits by.
         sampling: Arguments of the engine's sampling.
         arguments: Arguments of the engine.
@@ -63,6 +66,9 @@ class Run:
     engine_model: str | None = None
     dtype: str = "bfloat16"
     trainer_dtype: str = "bfloat16"
+    trainer_weights: str = "float32"
+    trainer_config: Mapping[str, Any] = field(default_factory=dict)
+    replays: bool = False
     temperature: float = 1.0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -44,19 +44,49 @@ def ensure_checkpoint(option: str, path: str | Path) -> None:
         ) from error
 
 
-def load_model(path: str | Path, option: str = "--model") -> nn.Module:
+def load_model(path: str | Path, option: str = "--model", config: Mapping[str, Any] | None = None) -> nn.Module:
     """Load a checkpoint in float32, for scoring.
+
+    Args:
+        path: Its folder.
+        option: What gave it, for messages.
+        config: Fields of its configuration that have another value.
 
     Raises:
         ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave it.
     """
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+        own = AutoConfig.from_pretrained(str(path))
+        _update(own, config or {})
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(path), config=own, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"{option}: {path} cannot be loaded as a causal language model of transformers: {' '.join(str(error).split())[:300]}"
         ) from error
     return model.eval()
+
+
+def _update(config: Any, changes: Mapping[str, Any]) -> None:
+    """Set fields of a configuration, as verl does; a mapping stands for the fields of a configuration in it."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and not isinstance(getattr(config, key, None), Mapping | None):
+            _update(getattr(config, key), value)
+        else:
+            setattr(config, key, value)
+
+
+def with_room(length: int | None, model: str) -> int | None:
+    """Return a maximal length in which a whole response can be scored: vLLM insists on one more token.
+
+    Args:
+        length: The host's; None for the checkpoint's own.
+        model: The checkpoint, whose own length is never exceeded.
+    """
+    if length is None:
+        return None
+    config: Any = AutoConfig.from_pretrained(model)
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length + 1 if own is None or length < own else length
 
 
 class Scorer:
@@ -68,25 +98,35 @@ class Scorer:
         trainer_dtype: What the trainer computes in, under autocast unless it is float32.
         engine_dtype: What the engine's weights are rounded to.
         temperature: What the trainer divides logits by.
+        trainer_weights: What the trainer holds or gathers its weights in while it computes.
+        replays: Whether the trainer replays the engine's routes.
 
     Attributes:
         scores: What the trainer's side says; the oracle, from which causes start, is in it.
     """
 
     def __init__(
-        self, model: nn.Module, sample: Sample, *, trainer_dtype: str, engine_dtype: str, temperature: float = 1.0
+        self,
+        model: nn.Module,
+        sample: Sample,
+        *,
+        trainer_dtype: str,
+        engine_dtype: str,
+        temperature: float = 1.0,
+        trainer_weights: str = "float32",
+        replays: bool = False,
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
         self.shape = routing_shape(model)
         # As the run: no routes are replayed unless its block says so, and the doctor shows what they cost.
-        half = torch_dtype(trainer_dtype)
+        half, kept = torch_dtype(trainer_dtype), torch_dtype(trainer_weights)
         cast = nullcontext() if half == torch.float32 else torch.autocast(self._device.type, half)
-        with cast:
-            trainer, taken = self._native()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.to(self.engine_dtype))
+        self._round(kept)
+        with cast, nullcontext() if kept == torch.float32 else self._cast(kept):
+            replayed = replays and self.shape is not None and sample.routes is not None
+            trainer, taken = (self._scored(sample.routes), None) if replayed else self._native()
+        self._round(self.engine_dtype)
         native = self._scored(taken) if taken is not None and sample.routes is not None else None
         self.scores = Scores(
             trainer=trainer,
@@ -171,6 +211,11 @@ class Scorer:
         with self._cast(self.engine_dtype):
             found = [self._picked(row, logits) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(found)
+
+    def _round(self, dtype: torch.dtype) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(parameter.to(dtype))
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:
