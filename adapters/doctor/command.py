@@ -14,7 +14,7 @@ from mismatch_ext.adapters.doctor.server import connect
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.doctor.hosts import HostRun
-from mismatch_ext.errors import ConfigError, RunDirectoryError
+from mismatch_ext.errors import ConfigError, MismatchError, RunDirectoryError
 from mismatch_ext.terminal import say
 
 
@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--out: doctor.json cannot be written to {arguments.out}: {error.strerror or error}."
         ) from error
     say(str(arguments.out / "doctor.json"), keep="")
+    _say_page(arguments.out)
     return found.exit_status(arguments.threshold)
 
 
@@ -73,6 +74,16 @@ def _as_served(sides: Run, arguments: argparse.Namespace, dtype: str | None, hos
         )
     own = dtype if host is None else sides.trainer_dtype
     return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or own)
+
+
+def _say_page(out: Path) -> None:
+    """Render report.html beside doctor.json, and say where it is or why it is not: what was found stands without it."""
+    from mismatch_ext.report import build_why
+
+    try:
+        say(str(build_why(out)), keep="")
+    except MismatchError as error:
+        say(f"no report: {error}", error=True)
 
 
 def _host_of(arguments: argparse.Namespace) -> HostRun | None:
