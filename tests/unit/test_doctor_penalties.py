@@ -1,0 +1,48 @@
+"""What penalties count, engine by engine, and near-ties beyond a truncation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.logits import LATE, RESPONSE, WHOLE, _counts
+from mismatch_ext.doctor.table import LogitTable
+from mismatch_ext.doctor.tokens import judge_tokens
+
+V = 8
+
+
+def one(prompt: tuple[int, ...], response: tuple[int, ...], logits: torch.Tensor) -> LogitTable:
+    """Return the table of a response beside one of a single token."""
+    sample = Sample(
+        prompts=(prompt, (0,)), responses=(response, (0,)), masks=((True,) * len(response), (True,)),
+        logprobs=((-1.0,) * len(response), (-1.0,)),
+    )  # fmt: skip
+    return LogitTable.of(sample, logits, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("of", "seen"),
+    [
+        (WHOLE, [[1, 2, 2], [1, 2, 2, 3], [1, 2, 2, 3, 4], [1, 2, 2, 3, 4, 4]]),
+        (RESPONSE, [[], [3], [3, 4], [3, 4, 4]]),
+        # SGLang's overlapped batches: the prompt's last token has the first turn, and the token just sampled is not known yet.
+        (LATE, [[], [2], [2, 3], [2, 3, 4]]),
+    ],
+)
+def test_a_penalty_counts_what_its_engine_counts(of: str, seen: list[list[int]]) -> None:
+    table = one((1, 2, 2), (3, 4, 4, 5), torch.zeros(5, V))
+    found = _counts(table, slice(0, 5), V, of)
+    wanted = torch.stack([torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=V) for ids in seen])
+    assert torch.equal(found[:4], wanted.double())
+
+
+@pytest.mark.parametrize(("below", "beyond"), [(0.99, 0), (0.9, 200)])
+def test_a_near_tie_is_not_beyond_a_truncation(below: float, beyond: int) -> None:
+    # Three tokens alike, and the fourth, which was sampled, a little or further below: bfloat16 may have swapped the former.
+    logits = torch.full((201, V), -30.0)
+    logits[:, :3], logits[:, 3] = 0.0, float(torch.tensor(below).log())
+    table = one((1,), (3,) * 200, logits)
+    (found,) = [count for count in judge_tokens(table).outside if (count.setting, count.value) == ("top_k", 3.0)]
+    assert found.seen == beyond
