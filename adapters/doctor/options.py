@@ -111,7 +111,7 @@ def _ensure_allowed(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.server_timeout < math.inf:
         raise ConfigError(f"--server-timeout: {arguments.server_timeout} is not allowed; allowed: > 0.")
     # The default of --engine cannot be told from the same that was given.
-    other = arguments.engine not in (None, "vllm")
+    other = arguments.engine != "vllm"
     started = (
         ("--engine", other), ("--engine-model", arguments.engine_model), ("--engine-arg", arguments.engine_arg)
     )  # fmt: skip
