@@ -217,8 +217,6 @@ NOT_YET_RECORDED = (
     "doctor_weights",
     "doctor_two",
     "doctor_experts",
-    "doctor_logged_requests",
-    "doctor_logged_engine",
     "doctor_logged_experts",
     "demo_moe_trained",
     "example_dense_fp16",
