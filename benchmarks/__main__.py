@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from benchmarks import (
     bench_correction,
-    bench_doctor,
     bench_kl_full,
     bench_metrics,
     bench_precision,
@@ -28,7 +27,6 @@ MODULES = (
     bench_routing,
     bench_replay,
     bench_report,
-    bench_doctor,
     bench_verl_scale,
     bench_trl_step,
 )

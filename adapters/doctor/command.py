@@ -8,12 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
-from mismatch_ext.adapters.doctor.options import sides_of
+from mismatch_ext.adapters.doctor.options import asked_of
 from mismatch_ext.adapters.doctor.prompts import read_prompts
 from mismatch_ext.adapters.doctor.server import connect
 from mismatch_ext.adapters.doctor.sides import Run
 
-from mismatch_ext.errors import ConfigError, RunDirectoryError
+from mismatch_ext.doctor.hosts import HostRun
+from mismatch_ext.errors import ConfigError, MismatchError, RunDirectoryError
 from mismatch_ext.terminal import say
 
 
@@ -24,7 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     from mismatch_ext.doctor import report
     from mismatch_ext.rollouts import read_rollouts
 
-    sides = sides_of(arguments)
+    host = _host_of(arguments)
+    asked = asked_of(arguments, host)
+    sides = asked.run
     for option, path in (
         ("--model", sides.model),
         ("--engine-model", sides.engine_model),
@@ -38,27 +41,29 @@ def run(arguments: argparse.Namespace) -> int:
         _writable(arguments.out)
         found = examine_logged(sides, logged, **how)
     else:
-        prompts = read_prompts(arguments.prompts, sides.model)
+        prompts = _prompts(arguments, host, sides.model)
         _writable(arguments.out)
-        limits = {"responses": arguments.responses, "max_tokens": arguments.max_tokens}
+        limits = {"responses": arguments.responses, "max_tokens": asked.max_tokens}
         if sides.server is not None:
             server = connect(sides.server)
-            server.ensure_fits(prompts[: arguments.responses], arguments.max_tokens, sides.sampling)
-            sides = _as_served(sides, arguments, server.dtype)
+            server.ensure_fits(prompts[: arguments.responses], asked.max_tokens, sides.sampling)
+            sides = _as_served(sides, arguments, server.dtype, host)
         found = examine(sides, prompts, **limits, **how)
     say(report(found))
     try:
-        written = {"run": asdict(sides), **found.data()}
+        settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}
+        written = {"run": asdict(sides), "settings": settings, **found.data()}
         (arguments.out / "doctor.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunDirectoryError(
             f"--out: doctor.json cannot be written to {arguments.out}: {error.strerror or error}."
         ) from error
     say(str(arguments.out / "doctor.json"), keep="")
+    _say_page(arguments.out)
     return found.exit_status(arguments.threshold)
 
 
-def _as_served(sides: Run, arguments: argparse.Namespace, dtype: str | None) -> Run:
+def _as_served(sides: Run, arguments: argparse.Namespace, dtype: str | None, host: HostRun | None) -> Run:
     """Return the run with the dtype that a server says, if it says one."""
     if dtype is None:
         return sides
@@ -67,7 +72,47 @@ def _as_served(sides: Run, arguments: argparse.Namespace, dtype: str | None) -> 
             f"--dtype: {arguments.dtype}, and the server says that it computes in {dtype}; leave --dtype out, and give the "
             "trainer's by --trainer-dtype if that is another."
         )
-    return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or dtype)
+    own = dtype if host is None else sides.trainer_dtype
+    return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or own)
+
+
+def _say_page(out: Path) -> None:
+    """Render report.html beside doctor.json, and say where it is or why it is not: what was found stands without it."""
+    from mismatch_ext.report import build_why
+
+    try:
+        say(str(build_why(out)), keep="")
+    except MismatchError as error:
+        say(f"no report: {error}", error=True)
+
+
+def _host_of(arguments: argparse.Namespace) -> HostRun | None:
+    """Return the run of the host's configuration that options name; None where they name none.
+
+    Raises:
+        ConfigError: The configuration cannot be read, or asks for what the doctor does not start; names the setting.
+    """
+    if arguments.trl is not None:
+        from mismatch_ext.adapters.trl.doctor import read_trl
+
+        return read_trl(arguments.trl)
+    if arguments.verl is not None:
+        from mismatch_ext.adapters.verl.settings.doctor import read_verl
+
+        return read_verl(arguments.verl)
+    return None
+
+
+def _prompts(arguments: argparse.Namespace, host: HostRun | None, model: str) -> list[list[int]]:
+    """Return the prompts that options name, or else the host's own."""
+    from mismatch_ext.adapters.doctor.datasets import read_dataset, with_own
+
+    if arguments.prompts is not None:
+        return read_prompts(arguments.prompts, model)
+    own = None if host is None else host.dataset
+    asked = own if arguments.dataset is None else with_own(own, arguments.dataset)
+    assert asked is not None  # refused before
+    return read_dataset(asked, model, arguments.responses)
 
 
 def _writable(out: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.doctor.configs import with_configs
@@ -58,10 +58,10 @@ def examine(
     from mismatch_ext.doctor.other_model import distance, judged
 
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
-    model = load_model(sides.model)
+    model = load_model(sides.model, config=sides.trainer_config)
     _ensure_known("--prompts", sides.model, model, prompts)
     shape = routing_shape(model)
-    with _Rungs() as rung:
+    with _rungs() as rung:
         rung("engine")
         engine = sides.start(shape)
         try:
@@ -79,11 +79,11 @@ def examine(
             if found.verdict in ("partly", "unexplained"):
                 found = judged(found, distance(again, scorer.rescored(again)))
         try:
-            found = _confirmed(found, sides, sample, again, scorer, rung)
+            return with_configs(_confirmed(found, sides, sample, again, scorer, rung), sides)
         except MismatchError as error:
             # What was found stands without it.
-            found = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
-        return rung.ended(with_configs(found, sides))
+            tried = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+            return with_configs(tried, sides)
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
@@ -105,12 +105,12 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
         raise ConfigError(f"--dtype: {sides.dtype}, and {logged.path} was sampled in {dtype}; give --dtype {dtype}.")
-    model = load_model(sides.model)
+    model = load_model(sides.model, config=sides.trainer_config)
     shape = routing_shape(model)
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
-    with _Rungs() as rung:
-        found = rung.ended(_diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0])
+    with _rungs() as rung:
+        found = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0]
     return replace(found, notes=(*found.notes, logged.said(shape is not None)))
 
 
@@ -125,44 +125,22 @@ def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[in
         )
 
 
-class _Rungs:
-    """Moves a progress bar on, by the name of what is tried next, and keeps the seconds of each."""
+@contextmanager
+def _rungs() -> Iterator[Callable[[str], None]]:
+    """Yield what moves a progress bar on, by the name of what is tried next."""
+    from tqdm import tqdm
 
-    def __init__(self) -> None:
-        from tqdm import tqdm
+    with tqdm(unit="rung", disable=None) as bar:
 
-        self._bar = tqdm(unit="rung", disable=None)
-        self._name, self._since = "", perf_counter()
-        self.seconds: dict[str, float] = {}
+        def rung(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
 
-    def __call__(self, name: str) -> None:
-        now = perf_counter()
-        if self._name:
-            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        self._name, self._since = name, now
-        self._bar.set_description(name)
-        self._bar.update()
-
-    def ended(self, found: Diagnosis) -> Diagnosis:
-        """Return a diagnosis with what its rungs took."""
-        self("")
-        return replace(found, seconds={name: round(seconds, 3) for name, seconds in self.seconds.items()})
-
-    def __enter__(self) -> _Rungs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        yield rung
 
 
 def _diagnosed(
-    sides: Run,
-    model: Any,
-    sample: Sample,
-    rung: Callable[[str], None],
-    *,
-    seed: int,
-    quick: bool,
+    sides: Run, model: Any, sample: Sample, rung: Callable[[str], None], *, seed: int, quick: bool
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor import Scorer
     from mismatch_ext.adapters.transformers.doctor_causes import of_model
@@ -176,7 +154,8 @@ def _diagnosed(
         trainer_dtype=sides.trainer_dtype,
         engine_dtype=sides.dtype,
         temperature=sides.temperature,
-        layout=sides.layout,
+        trainer_weights=sides.trainer_weights,
+        replays=sides.replays,
     )
     causes = [] if quick else of_model(scorer, sides.older)
     return diagnose(sample, scorer.scores, causes, seed=seed, progress=rung), scorer

@@ -5,28 +5,51 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mismatch_ext.adapters.doctor.server import Address
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.cli import folder
+from mismatch_ext.doctor.hosts import LONGEST, HostRun
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.strict import suggestion
 
 DTYPES = ("float32", "float16", "bfloat16")
-DTYPE = "bfloat16"
-LAYOUTS = ("right", "left", "left-positions", "packed")
 THRESHOLD = 1e-4
 # Engines that are started, with their own names of the seed of sampling.
 SEEDS = {"vllm": "seed", "sglang": "sampling_seed"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What one call of the doctor is to examine.
+
+    Args:
+        run: The two sides.
+        max_tokens: Most tokens of a response.
+        origin: Where each setting stands: an option, or a place in a host's configuration; defaults are not in it.
+        left_out: Settings of the host that are not taken over, and why.
+    """
+
+    run: Run
+    max_tokens: int
+    origin: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.add_argument("--model", metavar="PATH", required=True, type=folder, help="checkpoint that the trainer holds")
-    parser.add_argument("--engine", default="vllm", choices=tuple(SEEDS), help="engine to start, in this process")
+    parser.add_argument("--model", metavar="PATH", type=folder,
+                        help="checkpoint that the trainer holds; with --trl or --verl, the run's own")  # fmt: skip
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--trl", metavar="FILE", type=folder,
+                       help="configuration file of a TRL run, whose settings are taken over")  # fmt: skip
+    hosts.add_argument("--verl", metavar="OVERRIDE", nargs="+",
+                       help="overrides of verl's main_ppo, whose settings are taken over")  # fmt: skip
+    parser.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")
     parser.add_argument(
         "--engine-model", metavar="PATH", type=folder, help="checkpoint that the engine serves, if another"
     )
@@ -35,23 +58,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server-timeout", metavar="SECONDS", type=float, default=600.0,
                         help="how long the server may be silent within a request (default: 600)")  # fmt: skip
     parser.add_argument("--server-key", metavar="VARIABLE", help="environment variable that holds the server's API key")
-    parser.add_argument("--dtype", help="compute dtype of both sides (default: what the server says, or bfloat16)")
+    parser.add_argument(
+        "--dtype", help="compute dtype of both sides (default: what the run or server says, or bfloat16)"
+    )
     parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
-    parser.add_argument("--trainer-layout", default="right", choices=LAYOUTS,
-                        help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
-    tokens = parser.add_mutually_exclusive_group(required=True)
+    tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--prompts", metavar="FILE", type=folder,
                         help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
+    tokens.add_argument("--dataset", metavar="NAME_OR_PATH",
+                        help='what to sample from: column "prompt" of a data set, messages by the chat template')  # fmt: skip
     tokens.add_argument("--rollouts", metavar="FILE", type=folder,
                         help="rollouts that a host logged (docs/doctor.md); no engine is started")  # fmt: skip
     parser.add_argument("--weight-version", metavar="V",
                         help="of --rollouts, those that this version of the weights sampled")  # fmt: skip
     parser.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
     parser.add_argument(
-        "--max-tokens", metavar="N", type=int, default=128, help="most tokens of a response (default: 128)"
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        help=f"most tokens of a response (default: {LONGEST}, or the run's if fewer)",
     )
     parser.add_argument(
-        "--temperature", metavar="T", type=float, default=1.0, help="what the trainer divides logits by"
+        "--temperature", metavar="T", type=float, help="what the trainer divides logits by (default: 1, or the run's)"
     )
     parser.add_argument("--sampling", metavar="KEY=VALUE", action="append", default=[],
                         help="what the engine samples with, such as top_p=0.9; repeatable")  # fmt: skip
@@ -66,44 +94,95 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
 
 
-def sides_of(arguments: argparse.Namespace) -> Run:
-    """Return the run that options describe.
+def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
+    """Return the run that options describe, on top of what a host's configuration says.
 
     Raises:
-        ConfigError: A value is not allowed, or would be left out without a word; names the option.
+        ConfigError: A value is not allowed, would be left out without a word, or is missing; names the option.
     """
-    sides = Run(
-        model=str(arguments.model),
-        engine_model=None if arguments.engine_model is None else str(arguments.engine_model),
-        dtype=_dtype("--dtype", arguments.dtype or DTYPE),
-        trainer_dtype=_dtype("--trainer-dtype", arguments.trainer_dtype or arguments.dtype or DTYPE),
-        temperature=arguments.temperature,
-        sampling={"temperature": arguments.temperature, SEEDS[arguments.engine]: arguments.seed}
-        | _pairs("--sampling", arguments.sampling),
-        arguments=_pairs("--engine-arg", arguments.engine_arg),
-        older=tuple(map(str, arguments.older)),
-        server=None
-        if arguments.server is None
-        else Address(
+    _ensure_allowed(arguments, host)
+    given = _given(arguments)
+    asked = (
+        Run(**{"model": "", "sampling": {"temperature": 1.0}} | given)
+        if host is None
+        else Run(**{**host.sides, **given})
+    )
+    if host is None and arguments.dtype is not None and arguments.trainer_dtype is None:
+        asked = replace(asked, trainer_dtype=asked.dtype)
+    if host is not None and asked.engine != host.sides.get("engine", "vllm") and arguments.server is None:
+        raise ConfigError(
+            f"--engine: {asked.engine}, and the run's settings are of {host.sides.get('engine', 'vllm')}; leave it out."
+        )
+    sampling = _pairs("--sampling", arguments.sampling)
+    heat = {} if arguments.temperature is None else {"temperature": arguments.temperature}
+    own = _pairs("--engine-arg", arguments.engine_arg)
+    asked = replace(
+        asked,
+        sampling={**asked.sampling, **heat, SEEDS[asked.engine]: arguments.seed, **sampling},
+        arguments={**asked.arguments, **own},
+    )
+    origin = {} if host is None else dict(host.origin)
+    if asked.server is not None:
+        # The server was started with its own.
+        asked = replace(asked, arguments={})
+        origin = {name: where for name, where in origin.items() if not name.startswith("arguments.")}
+    origin |= {name: f"--{name.replace('_', '-')}" for name in given}
+    origin |= {"sampling.temperature": "--temperature"} if heat else {}
+    origin |= {f"sampling.{name}": "--sampling" for name in sampling} | {
+        f"arguments.{name}": "--engine-arg" for name in own
+    }
+    longest = LONGEST if host is None else min(host.max_tokens, LONGEST)
+    if host is not None and host.max_tokens > LONGEST:
+        origin["max_tokens"] += f", cut to {LONGEST}: --max-tokens keeps more, and their logits in memory"
+    if arguments.max_tokens is not None:
+        longest, origin["max_tokens"] = arguments.max_tokens, "--max-tokens"
+    return Asked(run=asked, max_tokens=longest, origin=origin, left_out={} if host is None else host.left_out)
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a run that options say outright."""
+    found: dict[str, Any] = {}
+    if arguments.model is not None:
+        found["model"] = str(arguments.model)
+    if arguments.engine_model is not None:
+        found["engine_model"] = str(arguments.engine_model)
+    for name, option in (("dtype", "--dtype"), ("trainer_dtype", "--trainer-dtype")):
+        if getattr(arguments, name) is not None:
+            found[name] = _dtype(option, getattr(arguments, name))
+    for name in ("engine", "temperature"):
+        if getattr(arguments, name) is not None:
+            found[name] = getattr(arguments, name)
+    if arguments.server is not None:
+        found["server"] = Address(
             url=arguments.server,
             model=arguments.server_model,
             timeout=arguments.server_timeout,
             key=arguments.server_key,
-        ),
-        engine=arguments.engine,
-        layout=arguments.trainer_layout,
-    )
-    _ensure_allowed(arguments)
-    return sides
+        )
+    if arguments.older:
+        found["older"] = tuple(map(str, arguments.older))
+    return found
 
 
-def _ensure_allowed(arguments: argparse.Namespace) -> None:
+def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None:
     """Refuse values that would fail, or be left out without a word, after the engine's start."""
-    if not 0 < arguments.temperature < math.inf:
+    if host is None and arguments.model is None:
+        raise ConfigError(
+            "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
+        )
+    if arguments.prompts is None and arguments.rollouts is None and arguments.dataset is None:
+        if host is None:
+            raise ConfigError("no tokens: give --prompts, --dataset or --rollouts.")
+        if host.dataset is None:
+            raise ConfigError(
+                "the run's configuration names no data set (dataset_name, data.train_files): its script brings one; give "
+                "--prompts or --dataset."
+            )
+    if arguments.temperature is not None and not 0 < arguments.temperature < math.inf:
         raise ConfigError(f"--temperature: {arguments.temperature} is not allowed; allowed: > 0.")
     for option, value, least in (
         ("--responses", arguments.responses, 2),
-        ("--max-tokens", arguments.max_tokens, 1),
+        ("--max-tokens", 1 if arguments.max_tokens is None else arguments.max_tokens, 1),
         ("--seed", arguments.seed, 0),
     ):
         if value < least:
@@ -111,7 +190,7 @@ def _ensure_allowed(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.server_timeout < math.inf:
         raise ConfigError(f"--server-timeout: {arguments.server_timeout} is not allowed; allowed: > 0.")
     # The default of --engine cannot be told from the same that was given.
-    other = arguments.engine != "vllm"
+    other = arguments.engine not in (None, "vllm")
     started = (
         ("--engine", other), ("--engine-model", arguments.engine_model), ("--engine-arg", arguments.engine_arg)
     )  # fmt: skip

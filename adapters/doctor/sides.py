@@ -51,26 +51,30 @@ class Run:
         engine_model: Checkpoint that the engine serves; None for the same.
         dtype: The engine's compute dtype.
         trainer_dtype: The trainer's, under autocast unless it is float32.
+        trainer_weights: Dtype that the trainer holds or gathers its weights in while it computes.
+        trainer_config: What the trainer's model is built with that the checkpoint's configuration does not say.
+        replays: Whether the trainer replays the engine's expert routes.
         temperature: What the trainer divides logits by.
         sampling: Arguments of the engine's sampling.
         arguments: Arguments of the engine.
         older: Checkpoints whose weights the engine may have kept.
         engine: Kind of the engine, "vllm" or "sglang"; sampling and arguments are by its names.
         server: A server that is asked in the place of an engine that is started.
-        layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
     """
 
     model: str
     engine_model: str | None = None
     dtype: str = "bfloat16"
     trainer_dtype: str = "bfloat16"
+    trainer_weights: str = "float32"
+    trainer_config: Mapping[str, Any] = field(default_factory=dict)
+    replays: bool = False
     temperature: float = 1.0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     older: tuple[str, ...] = ()
     engine: str = "vllm"
     server: Address | None = None
-    layout: str = "right"
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:
         """Start the engine of this run, or turn to its server.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,23 +15,22 @@ from mismatch_ext.doctor.foretold import Foretold, Mended
 from mismatch_ext.doctor.logits import of_logits
 from mismatch_ext.doctor.noise import Noise
 from mismatch_ext.doctor.remedies import Remedy, remedy
-from mismatch_ext.doctor.rungs import FLOAT32, Largest, Rung
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.doctor.split import Part, split
-from mismatch_ext.doctor.table import Logits, LogitTable
+from mismatch_ext.doctor.table import LogitTable
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.metrics.numerics import k3
 
 # What rounding alone leaves of an error, in units of the trainer's own arithmetic: medians, then the largest hundredth.
 ROUNDING, ROUNDING_TAIL = 1.3, 3.0
+# Nats per token, below which an error is that of two float32 programs.
+FLOAT32 = 1e-5
 # An engine that errs less than this computes finer than its dtype; a trainer that errs more, coarser than the engine.
 FINER, COARSER = 0.6, 2.0
 # A name that leaves something is confirmed where it foretold this part of what the remedy mends: a remedy takes back settings of
 # a kind together, and so mends what another of them did, too.
 MOST = 0.75
-# The part of the gap that the trainer's padding makes.
-LAYOUT = "layout"
 SCHEMA = 1
 
 
@@ -45,9 +44,6 @@ class Scores:
         logits: Of the oracle: the trainer's model in float32, its weights rounded to the engine's dtype, under the
             engine's routes where they are known `[N, V]`, float32, before the temperature.
         native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
-        straight: The trainer's with right padding, under which every position is its own `[N]`; None where the run pads so.
-        layout: How the run lays its batches, in words; "" where it pads on the right.
-        rungs: What the trainer differs from itself by.
         temperature: What the trainer divides logits by.
         end_tokens: Ids that end a response.
         engine_dtype, trainer_dtype: What the sides compute in, for remedies; "" where nobody says.
@@ -55,11 +51,8 @@ class Scores:
 
     trainer: Floats
     own: Floats
-    logits: Tensor | Logits
+    logits: Tensor
     native: Floats | None = None
-    straight: Floats | None = None
-    layout: str = ""
-    rungs: tuple[Rung, ...] = ()
     temperature: float = 1.0
     end_tokens: tuple[int, ...] = ()
     engine_dtype: str = ""
@@ -73,8 +66,8 @@ class NamedCause:
     Args:
         key, family, said: As of the `Cause`; the sentence holds the parameter.
         parameter: Its value.
-        status: "fits", "partly" where something is left, "confirmed" where its remedy was applied and the gap fell as
-            predicted, or "measured" where a side differs from itself.
+        status: "fits", "partly" where something is left, or "confirmed" where its remedy was applied and the gap
+            fell as predicted.
         share: Of the mean |Δlogp|; None for too few tokens.
         z, slope, low, high: How sure the fit is; None where the tokens alone say it.
         ties: Keys of causes that fit as well.
@@ -116,9 +109,6 @@ class Diagnosis:
         tried: Keys of the causes on the list.
         engine_dtype, trainer_dtype: What the sides compute in; "" where nobody says.
         mended: What remedies did that were tried.
-        rungs: What each side differs from itself by.
-        largest: The token of the largest gap; None for a diagnosis without a gap.
-        seconds: What the doctor's rungs took, by their names.
         foretold: What the named causes predict token by token; not in `data`.
     """
 
@@ -142,9 +132,6 @@ class Diagnosis:
     engine_dtype: str = ""
     trainer_dtype: str = ""
     mended: tuple[Mended, ...] = ()
-    rungs: tuple[Rung, ...] = ()
-    largest: Largest | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
     foretold: Foretold | None = field(default=None, repr=False, compare=False)
 
     def exit_status(self, threshold: float) -> int:
@@ -246,12 +233,7 @@ def diagnose(
     Raises:
         NonFiniteLogprobError: The trainer's side is not finite; names response and token.
     """
-    straight = scores.trainer if scores.straight is None else scores.straight
-    for side, values in (
-        ("trainer's", scores.trainer),
-        ("trainer's, padded on the right,", straight),
-        ("trainer's, in the engine's dtype,", scores.own),
-    ):
+    for side, values in (("trainer's", scores.trainer), ("trainer's, in the engine's dtype,", scores.own)):
         wrong = np.flatnonzero(~np.isfinite(values))
         if len(wrong):
             raise NonFiniteLogprobError(
@@ -261,8 +243,7 @@ def diagnose(
             )
     rng = np.random.default_rng(seed)
     table = LogitTable.of(sample, scores.logits, scores.temperature)
-    arithmetic = scores.own - table.logprob
-    error = sample.engine - table.logprob
+    error, arithmetic = sample.engine - table.logprob, scores.own - table.logprob
     noise = Noise.of(arithmetic, table.spread)
     listed = [*of_logits(table, scores.end_tokens), *causes]
     search = Search(sample, table.logprob, noise, rng, progress)
@@ -271,9 +252,7 @@ def diagnose(
     parts["engine's arithmetic"] = rest
     if scores.native is not None:
         parts["routes"] = table.logprob - scores.native
-    parts["trainer's arithmetic"] = (table.logprob if scores.native is None else scores.native) - straight
-    if scores.straight is not None:
-        parts[LAYOUT] = straight - scores.trainer
+    parts["trainer's arithmetic"] = (table.logprob if scores.native is None else scores.native) - scores.trainer
     shares = {part.name: part for part in split(parts, sample.row, rng)}
     trainer_ratio = noise.ratio(parts["trainer's arithmetic"])
     tokens = judge_tokens(table)
@@ -286,8 +265,6 @@ def diagnose(
     # Not `noise.measured`: beside a float32 engine, whose rounding is below it, a half-precision trainer is all of the gap.
     if trainer_ratio > COARSER and float(np.abs(parts["trainer's arithmetic"]).mean()) > FLOAT32:
         found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"], scores))
-    if scores.straight is not None:
-        found += _by_layout(scores, noise.ratio(parts[LAYOUT]), shares[LAYOUT])
     # Tokens of another distribution than both sides report are not clean, whether or not it has a name.
     sound = complete and (bool(found) or abs(tokens.z) < SURE)
     verdict = ("explained" if found else "clean") if sound else ("partly" if found else "unexplained")
@@ -311,19 +288,12 @@ def diagnose(
         left_tail=left_tail,
         unexplained=0.0 if complete else max(0.0, float(np.abs(rest).mean() - np.abs(arithmetic).mean())),
         # A change of the logits changes how errors of rounding show, too.
-        notes=(
-            *(() if found else _notes(noise, left, error)),
-            *judge_ends(sample, scores.end_tokens),
-        ),
+        notes=(*(() if found else _notes(noise, left, error)), *judge_ends(sample, scores.end_tokens)),
         tokens_test=tokens,
         verdict=verdict,
         tried=tuple(cause.key for cause in listed),
         engine_dtype=scores.engine_dtype,
         trainer_dtype=scores.trainer_dtype,
-        rungs=tuple(
-            replace(rung, of_gap=rung.mean / float(np.abs(gap).mean()) if gap.any() else None) for rung in scores.rungs
-        ),
-        largest=Largest.of(sample, parts),
         foretold=Foretold(error=error, by={fit.cause.key: fit.finite for fit in named}, noise=noise) if named else None,
     )
 
@@ -379,25 +349,6 @@ def _coarser(ratio: float, part: Part, scores: Scores) -> NamedCause:
     return NamedCause(
         key="trainer_dtype", family="trainer", said=said, parameter=ratio, status="fits", share=part.share, z=None, slope=None,
         low=None, high=None, ties=(), remedy=mending,
-    )  # fmt: skip
-
-
-def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
-    """Return the cause that the trainer's batches show, where they do more than round otherwise."""
-    assert scores.straight is not None
-    changed = [rung for rung in scores.rungs if rung.name == scores.layout and rung.changes_the_policy]
-    if not changed and (ratio <= COARSER or float(np.abs(scores.straight - scores.trainer).mean()) <= FLOAT32):
-        return []
-    said = f"{scores.layout} moves the trainer's log-probabilities by {part.mean:.1e} nats per token, {ratio:.1f} of rounding's"
-    if changed:
-        said += f", and by {changed[0].float32:.1e} in float32: to the model other positions, or another context"
-    return [_measured("layout", "trainer", said, ratio, part)]
-
-
-def _measured(key: str, family: str, said: str, parameter: float, part: Part | None) -> NamedCause:
-    return NamedCause(
-        key=key, family=family, said=said, parameter=parameter, status="measured", share=None if part is None else part.share,
-        z=None, slope=None, low=None, high=None, ties=(), remedy=remedy(key),
     )  # fmt: skip
 
 

@@ -67,10 +67,6 @@ _DTYPE = Remedy(
 REMEDIES: dict[str, Remedy] = {
     "rounding": _DTYPE,
     "trainer_dtype": _DTYPE,
-    "layout": Remedy(
-        trl="give the model position_ids beside the attention mask, or pad prompts on the right",
-        verl="actor_rollout_ref.model.use_remove_padding=true",
-    ),
     "routes": Remedy(
         trl="mismatch: {routing: {mode: R3}}",
         verl="+mismatch.routing.mode=R3",

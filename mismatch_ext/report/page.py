@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
@@ -13,12 +13,13 @@ from typing import Any
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.report import tables
 from mismatch_ext.report.charts import require_plotly, style
+from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
 from mismatch_ext.report.figures import sections
 from mismatch_ext.report.observed import first_stop, level_of_run, observed
 from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, summarise
 from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import LEVEL_LABELS, judge, verdict
-from mismatch_ext.rundata import RunData
+from mismatch_ext.rundata import METRICS_FILE, RunData
 from mismatch_ext.verdicts import APPLY, FAILED, STOP
 from mismatch_ext.versions import installed
 
@@ -82,43 +83,81 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     """Do what `render` does and return the verdict and the numbers as well."""
-    plotly, template = require_plotly(), _template()
+    plotly, template = require_plotly(), _template(TEMPLATE)
     runs = load_runs(run_dir)
     summary = summarise(runs)
-    sentence = verdict(runs, summary)
+    why, unread = read_why(run_dir)
+    sentence = verdict(runs, summary, why)
     page = template.render(
         title=Path(run_dir).resolve().name,
         verdict=sentence,
         # One copy for all plots, inline: the file must work without a network.
         plotly_js=plotly.offline.get_plotlyjs(),
-        **_context(runs, summary),
+        why=why,
+        **_context(runs, summary, unread),
     )
     path = Path(run_dir) / REPORT_FILE if out is None else Path(out)
     _write(path, page)
     return Report(path=path, verdict=sentence, summary=summary)
 
 
-def _template() -> Any:
+def build_why(directory: str | Path) -> Path:
+    """Render what the doctor found: as a section of the report where the folder is a run's, else as a page of its own.
+
+    Args:
+        directory: Folder that holds `doctor.json`.
+
+    Returns:
+        Path of the HTML file.
+
+    Raises:
+        RunDirectoryError: The file cannot be written, or what the doctor left cannot be read.
+        PeerVersionError: jinja2, or for a run's report plotly, is not installed.
+    """
+    folder = Path(directory)
+    if (folder / METRICS_FILE).is_file():
+        return render(folder)
+    why, unread = read_why(folder)
+    if not why:
+        raise RunDirectoryError(
+            f"{folder}: no {DOCTOR_FILE} that can be read{''.join(f'; {said}' for _, said in unread)}."
+        )
+    path = folder / REPORT_FILE
+    _write(path, _template("doctor.html.j2").render(title=folder.resolve().name, why=why[:1], **_made()))
+    return path
+
+
+def _made() -> dict[str, str]:
+    return {
+        "generated": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "release": installed("mismatch-ext") or "from source",
+    }
+
+
+def _template(name: str) -> Any:
     try:
         import jinja2
     except ImportError as error:
         raise PeerVersionError(
             "the report needs jinja2, which is not installed; run `pip install mismatch-ext[report]`."
         ) from error
-    source = resources.files("mismatch_ext.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    folder = resources.files("mismatch_ext.report")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(lambda part: folder.joinpath(part).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["quantity"] = quantity
-    return environment.from_string(source)
+    return environment.get_template(name)
 
 
-def _context(runs: Mapping[str, RunData], summary: Summary) -> dict[str, Any]:
+def _context(runs: Mapping[str, RunData], summary: Summary, unread: Sequence[tuple[str, str]]) -> dict[str, Any]:
     judged = [judge(name, run, summary) for name, run in runs.items()]
     events, events_left_out = tables.event_rows(runs)
     return {
-        "generated": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "release": installed("mismatch-ext") or "from source",
+        **_made(),
         "runs": [
             {
                 "name": v.run,
@@ -147,7 +186,7 @@ def _context(runs: Mapping[str, RunData], summary: Summary) -> dict[str, Any]:
         "observed_labels": OBSERVED_LABELS,
         "events": events,
         "events_left_out": events_left_out,
-        "missing": tables.missing(runs, summary),
+        "missing": [*tables.missing(runs, summary), *unread],
     }
 
 

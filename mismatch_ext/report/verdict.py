@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mismatch_ext.precision.names import spelled
+from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.drift import Parts, parts
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Row, Summary, pooled
@@ -178,8 +179,14 @@ def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
     return None
 
 
-def verdict(runs: Mapping[str, RunData], summary: Summary) -> str:
-    """Say in one sentence which runs agree, how large the gap is, what dominates it, and what to do."""
+def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = ()) -> str:
+    """Say in one sentence which runs agree, how large the gap is, what dominates it, and what to do.
+
+    Args:
+        runs: By name.
+        summary: Their numbers.
+        why: What the doctor found; of one run, it is what to do.
+    """
     judged = [judge(name, run, summary) for name, run in runs.items()]
     measured = [v for v in judged if v.level in LEVELS]
     if not measured and any(v.level == MIXED for v in judged):
@@ -197,7 +204,8 @@ def verdict(runs: Mapping[str, RunData], summary: Summary) -> str:
     if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
         clauses.append(f"in {worst.run} {what}" if len(judged) > 1 else what)
     clauses += [f"{v.run} ended with an error" for v in judged if v.status == "failed"]
-    return f"{'; '.join(clauses)}: {_advice(worst, best, judged)}."
+    named = why[0].advice if len(runs) == len(why) == 1 else None
+    return f"{'; '.join(clauses)}: {named or _advice(worst, best, judged)}."
 
 
 def _drifts(known: Parts) -> bool:

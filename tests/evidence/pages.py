@@ -215,7 +215,6 @@ NOT_YET_RECORDED = (
     "doctor_prompts",
     "doctor_engine",
     "doctor_weights",
-    "doctor_two",
     "doctor_experts",
     "doctor_logged_experts",
     "demo_moe_trained",

@@ -47,8 +47,6 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     (cause,) = fault["causes"]
     assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005
     assert cause["status"] == "confirmed" and "to mend temperature:" in fault["printed"]
-    assert len([rung for rung in clean["rungs"] if rung["side"] == "trainer"]) == 4 and clean["largest"]["parts"]
-    assert {"engine", "engine again", "trainer"} <= set(clean["seconds"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mismatch_ext.adapters.doctor.options import configure, sides_of
+from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.server import Address, Server, connect, engine_of
 from mismatch_ext.adapters.doctor.server.client import Client
 from mismatch_ext.adapters.doctor.server.vllm import read
@@ -289,4 +289,4 @@ def test_options_that_exclude_each_other(given: list[str], words: str) -> None:
     parser = argparse.ArgumentParser()
     configure(parser)
     with pytest.raises(ConfigError, match=words):
-        sides_of(parser.parse_args(["--model", "m", "--out", "o", *given]))
+        asked_of(parser.parse_args(["--model", "m", "--out", "o", *given]), None)

@@ -1,8 +1,13 @@
-"""What the doctor takes back of a run to try a remedy."""
+"""What the doctor takes of options and of a host's configuration, and what it takes back to try a remedy."""
 
 from __future__ import annotations
 
-from mismatch_ext.adapters.doctor import Run
+import argparse
+
+from mismatch_ext.adapters.doctor import Run, configure
+from mismatch_ext.adapters.doctor.options import asked_of
+
+from mismatch_ext.doctor.hosts import HostRun
 
 
 def test_a_mended_run_serves_the_trainers_own_checkpoint_without_the_settings_of_the_remedy() -> None:
@@ -10,3 +15,29 @@ def test_a_mended_run_serves_the_trainers_own_checkpoint_without_the_settings_of
     mended = run.mended(("kv_cache_dtype", "quantization"))
     assert mended.engine_model is None and mended.model == "own"
     assert mended.arguments == {"max_model_len": 64} and mended.dtype == run.dtype
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    return parser.parse_args([*arguments, "--rollouts", "x", "--out", "y"])
+
+
+def test_options_come_before_the_hosts_settings_and_say_so() -> None:
+    host = HostRun(
+        sides=dict(
+            model="run", dtype="float16", trainer_dtype="float16", temperature=0.7, sampling={"temperature": 0.7, "top_p": 0.9}
+        ),
+        max_tokens=1000, dataset=None, origin={"model": "a", "dtype": "b", "sampling.top_p": "c", "max_tokens": "d"}, left_out={},
+    )  # fmt: skip
+    plain = asked_of(parsed(), host)
+    assert plain.run == Run(**{**host.sides, "sampling": {**host.sides["sampling"], "seed": 0}})
+    assert plain.max_tokens == 128 and plain.origin["max_tokens"].startswith("d, cut to 128")
+    given = asked_of(
+        parsed("--model", "other", "--dtype", "float32", "--temperature", "1", "--max-tokens", "500"), host
+    )
+    assert (given.run.model, given.run.dtype, given.run.trainer_dtype) == ("other", "float32", "float16")
+    assert given.run.temperature == given.run.sampling["temperature"] == 1 and given.run.sampling["top_p"] == 0.9
+    assert given.max_tokens == 500 and given.origin["max_tokens"] == "--max-tokens"
+    assert given.origin["dtype"] == "--dtype" and given.origin["sampling.top_p"] == "c"
+    assert asked_of(parsed("--model", "m", "--dtype", "float16"), None).run.trainer_dtype == "float16"

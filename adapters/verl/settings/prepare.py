@@ -79,7 +79,7 @@ def _prepare(config: DictConfig) -> None:
         _set_trainer(config, block)
         megatron = config.actor_rollout_ref.actor.strategy == "megatron"
         done = megatron_settings(config, block) if megatron else []
-        _set_precision(config, block)
+        set_precision(config, block)
         _set_routing(config, block)
         done += set_correction(config, block.correction)
         check_bypass(config, block)
@@ -116,7 +116,7 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
                 if config.actor_rollout_ref.actor.strategy == "megatron"
                 else []
             ),
-            ("precision_settings", lambda target: _set_precision(target, block)),
+            ("precision_settings", lambda target: set_precision(target, block)),
             ("routing_settings", lambda target: _set_routing(target, block)),
             ("correction_settings", lambda target: set_correction(target, block.correction)),
             ("bypass_settings", lambda target: check_bypass(target, block)),
@@ -148,7 +148,7 @@ def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
     engine.vllm = OmegaConf.merge(engine.get("vllm") or {}, {"worker_extension_cls": EXTENSION})
 
 
-def _set_precision(config: DictConfig, block: MismatchConfig) -> None:
+def set_precision(config: DictConfig, block: MismatchConfig) -> None:
     """One dtype for actor, reference, weight sync and rollout."""
     if block.precision is None:
         return

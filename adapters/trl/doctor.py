@@ -1,0 +1,207 @@
+"""What a configuration file of TRL says of a run, as the doctor starts it: as `GRPOTrainer` starts its colocated engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters.transformers.doctor import with_room
+
+from mismatch_ext.doctor.hosts import Dataset, HostRun, not_started
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.precision.dtypes import canonical
+
+# Of the constructor's arguments that are no setting of the engine's arithmetic, or have no meaning in the doctor's process.
+LEFT_OUT = {
+    "seed": "the doctor's own, by --seed",
+    "vllm_enable_sleep_mode": "the doctor's engine never sleeps",
+    "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
+    "use_peft": "adapters begin at zero; give the merged checkpoint by --model for a later step",
+}
+SERVER = "start from the server itself with --server, or give --rollouts"
+
+
+def read_trl(path: Path) -> HostRun:
+    """Read a configuration file as TRL's `grpo` script does.
+
+    Args:
+        path: YAML, as `TrlParser` takes it by `--config`.
+
+    Returns:
+        The run, with vLLM's arguments and sampling settings as TRL 1.16 passes them on.
+
+    Raises:
+        ConfigError: TRL refuses the file, it names no model, or its engine is not one that the doctor starts.
+    """
+    script, args, model, unknown = _parsed(path)
+    where = path.name
+    if not model.model_name_or_path:
+        raise ConfigError(f"--trl: {where} has no model_name_or_path; add it, or give the run's checkpoint there.")
+    _ensure_started(args, model, where)
+    block = args.mismatch_block()
+    acting = None if block is None else block.acting
+    name = str(model.model_name_or_path)
+    precision = None if acting is None or acting.precision is None else acting.precision.dtype
+    autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else None
+    init: dict[str, Any] = dict(args.model_init_kwargs or {})
+    weights = _weights_dtype(init.get("dtype", model.dtype), name)
+    given = dict(args.generation_kwargs or {})
+    sampling = {
+        "repetition_penalty": args.repetition_penalty,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": 0.0 if args.min_p is None else args.min_p,
+    } | {key: value for key, value in given.items() if key not in ("n", "max_tokens", "logprobs")}
+    length = args.vllm_max_model_length
+    arguments = {
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_len": with_room(length, name),
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        "model_impl": args.vllm_model_impl,
+        "max_num_batched_tokens": 4096,
+        "logprobs_mode": "processed_logprobs",
+        "trust_remote_code": args.trust_remote_code,
+        "generation_config": "auto",
+    }
+    routing = None if acting is None else acting.routing
+    sides: dict[str, Any] = dict(
+        model=name,
+        dtype=precision or auto_dtype(name),
+        trainer_dtype=autocast or weights,
+        trainer_weights=weights,
+        trainer_config={key: value for key, value in init.items() if key not in _LOADING},
+        replays=routing is not None and routing.mode == "R3",
+        temperature=args.temperature,
+        sampling=sampling,
+        arguments=arguments,
+    )
+    origin = {
+        "model": f"{where}: model_name_or_path",
+        "dtype": f"{where}: mismatch.precision.dtype"
+        if precision
+        else "vLLM's own choice for the checkpoint: TRL says none",
+        "trainer_dtype": f"{where}: {'fp16' if args.fp16 else 'bf16' if args.bf16 else 'dtype'}, as TRL settles it",
+        "trainer_weights": f"{where}: {'model_init_kwargs.dtype' if 'dtype' in init else 'dtype'}",
+        "trainer_config": f"{where}: model_init_kwargs",
+        "replays": f"{where}: mismatch.routing.mode",
+        "temperature": f"{where}: temperature",
+        "max_tokens": f"{where}: max_completion_length",
+        **{f"sampling.{key}": f"{where}: {'generation_kwargs.' if key in given else ''}{key}" for key in sampling},
+        **{f"arguments.{key}": f"{where}: vllm_{key}, as TRL passes it on" for key in arguments},
+        "arguments.max_num_batched_tokens": "fixed in TRL",
+        "arguments.logprobs_mode": "fixed in TRL",
+        "arguments.max_model_len": f"{where}: vllm_max_model_length, and one token to score a whole response",
+        "arguments.max_num_seqs": f"{where}: per_device_train_batch_size x vllm_tensor_parallel_size x steps_per_generation",
+        "arguments.trust_remote_code": f"{where}: trust_remote_code",
+        "arguments.generation_config": "vLLM's default, which TRL leaves",
+    }
+    return HostRun(
+        sides=sides,
+        max_tokens=int(given.get("max_tokens", args.max_completion_length)),
+        dataset=_dataset(script, args),
+        origin=origin,
+        left_out=_left_out(args, model, unknown),
+    )
+
+
+# Arguments of `from_pretrained` that are not fields of the model's configuration.
+_LOADING = (
+    "dtype", "revision", "device_map", "trust_remote_code", "attn_implementation", "low_cpu_mem_usage", "use_cache",
+    "use_kernels", "quantization_config", "token", "cache_dir", "local_files_only",
+)  # fmt: skip
+
+
+def auto_dtype(model: str) -> str:
+    """Return the compute dtype that vLLM takes for a checkpoint when it is told none.
+
+    Raises:
+        ConfigError: vLLM cannot tell, because there is no such checkpoint or no vLLM.
+    """
+    try:
+        from vllm.config import ModelConfig
+
+        return canonical(ModelConfig(model=model, dtype="auto").dtype)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{model}: vLLM's dtype for it is not known ({' '.join(str(error).split())[:200]}); give --dtype."
+        ) from error
+
+
+def _parsed(path: Path) -> tuple[Any, Any, Any, dict[str, str]]:
+    """Return TRL's script, training and model arguments, and what none of them knows."""
+    from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    kinds: Any = (GRPOScriptArguments, MismatchGRPOConfig, ModelConfig, DatasetMixtureConfig)
+    parser = TrlParser(kinds)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            found = parser.parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
+    except OSError as error:
+        raise ConfigError(f"--trl: {path} cannot be read: {error.strerror or error}.") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        words = said.getvalue().splitlines()[-1] if isinstance(error, SystemExit) else str(error)
+        raise ConfigError(f"--trl: TRL refuses {path}: {' '.join(words.split())[:400]}") from error
+    script, args, model, _, rest = found
+    names = [word.removeprefix("--") for word in rest if word.startswith("--")]
+    return script, args, model, dict.fromkeys(names, "no argument of TRL's GRPO script")
+
+
+def _ensure_started(args: Any, model: Any, where: str) -> None:
+    """Refuse what the doctor would start otherwise than the run."""
+    init = args.model_init_kwargs or {}
+    revision = init.get("revision", model.model_revision)
+    for name, given, why, todo in (
+        ("use_vllm", args.use_vllm is False, "transformers samples, and there is no engine", "there is no gap to explain"),
+        ("vllm_mode", args.vllm_mode != "colocate", "the engine is a server of its own", SERVER),
+        ("load_in_4bit", model.load_in_4bit, "the doctor's trainer holds no quantised weights", "set it to false"),
+        ("load_in_8bit", model.load_in_8bit, "the doctor's trainer holds no quantised weights", "set it to false"),
+        ("vllm_structured_outputs_regex", bool(args.vllm_structured_outputs_regex),
+         "the engine's distribution is another than the trainer's by what was asked", "leave it out"),
+        ("model_revision", revision not in (None, "main"),
+         "TRL gives the revision to the trainer and not to the engine", "download it, and name its folder"),
+    ):  # fmt: skip
+        if given:
+            value = revision if name == "model_revision" else getattr(args, name, getattr(model, name, None))
+            raise not_started(f"--trl: {where}: {name}", value, why, todo)
+
+
+def _weights_dtype(given: Any, model: str) -> str:
+    """Return the dtype that TRL loads the trainer's weights in."""
+    if given not in (None, "auto"):
+        return canonical(given)
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(model).dtype
+    return "float32" if found is None else canonical(found)
+
+
+def _dataset(script: Any, args: Any) -> Dataset | None:
+    if not script.dataset_name:
+        return None
+    return Dataset(
+        paths=(str(script.dataset_name),),
+        option="dataset_name",
+        config=script.dataset_config,
+        split=script.dataset_train_split,
+        template_arguments=dict(args.chat_template_kwargs or {}),
+    )
+
+
+def _left_out(args: Any, model: Any, unknown: dict[str, str]) -> dict[str, str]:
+    init = args.model_init_kwargs or {}
+    present = {
+        "seed": True,
+        "vllm_enable_sleep_mode": args.vllm_enable_sleep_mode,
+        "attn_implementation": init.get("attn_implementation", model.attn_implementation),
+        "use_peft": model.use_peft,
+    }
+    return {name: LEFT_OUT[name] for name, given in present.items() if given} | unknown

@@ -1,0 +1,228 @@
+"""What verl's overrides say of a run, as the doctor starts it: as verl's rollout server starts its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mismatch_ext.adapters.transformers.doctor import with_room
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor.hosts import Dataset, HostRun, not_started
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.precision.dtypes import canonical
+
+_ROLLOUT = "actor_rollout_ref.rollout."
+_ACTOR = "actor_rollout_ref.actor."
+# vLLM's arguments by verl's names of them, as its server passes them on.
+PASSED = {
+    "max_num_seqs": "max_num_seqs",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "logprobs_mode": "logprobs_mode",
+    "enforce_eager": "enforce_eager",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "scheduling_policy": "scheduling_policy",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "quantization": "quantization",
+}
+# What verl sets for its own worker processes.
+_VERLS_OWN = ("worker_extension_cls", "distributed_executor_backend", "load_format", "seed")
+LEFT_OUT = {
+    "load_format": "the doctor's engine loads the checkpoint, and no trainer sends it weights",
+    "seed": "the doctor's own, by --seed",
+    "data_parallel_size": "the doctor starts one replica",
+    "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
+    "lora_rank": "adapters begin at zero; give the merged checkpoint by --model for a later step",
+    "strategy": "the doctor's trainer is transformers, in this engine's dtypes but without its kernels",
+    "quantization": "vLLM's own quantisation in the place of verl's block-wise one",
+}
+
+
+def read_verl(overrides: Sequence[str]) -> HostRun:
+    """Compose verl's configuration, and read what its rollout server and its actor are started with.
+
+    Args:
+        overrides: Of `main_ppo`, as on its command line.
+
+    Returns:
+        The run, with the engine's arguments and sampling settings as verl 0.9.1 passes them on.
+
+    Raises:
+        ConfigError: Hydra refuses an override, a setting is missing, or its engine is not one that the doctor starts.
+    """
+    from omegaconf import OmegaConf
+
+    config = _composed(overrides)
+    block = _settled(config)
+    group: Any = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
+    rollout, actor, model = group["rollout"], group["actor"], group["model"]
+    engine, path = rollout["name"], str(model["path"])
+    _ensure_started(rollout, actor, engine)
+    weights, held_by = _trainer_dtype(actor)
+    own = {key: value for key, value in (rollout["engine_kwargs"].get(engine) or {}).items() if value is not None}
+    arguments, origin = _arguments(rollout, model, path)
+    arguments |= {key: value for key, value in own.items() if key not in _VERLS_OWN}
+    origin |= {f"arguments.{key}": f"{_ROLLOUT}engine_kwargs.{engine}.{key}" for key in own if key not in _VERLS_OWN}
+    dtype = canonical(own.get("dtype", rollout["dtype"]))
+    arguments.pop("dtype", None)
+    routing = None if block is None else block.routing
+    sides: dict[str, Any] = dict(
+        model=path,
+        dtype=dtype,
+        trainer_dtype=weights,
+        trainer_weights=weights,
+        trainer_config=_trainer_config(model),
+        replays=routing is not None and routing.mode == "R3",
+        temperature=float(rollout["temperature"]),
+        sampling=_sampling(rollout),
+        arguments=arguments,
+        engine=engine,
+    )
+    origin |= {
+        "model": "actor_rollout_ref.model.path",
+        "engine": f"{_ROLLOUT}name",
+        "dtype": f"{_ROLLOUT}{f'engine_kwargs.{engine}.' if 'dtype' in own else ''}dtype",
+        "trainer_dtype": held_by,
+        "trainer_weights": held_by,
+        "trainer_config": "actor_rollout_ref.model.override_config, of which the rollout server is told nothing",
+        "replays": "mismatch.routing.mode",
+        "temperature": f"{_ROLLOUT}temperature",
+        "max_tokens": f"{_ROLLOUT}response_length",
+        **{f"sampling.{key}": f"{_ROLLOUT}{key}" for key in sides["sampling"]},
+        "sampling.repetition_penalty": "fixed in verl's agent loop",
+    }
+    return HostRun(
+        sides=sides,
+        max_tokens=int(rollout["response_length"]),
+        dataset=_dataset(OmegaConf.to_container(config.data, resolve=True), rollout, model),
+        origin=origin,
+        left_out=_left_out(rollout, actor, model),
+    )
+
+
+def _composed(overrides: Sequence[str]) -> Any:
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
+            config = compose("ppo_trainer", overrides=list(overrides))
+        for name in (f"{_ROLLOUT}name", "actor_rollout_ref.model.path"):
+            _ = _selected(config, name)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
+    return config
+
+
+def _selected(config: Any, name: str) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(config, name, throw_on_missing=True)
+
+
+def _settled(config: Any) -> MismatchConfig | None:
+    """Set what the block sets of precision, and return the part of the block that acts."""
+    from mismatch_ext.adapters.verl.settings.prepare import set_precision
+    from omegaconf import OmegaConf, open_dict
+
+    given = config.get("mismatch")
+    stated: Any = None if given is None else OmegaConf.to_container(given, resolve=True)
+    block = MismatchConfig.parse(stated)
+    if block is None:
+        return None
+    with open_dict(config):
+        set_precision(config, block.acting)
+    return block.acting
+
+
+def _ensure_started(rollout: dict[str, Any], actor: dict[str, Any], engine: str) -> None:
+    """Refuse what the doctor would start otherwise than the run."""
+    qat = (rollout.get("qat") or {}).get("enable", False)
+    mtp = rollout.get("mtp") or {}
+    split = (rollout.get("disaggregation") or {}).get("enabled", False)
+    for name, given, value, why, todo in (
+        ("name", engine != "vllm", engine, "the doctor reads the settings of vLLM alone",
+         "give this engine's own by --engine, --engine-arg and --sampling, or --rollouts"),
+        ("qat.enable", qat, qat, "the doctor's trainer has no quantisation-aware weights", "set it to False"),
+        ("mtp.enable_rollout", mtp.get("enable") and mtp.get("enable_rollout"), True,
+         "the doctor does not decode speculatively", "set it to False"),
+        ("disaggregation.enabled", split, split, "the doctor starts one engine for prefill and decode", "set it to False"),
+        ("pipeline_model_parallel_size", rollout["pipeline_model_parallel_size"] > 1,
+         rollout["pipeline_model_parallel_size"], "the doctor starts one stage", "set it to 1"),
+    ):  # fmt: skip
+        if given:
+            raise not_started(f"--verl: {_ROLLOUT}{name}", value, why, todo)
+
+
+def _trainer_dtype(actor: dict[str, Any]) -> tuple[str, str]:
+    """Return the dtype of the actor's passes, in which FSDP gathers its weights too, and the setting that says it."""
+    if actor["strategy"] not in ("fsdp", "fsdp2"):
+        name = actor["strategy"]
+        return canonical((actor.get(name) or {}).get("dtype", "bfloat16")), f"{_ACTOR}{name}.dtype"
+    mixed = actor["fsdp_config"].get("mixed_precision") or {}
+    found = mixed.get("param_dtype")
+    if found is not None:
+        return canonical(found), f"{_ACTOR}fsdp_config.mixed_precision.param_dtype"
+    return "bfloat16", "verl's FSDP engine, without fsdp_config.mixed_precision"
+
+
+def _arguments(rollout: dict[str, Any], model: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    found = {theirs: rollout[ours] for ours, theirs in PASSED.items() if rollout.get(ours) is not None}
+    origin = {f"arguments.{theirs}": f"{_ROLLOUT}{ours}" for ours, theirs in PASSED.items() if theirs in found}
+    found["trust_remote_code"] = model["trust_remote_code"]
+    origin["arguments.trust_remote_code"] = "actor_rollout_ref.model.trust_remote_code"
+    if rollout["expert_parallel_size"] > 1:
+        found["enable_expert_parallel"] = True
+        origin["arguments.enable_expert_parallel"] = f"{_ROLLOUT}expert_parallel_size"
+    if (length := with_room(rollout["max_model_len"], path)) is not None:
+        found["max_model_len"] = length
+        origin["arguments.max_model_len"] = f"{_ROLLOUT}max_model_len, and one token to score a whole response"
+    found["generation_config"] = "auto"
+    origin["arguments.generation_config"] = "vLLM's default, which verl leaves"
+    return found, origin
+
+
+def _sampling(rollout: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "temperature": float(rollout["temperature"]),
+        "top_p": float(rollout["top_p"]),
+        "top_k": int(rollout["top_k"]),
+        "repetition_penalty": 1.0,
+        "ignore_eos": bool(rollout["ignore_eos"]),
+    }
+
+
+def _trainer_config(model: dict[str, Any]) -> dict[str, Any]:
+    given = model.get("override_config") or {}
+    given = given.get("model_config", given)
+    return {key: value for key, value in given.items() if key != "attn_implementation"}
+
+
+def _dataset(data: Any, rollout: dict[str, Any], model: dict[str, Any]) -> Dataset | None:
+    files = data.get("train_files")
+    if not files:
+        return None
+    return Dataset(
+        paths=(files,) if isinstance(files, str) else tuple(map(str, files)),
+        option="data.train_files",
+        column=data["prompt_key"],
+        template=model.get("custom_chat_template"),
+        template_arguments=dict(data.get("apply_chat_template_kwargs") or {}),
+        longest=int(rollout["prompt_length"]),
+    )
+
+
+def _left_out(rollout: dict[str, Any], actor: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
+    present = {
+        "load_format": True,
+        "seed": True,
+        "attn_implementation": True,
+        "data_parallel_size": rollout["data_parallel_size"] > 1,
+        "lora_rank": model.get("lora_rank") or (model.get("lora") or {}).get("rank"),
+        "strategy": actor["strategy"] not in ("fsdp", "fsdp2"),
+        "quantization": rollout.get("quantization"),
+    }
+    return {name: LEFT_OUT[name] for name, given in present.items() if given}

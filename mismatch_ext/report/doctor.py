@@ -1,0 +1,102 @@
+"""What `mismatch-ext doctor` found, as a section of the report and as a page of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.doctor.remedies import HOSTS
+from mismatch_ext.doctor.text import VERDICTS
+from mismatch_ext.report.text import quantity
+
+DOCTOR_FILE = "doctor.json"
+STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """Why the two sides of a run differ.
+
+    Args:
+        name: Folder of the file.
+        gap: What was measured, in words.
+        parts: Name, share with its interval, and mean size in nats of each part of the gap.
+        causes: What is named, its share, how sure that is, and the lines to change by host.
+        notes: What else was seen.
+        verdict: "clean", "explained", "partly" or "unexplained".
+        sentence: The verdict as the doctor prints it.
+    """
+
+    name: str
+    gap: str
+    parts: tuple[tuple[str, str, str], ...]
+    causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
+    notes: tuple[str, ...]
+    verdict: str
+    sentence: str
+
+    @property
+    def advice(self) -> str | None:
+        """The last clause of the report's verdict; None where the doctor has named nothing."""
+        if not self.causes:
+            return None
+        named = ", and ".join(
+            f"{said} ({', '.join(part for part in (share, sure) if part != '–')})"
+            for said, share, sure, _ in self.causes
+        )
+        rest = "" if self.verdict == "explained" else ", which is a part of it"
+        return f'the doctor names {named}{rest}; change the lines under "Why the two sides differ"'
+
+
+def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
+    """Read what the doctor has left in a folder or in its direct sub-folders.
+
+    Returns:
+        What was found, and for each file that is none of the doctor's its folder and what is wrong with it.
+    """
+    found, wrong = [], []
+    for path in sorted((*Path(directory).glob(DOCTOR_FILE), *Path(directory).glob(f"*/{DOCTOR_FILE}"))):
+        try:
+            found.append(why_of(json.loads(path.read_text(encoding="utf-8")), path.resolve().parent.name))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            wrong.append((path.resolve().parent.name, f"{DOCTOR_FILE} is not one of the doctor's: {error!r}"))
+    return found, wrong
+
+
+def why_of(data: Mapping[str, Any], name: str) -> Why:
+    """Return what doctor.json says, as tables show it.
+
+    Args:
+        data: The file.
+        name: What to call it.
+    """
+    gap, causes = data["gap"], data["causes"]
+    said = {cause["key"]: cause["said"] for cause in causes}
+    hidden = data["verdict"] == "unexplained" and data["unexplained"] == 0
+    return Why(
+        name=name,
+        gap=f"{quantity(gap['logp_abs_diff_mean'])} nat per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
+        f"{data['responses']} responses",
+        parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data["parts"]),
+        causes=tuple(
+            (
+                cause["said"],
+                "–" if cause["share"] is None else f"{cause['share']:.0%}",
+                STATUS[cause["status"]],
+                tuple((host, cause["remedy"][host]) for host in HOSTS if cause["remedy"][host]),
+            )
+            for cause in causes
+        ),
+        notes=(*data["notes"], *data["hints"]),
+        verdict=data["verdict"],
+        sentence="Unexplained: the tokens, or a few of the errors, are not as rounding leaves them."
+        if hidden
+        else VERDICTS[data["verdict"]].format(unexplained=data["unexplained"]),
+    )
+
+
+def _share(part: Mapping[str, Any]) -> str:
+    return "–" if part["share"] is None else f"{part['share']:.0%} ({part['low']:.0%} to {part['high']:.0%})"

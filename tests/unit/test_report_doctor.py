@@ -1,0 +1,86 @@
+"""What the doctor found, in the report of a run and as a page of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mismatch_ext.doctor import Diagnosis, NamedCause, remedy
+from mismatch_ext.doctor.split import Part
+from mismatch_ext.doctor.tokens import TokensTest
+from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.report import build, build_why
+from tests.unit.synthetic_runs import write_run
+
+
+def found() -> Diagnosis:
+    """Return a diagnosis of an engine that samples at another temperature."""
+    cause = NamedCause(
+        key="temperature", family="sampling", said="temperature is <0.9>", parameter=0.9, status="confirmed", share=0.96, z=20.0,
+        slope=1.0, low=0.99, high=1.01, ties=(), remedy=remedy("temperature", 1.0),
+    )  # fmt: skip
+    part = Part(name="temperature", mean=1e-2, share=0.96, low=0.94, high=0.98, share_k3=None)
+    return Diagnosis(
+        tokens=6000,
+        responses=192,
+        gap={"logp_abs_diff_mean": 1e-2, "k3_kl": 1e-4, "logp_abs_diff_max": 0.4},
+        parts=(part,),
+        ratio=15.0,
+        tail_ratio=9.0,
+        trainer_ratio=1.0,
+        measurable=True,
+        causes=(cause,),
+        hints=("a hint",),
+        left=0.9,
+        left_tail=1.0,
+        unexplained=0.0,
+        notes=("a note",),
+        tokens_test=TokensTest(z=0.1, temperature=1.0, outside=()),
+        verdict="explained",
+        tried=("temperature",),
+    )
+
+
+def write(folder: Path, diagnosis: Diagnosis) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "doctor.json").write_text(json.dumps({"run": {}, **diagnosis.data()}), encoding="utf-8")
+
+
+def test_a_folder_of_the_doctor_has_a_page_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, found())
+    page = build_why(tmp_path).read_text(encoding="utf-8")
+    assert "Why the two sides differ" in page and "temperature is &lt;0.9&gt;" in page and "96% (94% to 98%)" in page
+    assert "confirmed" in page and "temperature: 1" in page and "a note" in page and "a hint" in page
+    assert "<script" not in page and "Explained: the causes above" in page
+
+
+def test_a_runs_report_has_the_section_and_its_verdict_names_the_cause(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "bf16")
+    before = build(tmp_path / "run").verdict
+    write(tmp_path / "run", found())
+    built = build(tmp_path / "run")
+    page = built.path.read_text(encoding="utf-8")
+    assert 'id="why"' in page and built.verdict != before
+    assert "the doctor names temperature is <0.9> (96%, confirmed); change the lines under" in built.verdict
+    assert built.verdict.partition(": ")[0] == before.partition(": ")[0]
+    write(tmp_path / "run", replace(found(), causes=(), verdict="clean"))
+    assert build(tmp_path / "run").verdict == before
+    assert build_why(tmp_path / "run") == built.path and 'id="summary"' in built.path.read_text(encoding="utf-8")
+
+
+def test_a_partial_name_is_said_to_be_a_part(tmp_path: Path) -> None:
+    write_run(tmp_path, "bf16")
+    write(tmp_path, replace(found(), verdict="partly", unexplained=1e-3))
+    assert "which is a part of it" in build(tmp_path).verdict
+
+
+def test_what_is_not_the_doctors_is_missing_and_no_error(tmp_path: Path) -> None:
+    write_run(tmp_path, "bf16")
+    (tmp_path / "doctor.json").write_text('{"tokens": 3}')
+    page = build(tmp_path).path.read_text(encoding="utf-8")
+    assert 'id="why"' not in page and "doctor.json is not one of the doctor&#39;s" in page
+    with pytest.raises(RunDirectoryError, match=r"no doctor\.json"):
+        build_why(tmp_path / "elsewhere")
