@@ -216,7 +216,6 @@ NOT_YET_RECORDED = (
     "doctor_engine",
     "doctor_weights",
     "doctor_experts",
-    "doctor_logged_experts",
     "demo_moe_trained",
     "example_dense_fp16",
     "example_moe_r3",
