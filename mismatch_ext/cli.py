@@ -20,7 +20,7 @@ class Command:
     Args:
         name: What it is called by.
         help: One line for the help text.
-        configure: Adds its arguments to its parser.
+        configure: Adds its arguments to its parser, when it is called.
         run: Gets the parsed arguments and returns the exit status. What it needs beyond the standard library it imports itself,
             so that the others stay quick to start.
     """
@@ -33,8 +33,9 @@ class Command:
 
 def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: the subcommand's, or 2 for an error told in one line on stderr."""
-    parser = _parser(commands)
-    arguments = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(commands, next((text for text in given if not text.startswith("-")), None))
+    arguments = parser.parse_args(given)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -45,7 +46,7 @@ def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) 
         return 2
 
 
-def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+def _parser(commands: Sequence[Command], called: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mismatch-ext",
         description="Tell how far rollout engine and trainer are apart.",
@@ -53,7 +54,9 @@ def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mismatch-ext {installed('mismatch-ext')}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in commands:
-        command.configure(subparsers.add_parser(command.name, help=command.help, description=command.help))
+        own = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == called:  # what describes the options of another may import what this one does without
+            command.configure(own)
     return parser
 
 
