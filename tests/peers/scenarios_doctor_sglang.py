@@ -8,10 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor import DoctorsEngine, Run, examine
 
 from examples.arithmetic.shipped import FOLDER
@@ -121,11 +119,3 @@ def _refusal(engine: DoctorsEngine, prompts: list[list[int]], sampling: dict[str
     except MismatchError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
-
-
-def refused(out: str) -> dict[str, Any]:
-    """Return the exit status of the command with settings that SGLang refuses, or under which its scheduler fails."""
-    prompts = Path(out) / "prompts.txt"
-    prompts.write_text("1+1=\n2+2=\n", encoding="utf-8")
-    plain = ["doctor", "--model", str(FOLDER / "dense"), "--engine", "sglang", "--prompts", str(prompts), "--out", out]
-    return {name: cli.main([*plain, "--engine-arg", name]) for name in ("no_such_argument=1", "max_total_tokens=0")}
