@@ -27,11 +27,11 @@ def seen(prepare=lambda config: None) -> str:
 
 
 def with_workaround() -> str:
-    from mismatch_ext.adapters.verl.settings.prepare import _set_precision
+    from mismatch_ext.adapters.verl.settings.prepare import set_precision
 
     from mismatch_ext.config import MismatchConfig
 
-    return seen(lambda config: _set_precision(config, MismatchConfig.parse({"precision": {"dtype": "float16"}})))
+    return seen(lambda config: set_precision(config, MismatchConfig.parse({"precision": {"dtype": "float16"}})))
 
 
 if __name__ == "__main__":

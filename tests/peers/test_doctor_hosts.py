@@ -25,6 +25,9 @@ OWN = {"model", "enable_sleep_mode", "distributed_executor_backend", "seed", "ma
 # TRL passes a quantisation only of weights that bitsandbytes holds, which the doctor refuses.
 OF_TRL = {"quantization"}
 
+UNSET = {"engine_model", "older", "engine", "server", "sampling", "arguments"}
+"""Fields of a run that no file of TRL sets, and those that are told setting by setting."""
+
 
 def test_a_run_of_trl_starts_as_trl_starts_it(run: Run, tmp_path: Path) -> None:
     found = run(trl_scenarios.trl_passes, out=str(tmp_path)).expect()
@@ -40,7 +43,7 @@ def test_a_run_of_trl_starts_as_trl_starts_it(run: Run, tmp_path: Path) -> None:
     assert found["mixed"]["trainer_dtype"] == "bfloat16" and found["mixed"]["trainer_weights"] == "float32"
     assert (found["block"]["dtype"], found["block"]["trainer_dtype"]) == ("float16", "float16")
     origin = found["read"]["origin"]
-    settings = {name for name in read if name not in ("engine_model", "older", "engine", "sampling", "arguments")}
+    settings = {name for name in read if name not in UNSET}
     nested = {f"{name}.{key}" for name in ("sampling", "arguments") for key in read[name]}
     assert settings | nested | {"max_tokens"} == set(origin)
     assert origin["sampling.top_p"] == "config.yaml: generation_kwargs.top_p"

@@ -26,6 +26,7 @@ RUN_BY = {
     "make matrix": "peers/test_readme.py::test_make_stack_and_matrix",
     "make stack STACK=verl-pins": "peers/test_readme.py::test_make_stack_and_matrix",
     "make stack STACK=trl-default": "peers/test_readme.py::test_make_stack_and_matrix",
+    "make upstream": "peers/test_readme.py::test_make_upstream",
     "make bench": "evidence/test_bench.py::test_costs_beside_what_others_have",
     'pip install "mismatch-ext[trl,report]"': "evidence/test_readme.py::test_pip_install",
     "python examples/trl_grpo.py": "peers/test_readme.py::test_script_then_report",
@@ -108,6 +109,11 @@ def test_make_stack_and_matrix() -> None:
     # against what is declared in tests/unit/test_stacks.py.
     assert "-m tests.stacks trl-default --jobs 2" in shell(f"{in_readme('make stack STACK=trl-default')} -n")
     assert "-m tests.stacks all --jobs 2" in shell(f"{in_readme('make matrix')} -n")
+
+
+def test_make_upstream() -> None:
+    # tests/peers/test_upstream.py runs the scripts themselves, by what the command calls.
+    assert "-m docs.upstream --page" in shell(f"{in_readme('make upstream')} -n").replace("  ", " ")
 
 
 def test_script_then_report() -> None:
