@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from benchmarks import (
     bench_correction,
+    bench_doctor,
     bench_kl_full,
     bench_metrics,
     bench_precision,
@@ -27,6 +28,7 @@ MODULES = (
     bench_routing,
     bench_replay,
     bench_report,
+    bench_doctor,
     bench_verl_scale,
     bench_trl_step,
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.doctor.block_by_block import held_blocks, with_blocks
 from mismatch_ext.adapters.doctor.configs import with_configs
+from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import Run
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor import Scorer
 
     from mismatch_ext.doctor import Diagnosis, Sample
+    from mismatch_ext.doctor.rungs import Engine
     from mismatch_ext.rollouts import Logged
 
 # Settings of an engine that a remedy takes back, by the family of the cause; vLLM's and SGLang's names.
@@ -61,7 +64,7 @@ def examine(
     model = load_model(sides.model, config=sides.trainer_config)
     _ensure_known("--prompts", sides.model, model, prompts)
     shape = routing_shape(model)
-    with _rungs() as rung:
+    with _Rungs() as rung:
         rung("engine")
         engine = sides.start(shape)
         try:
@@ -70,20 +73,24 @@ def examine(
             )
             rung("engine again")
             again = engine.score(sample)
+            rung("engine's own noise")
+            own = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
+            held = held_blocks(engine, sample)
         finally:
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
-        found, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
+        found, scorer = _diagnosed(sides, model, sample, rung, engine=own, seed=seed, quick=quick)
         if isinstance(engine, ServedEngine):
             found = replace(found, notes=(*engine.notes(sides.model, sample), *found.notes))
             if found.verdict in ("partly", "unexplained"):
                 found = judged(found, distance(again, scorer.rescored(again)))
         try:
-            return with_configs(_confirmed(found, sides, sample, again, scorer, rung), sides)
+            found = _confirmed(found, sides, sample, again, scorer, rung)
         except MismatchError as error:
             # What was found stands without it.
-            tried = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
-            return with_configs(tried, sides)
+            found = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+        rung("blocks")
+        return rung.ended(with_configs(with_blocks(found, held, sides, scorer), sides))
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
@@ -109,8 +116,8 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     shape = routing_shape(model)
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
-    with _rungs() as rung:
-        found = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0]
+    with _Rungs() as rung:
+        found = rung.ended(_diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0])
     return replace(found, notes=(*found.notes, logged.said(shape is not None)))
 
 
@@ -125,22 +132,45 @@ def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[in
         )
 
 
-@contextmanager
-def _rungs() -> Iterator[Callable[[str], None]]:
-    """Yield what moves a progress bar on, by the name of what is tried next."""
-    from tqdm import tqdm
+class _Rungs:
+    """Moves a progress bar on, by the name of what is tried next, and keeps the seconds of each."""
 
-    with tqdm(unit="rung", disable=None) as bar:
+    def __init__(self) -> None:
+        from tqdm import tqdm
 
-        def rung(name: str) -> None:
-            bar.set_description(name)
-            bar.update()
+        self._bar = tqdm(unit="rung", disable=None)
+        self._name, self._since = "", perf_counter()
+        self.seconds: dict[str, float] = {}
 
-        yield rung
+    def __call__(self, name: str) -> None:
+        now = perf_counter()
+        if self._name:
+            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
+        self._name, self._since = name, now
+        self._bar.set_description(name)
+        self._bar.update()
+
+    def ended(self, found: Diagnosis) -> Diagnosis:
+        """Return a diagnosis with what its rungs took."""
+        self("")
+        return replace(found, seconds={name: round(seconds, 3) for name, seconds in self.seconds.items()})
+
+    def __enter__(self) -> _Rungs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
 
 def _diagnosed(
-    sides: Run, model: Any, sample: Sample, rung: Callable[[str], None], *, seed: int, quick: bool
+    sides: Run,
+    model: Any,
+    sample: Sample,
+    rung: Callable[[str], None],
+    *,
+    engine: Engine | None = None,
+    seed: int,
+    quick: bool,
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor import Scorer
     from mismatch_ext.adapters.transformers.doctor_causes import of_model
@@ -156,9 +186,10 @@ def _diagnosed(
         temperature=sides.temperature,
         trainer_weights=sides.trainer_weights,
         replays=sides.replays,
+        layout=sides.layout,
     )
     causes = [] if quick else of_model(scorer, sides.older)
-    return diagnose(sample, scorer.scores, causes, seed=seed, progress=rung), scorer
+    return diagnose(sample, scorer.scores, causes, engine=engine, seed=seed, progress=rung), scorer
 
 
 def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:

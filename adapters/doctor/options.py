@@ -18,6 +18,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.strict import suggestion
 
 DTYPES = ("float32", "float16", "bfloat16")
+LAYOUTS = ("right", "left", "left-positions", "packed")
 THRESHOLD = 1e-4
 # Engines that are started, with their own names of the seed of sampling.
 SEEDS = {"vllm": "seed", "sglang": "sampling_seed"}
@@ -62,6 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="compute dtype of both sides (default: what the run or server says, or bfloat16)"
     )
     parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
+    parser.add_argument("--trainer-layout", choices=LAYOUTS,
+                        help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--prompts", metavar="FILE", type=folder,
                         help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
@@ -89,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="weights that the engine may have kept: an earlier step, an adapter's base; repeatable")  # fmt: skip
     parser.add_argument("--threshold", metavar="NATS", type=float, default=THRESHOLD,
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
+    parser.add_argument("--blocks", action="store_true", help="compare block by block where nothing is left, too")
     parser.add_argument("--quick", action="store_true", help="leave out the causes that need a forward pass each")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of intervals (default: 0)")
     parser.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
@@ -161,6 +165,10 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if arguments.older:
         found["older"] = tuple(map(str, arguments.older))
+    if arguments.trainer_layout is not None:
+        found["layout"] = arguments.trainer_layout
+    if arguments.blocks:
+        found["blocks"] = True
     return found
 
 

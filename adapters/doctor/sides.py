@@ -60,6 +60,8 @@ class Run:
         older: Checkpoints whose weights the engine may have kept.
         engine: Kind of the engine, "vllm" or "sglang"; sampling and arguments are by its names.
         server: A server that is asked in the place of an engine that is started.
+        layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
+        blocks: Whether engine and trainer are held against each other block by block where nothing is left, too.
     """
 
     model: str
@@ -75,6 +77,8 @@ class Run:
     older: tuple[str, ...] = ()
     engine: str = "vllm"
     server: Address | None = None
+    layout: str = "right"
+    blocks: bool = False
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:
         """Start the engine of this run, or turn to its server.

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.transformers import doctor_logits
+from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, Laid, laid, own_noise
+from mismatch_ext.adapters.transformers.doctor_logits import Projected, is_head, passing_hidden
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from safetensors import SafetensorError
@@ -100,6 +103,7 @@ class Scorer:
         temperature: What the trainer divides logits by.
         trainer_weights: What the trainer holds or gathers its weights in while it computes.
         replays: Whether the trainer replays the engine's routes.
+        layout: How the trainer lays sequences into a batch, of `LAYOUTS`.
 
     Attributes:
         scores: What the trainer's side says; the oracle, from which causes start, is in it.
@@ -115,17 +119,24 @@ class Scorer:
         temperature: float = 1.0,
         trainer_weights: str = "float32",
         replays: bool = False,
+        layout: str = "right",
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
         self.shape = routing_shape(model)
         # As the run: no routes are replayed unless its block says so, and the doctor shows what they cost.
-        half, kept = torch_dtype(trainer_dtype), torch_dtype(trainer_weights)
-        cast = nullcontext() if half == torch.float32 else torch.autocast(self._device.type, half)
+        kept = torch_dtype(trainer_weights)
+        self._trainer = (torch_dtype(trainer_dtype), kept)
         self._round(kept)
-        with cast, nullcontext() if kept == torch.float32 else self._cast(kept):
-            replayed = replays and self.shape is not None and sample.routes is not None
-            trainer, taken = (self._scored(sample.routes), None) if replayed else self._native()
+        replayed = replays and self.shape is not None and sample.routes is not None
+        if replayed and layout != "right":
+            raise ConfigError(
+                f"--trainer-layout: {layout} is not allowed for a trainer that replays routes; allowed: right."
+            )
+        with self._as_trainer():
+            straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
+        trainer = straight if layout == "right" else self.in_layout(sample, layout)
+        rungs = tuple(own_noise(self))
         self._round(self.engine_dtype)
         native = self._scored(taken) if taken is not None and sample.routes is not None else None
         self.scores = Scores(
@@ -133,6 +144,9 @@ class Scorer:
             own=self._own(sample),
             logits=self._logits(sample),
             native=native,
+            straight=None if layout == "right" else straight,
+            layout="" if layout == "right" else LAYOUTS[layout],
+            rungs=rungs,
             temperature=temperature,
             end_tokens=end_tokens(model),
             engine_dtype=engine_dtype,
@@ -186,6 +200,29 @@ class Scorer:
                 totals = [total + (own * kept).sum() for total, own in zip(totals, mine, strict=True)]
             yield totals
 
+    def in_layout(self, sample: Sample, layout: str, *, most_rows: int = MOST_ROWS, exact: bool = False) -> Floats:
+        """Return log-probabilities `[N]` of a sample's tokens under another layout, and under the model's own routes.
+
+        Args:
+            sample: The tokens.
+            layout: Of `LAYOUTS`.
+            most_rows: Most responses of a batch.
+            exact: In float32, in the place of the trainer's dtype.
+        """
+        with nullcontext() if exact else self._as_trainer():
+            found = [
+                self._picked(row, logits, sample)
+                for row, logits in self._passes(sample, None, layout=layout, most_rows=most_rows)
+            ]
+        return self._joined(found)
+
+    @contextmanager
+    def _as_trainer(self) -> Iterator[None]:
+        half, kept = self._trainer
+        cast = nullcontext() if half == torch.float32 else torch.autocast(self._device.type, half)
+        with cast, nullcontext() if kept == torch.float32 else self.cast(kept):
+            yield
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -200,15 +237,36 @@ class Scorer:
         found = [self._picked(row, logits) for row, logits in self._passes(self.sample, None, taken=taken)]
         return self._joined(found), tuple(taken[row] for row in sorted(taken)) or None
 
-    def _logits(self, sample: Sample) -> Tensor:
-        found = {}
-        for row, logits in self._passes(sample, sample.routes):
-            found[row] = logits[torch.tensor(sample.masks[row])].float().cpu()
-        return torch.cat([found[row] for row in sorted(found)])
+    def _logits(self, sample: Sample) -> Tensor | Projected:
+        """Return the tokens' logits `[N, V]`: kept where they are few, else projected whenever they are read."""
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        counts = [sum(mask) for mask in sample.masks]
+        starts = np.cumsum([0, *counts])
+        width = int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 0)
+        if starts[-1] * width <= doctor_logits.KEPT or not self._projects(head, sample):
+            head = None
+        kept = None
+        with nullcontext() if head is None else passing_hidden(head):
+            for row, found in self._passes(sample, sample.routes):
+                if kept is None:
+                    kept = torch.empty(int(starts[-1]), found.shape[-1])
+                kept[starts[row] : starts[row + 1]] = found[torch.tensor(sample.masks[row])].float().cpu()
+        assert kept is not None  # a sample has responses
+        return kept if head is None else Projected(head, kept, width)
+
+    def _projects(self, head: nn.Module | None, sample: Sample) -> bool:
+        """Tell whether the head alone makes logits of hidden states, on one response."""
+        if head is None:
+            return False
+        row = min(range(len(sample.masks)), key=lambda row: len(sample.prompts[row]) + len(sample.responses[row]))
+        _, logits = next(iter(self._passes(sample, None, only=[row])))
+        with passing_hidden(head):
+            _, hidden = next(iter(self._passes(sample, None, only=[row])))
+        return is_head(head, hidden, logits)
 
     def _own(self, sample: Sample) -> Floats:
         """Return the log-probabilities of the same weights in the engine's dtype; buffers keep theirs, as in a trainer."""
-        with self._cast(self.engine_dtype):
+        with self.cast(self.engine_dtype):
             found = [self._picked(row, logits) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(found)
 
@@ -218,7 +276,8 @@ class Scorer:
                 parameter.copy_(parameter.to(dtype))
 
     @contextmanager
-    def _cast(self, dtype: torch.dtype) -> Iterator[None]:
+    def cast(self, dtype: torch.dtype) -> Iterator[None]:
+        """Hold the weights in another dtype; buffers keep theirs, as in a trainer."""
         # There and back without loss: the weights are rounded to it already.
         try:
             for parameter in self.model.parameters():
@@ -228,10 +287,11 @@ class Scorer:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.float()
 
-    def _picked(self, row: int, logits: Tensor) -> tuple[int, Floats]:
-        tokens = torch.tensor(self.sample.responses[row], device=logits.device)[:, None]
+    def _picked(self, row: int, logits: Tensor, sample: Sample | None = None) -> tuple[int, Floats]:
+        sample = sample or self.sample
+        tokens = torch.tensor(sample.responses[row], device=logits.device)[:, None]
         logp = (logits.double() / self.temperature).log_softmax(-1).gather(-1, tokens)[:, 0]
-        return row, logp[torch.tensor(self.sample.masks[row])].cpu().numpy()
+        return row, logp[torch.tensor(sample.masks[row])].cpu().numpy()
 
     def _joined(self, found: list[tuple[int, Floats]]) -> Floats:
         return np.concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])])
@@ -245,37 +305,37 @@ class Scorer:
         taken: dict[int, RoutingTrace] | None = None,
         grad: bool = False,
         only: list[int] | None = None,
+        layout: str = "right",
+        most_rows: int = MOST_ROWS,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each response's row and logits `[T, V]`; right-padded batches of like length, no cache."""
+        """Yield each response's row and logits `[T, V]`; batches of like length, no cache. Routes need padding on the right."""
         prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
-        rows = [[*ids, *response] for ids, response in zip(prompts, sample.responses, strict=True)]
-        order = sorted(range(len(rows)) if only is None else only, key=lambda row: len(rows[row]))
+        lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
+        order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__)
         while order:
             width = int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 2**17)
-            count = max(1, min(MOST_ROWS, MOST_LOGITS // (len(rows[order[0]]) * width)))
+            count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))
             batch, order = order[:count], order[count:]
-            length = max(len(rows[row]) for row in batch)
-            ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in batch])
-            mask = torch.tensor([[1] * len(rows[row]) + [0] * (length - len(rows[row])) for row in batch])
-            with torch.set_grad_enabled(grad), evaluating(self.model), self._routed(batch, mask, routes, taken):
-                output = self.model(
-                    input_ids=ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False
-                )
-            for place, row in enumerate(batch):
-                end = len(rows[row]) - 1
-                yield row, output.logits[place, end - len(sample.responses[row]) : end]
+            made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
+            with torch.set_grad_enabled(grad), evaluating(self.model), self._routed(batch, made, routes, taken):
+                output = self.model(**_given(made, self._device), use_cache=False)
+            for row, (place, start) in zip(batch, made.places, strict=True):
+                yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]
 
     @contextmanager
     def _routed(
         self,
         batch: list[int],
-        mask: Tensor,
+        made: Laid,
         routes: tuple[RoutingTrace, ...] | None,
         taken: dict[int, RoutingTrace] | None,
     ) -> Iterator[None]:
         if self.shape is None or (routes is None and taken is None):
             yield
-        elif routes is not None:
+            return
+        mask = made.mask
+        assert mask is not None  # padded
+        if routes is not None:
             trace, known = align([routes[row] for row in batch], mask)
             with replay_routing(self.model, trace, known):
                 yield
@@ -302,6 +362,12 @@ def scored_under(scorer: Scorer, change: Callable[[float], Any], **given: Any) -
             return scorer.logprobs(screen=screen)
 
     return Cause(predict=predict, screen=partial(predict, screen=True), **given)
+
+
+def _given(made: Laid, device: torch.device) -> dict[str, Tensor]:
+    """Return a batch as arguments of a model; what is None is left out, as by a trainer that does not pass it."""
+    given = {"input_ids": made.ids, "attention_mask": made.mask, "position_ids": made.positions}
+    return {name: tensor.to(device) for name, tensor in given.items() if tensor is not None}
 
 
 def routing_shape(model: nn.Module) -> RoutingShape | None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
-from mismatch_ext.adapters.vllm.engine import read_engine, shutdown
+from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
+from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
@@ -128,12 +129,39 @@ class VllmEngine:
 
     def score(self, sample: Sample) -> Sample:
         """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+        return self._scored(sample, self._prefilled(_whole(sample)))
+
+    def score_alone(self, sample: Sample) -> Sample:
+        """Return what `score` does, with each response's request sent after the last one was answered."""
+        return self._scored(sample, [output for ids in _whole(sample) for output in self._prefilled([ids])])
+
+    def blocks(self, rows: Sequence[Sequence[int]]) -> list[Held]:
+        """Return what each block is given, and gives, while a sequence is prefilled; nothing of one in several chunks.
+
+        Args:
+            rows: Token ids of each sequence.
+        """
+        found: list[Held] = []
+        for ids in rows:
+            held: Held = {}
+            with holding(runner(self._llm).model, held):
+                self._prefilled([list(ids)])
+            # A step may be padded; one that is shorter held a chunk.
+            count = len(ids)
+            whole = {at: pair for at, pair in held.items() if min(map(len, pair)) >= count}
+            found.append({at: (given[:count], out[:count]) for at, (given, out) in whole.items()})
+        return found
+
+    def _prefilled(self, rows: list[list[int]]) -> list[RequestOutput]:
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        whole = [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
-        requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in whole]
-        outputs = self._generated(requests, params)
+        requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in rows]
+        return self._generated(
+            requests, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        )
+
+    def _scored(self, sample: Sample, outputs: list[RequestOutput]) -> Sample:
+        whole = _whole(sample)
         logprobs = []
         for output, prompt, ids in zip(outputs, sample.prompts, whole, strict=True):
             assert output.prompt_logprobs is not None  # asked for
@@ -160,6 +188,10 @@ class VllmEngine:
                 f"vLLM refuses a request: {' '.join(str(error).split())[:400]}; the doctor asks for a prompt with its response "
                 "and one token more: give a larger --engine-arg max_model_len, shorter prompts, or a smaller --max-tokens."
             ) from error
+
+
+def _whole(sample: Sample) -> list[list[int]]:
+    return [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
 
 
 def seeded(params: SamplingParams, requests: int) -> list[SamplingParams]:

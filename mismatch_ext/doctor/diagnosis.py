@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,27 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mismatch_ext.doctor.blocks import Block
 from mismatch_ext.doctor.causes import SLOPES, Cause, Fit, Search
 from mismatch_ext.doctor.foretold import Foretold, Mended
 from mismatch_ext.doctor.logits import of_logits
 from mismatch_ext.doctor.noise import Noise
 from mismatch_ext.doctor.remedies import Remedy, remedy
+from mismatch_ext.doctor.rungs import FLOAT32, Engine, Largest, Rung
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.doctor.split import Part, split
-from mismatch_ext.doctor.table import LogitTable
+from mismatch_ext.doctor.table import Logits, LogitTable
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.metrics.numerics import k3
 
 # What rounding alone leaves of an error, in units of the trainer's own arithmetic: medians, then the largest hundredth.
 ROUNDING, ROUNDING_TAIL = 1.3, 3.0
-# Nats per token, below which an error is that of two float32 programs.
-FLOAT32 = 1e-5
 # An engine that errs less than this computes finer than its dtype; a trainer that errs more, coarser than the engine.
 FINER, COARSER = 0.6, 2.0
 # A name that leaves something is confirmed where it foretold this part of what the remedy mends: a remedy takes back settings of
 # a kind together, and so mends what another of them did, too.
 MOST = 0.75
+# The part of the gap that the trainer's padding makes.
+LAYOUT = "layout"
 SCHEMA = 1
 
 
@@ -44,6 +46,9 @@ class Scores:
         logits: Of the oracle: the trainer's model in float32, its weights rounded to the engine's dtype, under the
             engine's routes where they are known `[N, V]`, float32, before the temperature.
         native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
+        straight: The trainer's with right padding, under which every position is its own `[N]`; None where the run pads so.
+        layout: How the run lays its batches, in words; "" where it pads on the right.
+        rungs: What the trainer differs from itself by.
         temperature: What the trainer divides logits by.
         end_tokens: Ids that end a response.
         engine_dtype, trainer_dtype: What the sides compute in, for remedies; "" where nobody says.
@@ -51,8 +56,11 @@ class Scores:
 
     trainer: Floats
     own: Floats
-    logits: Tensor
+    logits: Tensor | Logits
     native: Floats | None = None
+    straight: Floats | None = None
+    layout: str = ""
+    rungs: tuple[Rung, ...] = ()
     temperature: float = 1.0
     end_tokens: tuple[int, ...] = ()
     engine_dtype: str = ""
@@ -66,8 +74,8 @@ class NamedCause:
     Args:
         key, family, said: As of the `Cause`; the sentence holds the parameter.
         parameter: Its value.
-        status: "fits", "partly" where something is left, or "confirmed" where its remedy was applied and the gap
-            fell as predicted.
+        status: "fits", "partly" where something is left, "confirmed" where its remedy was applied and the gap fell as
+            predicted, or "measured" where a side differs from itself.
         share: Of the mean |Δlogp|; None for too few tokens.
         z, slope, low, high: How sure the fit is; None where the tokens alone say it.
         ties: Keys of causes that fit as well.
@@ -109,6 +117,10 @@ class Diagnosis:
         tried: Keys of the causes on the list.
         engine_dtype, trainer_dtype: What the sides compute in; "" where nobody says.
         mended: What remedies did that were tried.
+        rungs: What each side differs from itself by.
+        largest: The token of the largest gap; None for a diagnosis without a gap.
+        blocks: The network's blocks, each given the engine's own input; empty where that was not asked for, or not possible.
+        seconds: What the doctor's rungs took, by their names.
         foretold: What the named causes predict token by token; not in `data`.
     """
 
@@ -132,6 +144,10 @@ class Diagnosis:
     engine_dtype: str = ""
     trainer_dtype: str = ""
     mended: tuple[Mended, ...] = ()
+    rungs: tuple[Rung, ...] = ()
+    largest: Largest | None = None
+    blocks: tuple[Block, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
     foretold: Foretold | None = field(default=None, repr=False, compare=False)
 
     def exit_status(self, threshold: float) -> int:
@@ -218,6 +234,7 @@ def diagnose(
     scores: Scores,
     causes: Sequence[Cause] = (),
     *,
+    engine: Engine | None = None,
     seed: int = 0,
     progress: Callable[[str], None] = lambda key: None,
 ) -> Diagnosis:
@@ -227,13 +244,19 @@ def diagnose(
         sample: What the engine sampled, and reported of it.
         scores: What the trainer's side says of the same tokens.
         causes: Those that need a forward pass of a changed model each; those that are functions of logits are always tried.
+        engine: What the engine says of itself; None where it cannot be asked.
         seed: Of the bootstrap over responses.
         progress: Called with the key of each cause before it is tried.
 
     Raises:
         NonFiniteLogprobError: The trainer's side is not finite; names response and token.
     """
-    for side, values in (("trainer's", scores.trainer), ("trainer's, in the engine's dtype,", scores.own)):
+    straight = scores.trainer if scores.straight is None else scores.straight
+    for side, values in (
+        ("trainer's", scores.trainer),
+        ("trainer's, padded on the right,", straight),
+        ("trainer's, in the engine's dtype,", scores.own),
+    ):
         wrong = np.flatnonzero(~np.isfinite(values))
         if len(wrong):
             raise NonFiniteLogprobError(
@@ -243,16 +266,29 @@ def diagnose(
             )
     rng = np.random.default_rng(seed)
     table = LogitTable.of(sample, scores.logits, scores.temperature)
-    error, arithmetic = sample.engine - table.logprob, scores.own - table.logprob
+    arithmetic = scores.own - table.logprob
+    error = sample.engine - table.logprob
     noise = Noise.of(arithmetic, table.spread)
     listed = [*of_logits(table, scores.end_tokens), *causes]
     search = Search(sample, table.logprob, noise, rng, progress)
     named, fits, rest = search.select(listed, error)
+    # Where no cause is the whole truth, and the decode is not the prefill: what only the decode does is measured, and causes
+    # have to explain the prefill alone.
+    unclear = engine is not None and not _is_rounding(rest, arithmetic, noise)
+    decodes_apart = unclear and engine is not None and engine.decodes_apart(float(np.abs(arithmetic).mean()))
+    prefill = engine.prefill if engine is not None and decodes_apart else None
+    if prefill is not None:
+        error = prefill - table.logprob
+        named, fits, rest = search.select(listed, error)
     parts = {fit.cause.key: fit.finite for fit in named}
     parts["engine's arithmetic"] = rest
     if scores.native is not None:
         parts["routes"] = table.logprob - scores.native
-    parts["trainer's arithmetic"] = (table.logprob if scores.native is None else scores.native) - scores.trainer
+    parts["trainer's arithmetic"] = (table.logprob if scores.native is None else scores.native) - straight
+    if scores.straight is not None:
+        parts[LAYOUT] = straight - scores.trainer
+    if prefill is not None:
+        parts = {"decode_path": sample.engine - prefill} | parts
     shares = {part.name: part for part in split(parts, sample.row, rng)}
     trainer_ratio = noise.ratio(parts["trainer's arithmetic"])
     tokens = judge_tokens(table)
@@ -260,11 +296,15 @@ def diagnose(
     complete = _is_rounding(rest, arithmetic, noise)
     found = [_named(fit, shares[fit.cause.key], complete, scores.temperature) for fit in named]
     # Where the log-probabilities are off too, tokens are drawn from another distribution whatever the cause.
-    if not found and complete and tokens.finding is not None:
+    if not found and complete and not decodes_apart and tokens.finding is not None:
         found = [_by_tokens(tokens, scores.temperature)]
     # Not `noise.measured`: beside a float32 engine, whose rounding is below it, a half-precision trainer is all of the gap.
     if trainer_ratio > COARSER and float(np.abs(parts["trainer's arithmetic"]).mean()) > FLOAT32:
         found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"], scores))
+    if scores.straight is not None:
+        found += _by_layout(scores, noise.ratio(parts[LAYOUT]), shares[LAYOUT])
+    if engine is not None and decodes_apart:
+        found.insert(0, _by_decode(engine, shares.get("decode_path")))
     # Tokens of another distribution than both sides report are not clean, whether or not it has a name.
     sound = complete and (bool(found) or abs(tokens.z) < SURE)
     verdict = ("explained" if found else "clean") if sound else ("partly" if found else "unexplained")
@@ -288,12 +328,21 @@ def diagnose(
         left_tail=left_tail,
         unexplained=0.0 if complete else max(0.0, float(np.abs(rest).mean() - np.abs(arithmetic).mean())),
         # A change of the logits changes how errors of rounding show, too.
-        notes=(*(() if found else _notes(noise, left, error)), *judge_ends(sample, scores.end_tokens)),
+        notes=(
+            *(() if found else _notes(noise, left, error)),
+            *judge_ends(sample, scores.end_tokens),
+            *(() if engine is None else engine.notes),
+        ),
         tokens_test=tokens,
         verdict=verdict,
         tried=tuple(cause.key for cause in listed),
         engine_dtype=scores.engine_dtype,
         trainer_dtype=scores.trainer_dtype,
+        rungs=tuple(
+            replace(rung, of_gap=rung.mean / float(np.abs(gap).mean()) if gap.any() else None)
+            for rung in (*scores.rungs, *(() if engine is None else engine.rungs))
+        ),
+        largest=Largest.of(sample, parts),
         foretold=Foretold(error=error, by={fit.cause.key: fit.finite for fit in named}, noise=noise) if named else None,
     )
 
@@ -349,6 +398,37 @@ def _coarser(ratio: float, part: Part, scores: Scores) -> NamedCause:
     return NamedCause(
         key="trainer_dtype", family="trainer", said=said, parameter=ratio, status="fits", share=part.share, z=None, slope=None,
         low=None, high=None, ties=(), remedy=mending,
+    )  # fmt: skip
+
+
+def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
+    """Return the cause that the trainer's batches show, where they do more than round otherwise."""
+    assert scores.straight is not None
+    changed = [rung for rung in scores.rungs if rung.name == scores.layout and rung.changes_the_policy]
+    if not changed and (ratio <= COARSER or float(np.abs(scores.straight - scores.trainer).mean()) <= FLOAT32):
+        return []
+    said = f"{scores.layout} moves the trainer's log-probabilities by {part.mean:.1e} nats per token, {ratio:.1f} of rounding's"
+    if changed:
+        said += f", and by {changed[0].float32:.1e} in float32: to the model other positions, or another context"
+    return [_measured("layout", "trainer", said, ratio, part)]
+
+
+def _by_decode(engine: Engine, part: Part | None) -> NamedCause:
+    """Return the cause that the engine shows alone: its tokens are sampled by another computation than its prefill."""
+    mean = float(np.abs(engine.decode).mean())
+    return _measured(
+        "decode_path",
+        "engine",
+        f"the engine's decode differs from its own prefill by {mean:.1e} nats per token",
+        mean,
+        part,
+    )
+
+
+def _measured(key: str, family: str, said: str, parameter: float, part: Part | None) -> NamedCause:
+    return NamedCause(
+        key=key, family=family, said=said, parameter=parameter, status="measured", share=None if part is None else part.share,
+        z=None, slope=None, low=None, high=None, ties=(), remedy=remedy(key),
     )  # fmt: skip
 
 

@@ -173,7 +173,8 @@ def _frequency(table: LogitTable, x: float, of: str) -> Floats:
 def _picked(table: LogitTable) -> Floats:
     """Return the tokens' logits, before the temperature."""
     token = torch.from_numpy(table.sample.tokens)[:, None]
-    return np.asarray(table.logits.gather(-1, token)[:, 0].double().numpy())
+    parts = [table.logits[rows].gather(-1, token[rows])[:, 0] for rows in chunks(table.logits)]
+    return np.asarray(torch.cat(parts).double().numpy())
 
 
 def _padded(table: LogitTable, rows: float) -> Floats:

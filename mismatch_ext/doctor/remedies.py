@@ -67,6 +67,15 @@ _DTYPE = Remedy(
 REMEDIES: dict[str, Remedy] = {
     "rounding": _DTYPE,
     "trainer_dtype": _DTYPE,
+    "layout": Remedy(
+        trl="give the model position_ids beside the attention mask, or pad prompts on the right",
+        verl="actor_rollout_ref.model.use_remove_padding=true",
+    ),
+    "decode_path": Remedy(
+        verl=f"{_ROLLOUT}enforce_eager=true",
+        vllm="--enforce-eager, VLLM_BATCH_INVARIANT=1, and reset the prefix cache after weights are sent",
+        sglang="--enable-deterministic-inference, and flush the cache after weights are sent",
+    ),
     "routes": Remedy(
         trl="mismatch: {routing: {mode: R3}}",
         verl="+mismatch.routing.mode=R3",

@@ -127,3 +127,11 @@ class Sample:
             if kept
         ]
         return np.array(found, dtype=np.float64)
+
+    def part(self, rows: Sequence[int]) -> Sample:
+        """Return some of the responses, in the order that is given."""
+        chosen = {
+            name: tuple(getattr(self, name)[row] for row in rows)
+            for name in ("prompts", "responses", "masks", "logprobs")
+        }
+        return Sample(**chosen, routes=None if self.routes is None else tuple(self.routes[row] for row in rows))

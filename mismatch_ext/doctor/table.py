@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,19 @@ from mismatch_ext.doctor.sample import Floats, Sample
 CHUNK = 2**24
 # A nucleus is looked for among so many tokens of each place.
 BEST = 1024
+
+
+class Logits(Protocol):
+    """Logits `[N, V]`, float32, that are read stretch by stretch: a tensor, or what computes them when they are read."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and V."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """Return a stretch of rows, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +51,7 @@ class LogitTable:
     """
 
     sample: Sample
-    logits: Tensor
+    logits: Tensor | Logits
     temperature: float
     logprob: Floats
     entropy: Floats
@@ -47,7 +61,7 @@ class LogitTable:
     better: Floats
 
     @classmethod
-    def of(cls, sample: Sample, logits: Tensor, temperature: float) -> LogitTable:
+    def of(cls, sample: Sample, logits: Tensor | Logits, temperature: float) -> LogitTable:
         """Read the table off the oracle's logits `[N, V]`."""
         parts: list[list[Floats]] = []
         for rows in chunks(logits):
@@ -84,7 +98,7 @@ class LogitTable:
         return np.concatenate(parts)
 
 
-def chunks(logits: Tensor) -> Iterator[slice]:
+def chunks(logits: Tensor | Logits) -> Iterator[slice]:
     """Yield stretches of logits `[N, V]` that are small enough for copies in float64."""
     count = max(1, CHUNK // logits.shape[1])
     return (slice(first, min(first + count, len(logits))) for first in range(0, len(logits), count))

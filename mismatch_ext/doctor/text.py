@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mismatch_ext.doctor.diagnosis import Diagnosis, NamedCause
 from mismatch_ext.doctor.remedies import HOSTS, remedy
+from mismatch_ext.doctor.rungs import Rung
 from mismatch_ext.doctor.split import LEAST_TOKENS
 from mismatch_ext.doctor.tokens import said
 
@@ -50,6 +51,18 @@ def _lines(found: Diagnosis) -> Iterator[str]:
             f"in units of the trainer's own rounding: engine {found.ratio:.2f}, after the causes {found.left:.2f}, "
             f"trainer {found.trainer_ratio:.2f}"
         )
+    if found.largest is not None:
+        yield found.largest.said()
+    if found.rungs:
+        yield ""
+        yield f"{'the same tokens, computed otherwise':58} {'mean':>8} {'largest':>8} {'of gap':>7}  in float32"
+        yield from map(_rung, found.rungs)
+    if found.blocks:
+        yield ""
+        yield f"{'block, on the engine-side input':32} {'engine':>8} {'rounding':>8} {'ratio':>6}"
+        for block in found.blocks:
+            name = f"layer {block.layer}, {block.kind}"
+            yield f"{name:32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
     for cause in found.causes:
         yield ""
         yield f"to mend {cause.key}:"
@@ -72,9 +85,19 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         yield VERDICTS[found.verdict].format(unexplained=found.unexplained)
 
 
+def _rung(rung: Rung) -> str:
+    of_gap = "-" if rung.of_gap is None else f"{rung.of_gap:.0%}"
+    exact = (
+        "" if rung.float32 is None else f"{rung.float32:.1e}{', changes the policy' if rung.changes_the_policy else ''}"
+    )
+    return f"{rung.side + ', ' + rung.name:58} {rung.mean:8.1e} {rung.largest:8.1e} {of_gap:>7}  {exact}".rstrip()
+
+
 def _evidence(cause: NamedCause) -> str:
     sure = "" if cause.z is None else f", z {cause.z:.0f}"
     slope = "" if cause.low is None or cause.high is None else f", slope {cause.low:.2f} to {cause.high:.2f}"
     ties = f"; as well as {', '.join(cause.ties)}" if cause.ties else ""
-    status = {"confirmed": "cause, confirmed", "fits": "fits", "partly": "fits in part"}[cause.status]
+    status = {"confirmed": "cause, confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}[
+        cause.status
+    ]
     return f"{status}{sure}{slope}{ties}"

@@ -18,6 +18,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES
+from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, SAMPLED
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.rollouts import read_rollouts
 from tests.peers.engines.sglang_environment import PYTHON
@@ -47,6 +48,20 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     (cause,) = fault["causes"]
     assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005
     assert cause["status"] == "confirmed" and "to mend temperature:" in fault["printed"]
+    # What the engine says of itself needs no list: a decode with other weights than the prefill's.
+    rungs = {rung["name"]: rung for rung in clean["rungs"] if rung["side"] == "engine"}
+    assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE]["mean"] < clean["gap"]["logp_abs_diff_mean"], rungs
+    assert "engine's own noise" in clean["seconds"] and clean["largest"]["parts"]
+    assert SAMPLED in {rung["name"] for rung in fault["rungs"]}
+    stale = found["stale_decode"]
+    assert [cause["key"] for cause in stale["causes"]] == ["decode_path"], stale["printed"]
+    assert stale["status"] == 1 and stale["causes"][0]["status"] == "measured" and "--enforce-eager" in stale["printed"]
+    # Nor does what each block says of the engine's own input.
+    assert len(clean["blocks"]) == 8 and "no block stands out" in clean["printed"], clean["printed"]
+    wrong = found["wrong_layer"]
+    most = max(wrong["blocks"], key=lambda block: block["error"] / block["own"])
+    assert (most["layer"], most["kind"]) == (2, "mlp") and not stale["causes"][1:], wrong["printed"]
+    assert "block by block, largest at layer 2, mlp" in wrong["printed"] and wrong["status"] == 2, wrong["printed"]
 
 
 @pytest.mark.parametrize(

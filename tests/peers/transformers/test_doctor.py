@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.transformers import doctor_logits
 from mismatch_ext.adapters.transformers.doctor import Scorer, load_model
+from mismatch_ext.adapters.transformers.doctor_blocks import compared
 from mismatch_ext.adapters.transformers.doctor_causes import of_model
+from mismatch_ext.adapters.transformers.doctor_layouts import BATCH, LAYOUTS
+from mismatch_ext.adapters.transformers.doctor_logits import Projected
 from mismatch_ext.adapters.transformers.routing import moe_layout
+from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from examples.arithmetic.tokenizer import EOS_ID
 from mismatch_ext.doctor import Sample, diagnose, report
+from mismatch_ext.doctor.blocks import STANDS_OUT
 from tests.models import tiny_model
 
 
@@ -160,3 +167,94 @@ def test_given_routes_are_replayed_and_the_models_own_are_their_own_part(tmp_pat
     assert wrong.scores.native is not None
     moved = np.abs(wrong.logprobs() - wrong.scores.native)
     assert moved[wrong.sample.row == 0].max() > 1e-3 and moved[wrong.sample.row > 0].max() < 1e-4
+
+
+def uneven(responses: int = 24) -> Sample:
+    """Return a sample whose prompts are of several lengths, so that padding on the left moves positions."""
+    prompts = tuple(tuple(range(2, 4 + row % 7)) for row in range(responses))
+    return replace(sample(responses), prompts=prompts)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_layouts_are_the_same_policy_in_float32_and_round_otherwise(kind: str, tmp_path: Path) -> None:
+    model = load_model(tiny_model(kind, tmp_path / "model"))
+    plain = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32")
+    assert {rung.name for rung in plain.scores.rungs} == {
+        *(name for layout, name in LAYOUTS.items() if layout != "right"), f"batches of 1 against {BATCH}"
+    }  # fmt: skip
+    for rung in plain.scores.rungs:
+        assert not rung.changes_the_policy and (rung.float32 or 0) < 1e-5 < rung.mean, rung
+    left = Scorer(model, uneven(), trainer_dtype="bfloat16", engine_dtype="float32", layout="left")
+    assert (
+        left.scores.straight == pytest.approx(plain.scores.trainer, abs=1e-6) and left.scores.layout == LAYOUTS["left"]
+    )
+    assert np.abs(left.scores.trainer - plain.scores.trainer).max() > 1e-4
+
+
+def test_a_model_that_counts_columns_as_positions_changes_its_policy_with_left_padding() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=32, n_positions=64, initializer_range=0.2)
+    )
+    scorer = Scorer(model.eval(), uneven(), trainer_dtype="float32", engine_dtype="float32")
+    rungs = {rung.name: rung for rung in scorer.scores.rungs}
+    assert rungs[LAYOUTS["left"]].changes_the_policy and (rungs[LAYOUTS["left"]].float32 or 0) > 1e-2
+    assert not rungs[LAYOUTS["left-positions"]].changes_the_policy
+
+
+def test_logits_of_a_large_vocabulary_are_projected_when_they_are_read_and_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model("dense", tmp_path / "model", extra_vocabulary=48)
+    kept = Scorer(load_model(folder), sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
+    monkeypatch.setattr(doctor_logits, "KEPT", 0)
+    model = load_model(folder)
+    read = Scorer(model, sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
+    logits = read.scores.logits
+    assert isinstance(kept.scores.logits, torch.Tensor) and isinstance(logits, Projected)
+    assert logits.shape == kept.scores.logits.shape and torch.allclose(logits[:], kept.scores.logits, atol=1e-4)
+    # Nothing of the size of the vocabulary is held.
+    assert logits._hidden.shape[1] == model.config.hidden_size
+    # Hooks are gone: the model says logits again.
+    assert model(torch.tensor([[2, 3]])).logits.shape[-1] == logits.shape[1]
+    first, second = (diagnose(scorer.sample, scorer.scores) for scorer in (kept, read))
+    assert first.verdict == second.verdict and first.tried == second.tried
+    assert [part.mean for part in first.parts] == pytest.approx(
+        [part.mean for part in second.parts], rel=1e-3, abs=1e-6
+    )
+
+
+def test_logits_that_are_capped_after_the_head_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_logits, "KEPT", 0)
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
+        num_key_value_heads=1, final_logit_softcapping=1.0, initializer_range=0.2,
+    )  # fmt: skip
+    scorer = Scorer(Gemma2ForCausalLM(config).eval(), sample(), trainer_dtype="float32", engine_dtype="float32")
+    assert isinstance(scorer.scores.logits, torch.Tensor) and scorer.scores.logits.abs().max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_block_that_computes_otherwise_is_found_on_its_own_input(kind: str, tmp_path: Path) -> None:
+    folder = tiny_model(kind, tmp_path / "model")
+    scorer = Scorer(load_model(folder), sample(), trainer_dtype="bfloat16", engine_dtype="bfloat16")
+    # An engine that is transformers in bfloat16, whose first MLP says too much.
+    engine = load_model(folder).bfloat16()
+    rows = [[*scorer.sample.prompts[row], *scorer.sample.responses[row]] for row in range(6)]
+
+    def seen() -> list[Held]:
+        found = []
+        for ids in rows:
+            held: Held = {}
+            with torch.no_grad(), holding(engine, held):
+                engine(torch.tensor([ids]))
+            found.append({at: (x[0], y.reshape(-1, y.shape[-1])) for at, (x, y) in held.items()})
+        return found
+
+    blocks = compared(scorer, rows, seen())
+    assert len(blocks) == 4 and max(block.ratio for block in blocks) < 1.2, blocks
+    engine.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.1)
+    blocks = compared(scorer, rows, seen())
+    (out,) = [block for block in blocks if block.ratio > STANDS_OUT]
+    assert (out.layer, out.kind) == (0, "mlp") and out.error == pytest.approx(0.1, rel=0.1)

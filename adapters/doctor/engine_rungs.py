@@ -1,0 +1,89 @@
+"""What an engine differs from itself by on the same tokens: its decode, the order of its requests, and how many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, SAMPLED, Engine, Rung
+
+# Responses that are scored again in another order, one at a time, and sampled without settings.
+ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
+
+
+@runtime_checkable
+class ScoresAlone(DoctorsEngine, Protocol):
+    """An engine that can be given one request at a time."""
+
+    def score_alone(self, sample: Sample) -> Sample:
+        """Return what `score` does, with each response's request sent after the last one was answered."""
+
+
+def engine_rungs(
+    engine: DoctorsEngine,
+    sides: Run,
+    sample: Sample,
+    again: Sample,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    same: bool,
+) -> Engine:
+    """Ask a running engine what it differs from itself by.
+
+    Args:
+        engine: The engine.
+        sides: The run.
+        sample: What it sampled.
+        again: Its score of the same tokens as prompts.
+        prompts: Token ids of each prompt, as the trainer has them.
+        max_tokens: Most tokens of a response.
+        same: Whether it sampled from the trainer's own prompts.
+
+    Raises:
+        MismatchError: The engine refuses a request.
+    """
+    if not isinstance(engine, ScoresAlone):
+        # A server has other work, and what is sampled there may have settings that nobody named.
+        note = f"not measured with this engine: {DECODE}, {REVERSED}, {ALONE}"
+        return Engine(
+            rungs=(Rung.of("engine", SAMPLED, sample.engine - again.engine),),
+            decode=np.zeros(1),
+            prefill=None,
+            notes=(note,),
+        )
+    rungs = []
+    if same and _neutral(sides):
+        decode, prefill = sample.engine - again.engine, again.engine
+    else:
+        rungs.append(Rung.of("engine", SAMPLED, sample.engine - again.engine))
+        neutral = engine.sample(
+            prompts[:NEUTRAL_ROWS],
+            responses=NEUTRAL_ROWS,
+            max_tokens=max_tokens,
+            sampling={"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))},
+        )
+        decode, prefill = neutral.engine - engine.score(neutral).engine, None
+    rungs.append(Rung.of("engine", DECODE, decode))
+    rows = range(min(ROWS, len(again.responses)))
+    some = _with_tokens(again, list(rows))
+    backwards = engine.score(some.part(range(len(some.responses))[::-1])).part(range(len(some.responses))[::-1])
+    rungs.append(Rung.of("engine", REVERSED, backwards.engine - some.engine))
+    few = _with_tokens(again, list(rows)[:ALONE_ROWS])
+    rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
+    return Engine(rungs=tuple(rungs), decode=decode, prefill=prefill)
+
+
+def _neutral(sides: Run) -> bool:
+    """Tell whether a run's requests leave the distribution as it is: then what was sampled compares with a prompt's score."""
+    return all(key == "seed" or (key == "temperature" and value == 1) for key, value in sides.sampling.items())
+
+
+def _with_tokens(sample: Sample, rows: list[int]) -> Sample:
+    """Return responses of a sample, with as many more as two with sampled tokens need."""
+    kept = [row for row, mask in enumerate(sample.masks) if any(mask)]
+    return sample.part(sorted({*rows, *kept[:2]}))

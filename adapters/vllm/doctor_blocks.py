@@ -1,0 +1,50 @@
+"""What each block of a vLLM engine in this process is given, and gives, while it prefills a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from mismatch_ext.doctor.blocks import At, blocks_of
+
+Held = dict[At, tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def holding(model: nn.Module, held: Held) -> Iterator[None]:
+    """Keep what each block is first given, and gives, on the CPU.
+
+    Args:
+        model: The engine's.
+        held: Filled by layer and kind with input and output `[T, H]`.
+    """
+    given: dict[At, Tensor] = {}
+
+    def before(at: At) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            hidden = named.get("hidden_states")
+            if hidden is None:
+                hidden = next(part for part in inputs if isinstance(part, Tensor) and part.is_floating_point())
+            given.setdefault(at, hidden.detach().cpu().clone())
+
+        return hook
+
+    def after(at: At) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            out = output[0] if isinstance(output, tuple) else output
+            held.setdefault(at, (given[at], out.detach().cpu().clone()))
+
+        return hook
+
+    hooks = []
+    for at, block in blocks_of(model).items():
+        hooks.append(block.register_forward_pre_hook(before(at), with_kwargs=True))
+        hooks.append(block.register_forward_hook(after(at)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

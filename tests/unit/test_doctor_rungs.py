@@ -1,0 +1,115 @@
+"""What a side differs from itself by: an engine's decode, a trainer's padding, and the token of the largest gap."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch_ext.doctor import Diagnosis, diagnose, report
+from mismatch_ext.doctor.blocks import Block, said
+from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, Engine, Rung
+from tests.unit.test_doctor import ROUNDING, drawn, drift
+
+LEFT = "prompts padded on the left, without position_ids"
+
+
+def said_by(decode: np.ndarray, prefill: np.ndarray | None, batches: float = 0.0) -> Engine:
+    noise = np.full(64, batches)
+    rungs = (Rung.of("engine", DECODE, decode), Rung.of("engine", REVERSED, noise), Rung.of("engine", ALONE, noise))
+    return Engine(rungs=rungs, decode=decode, prefill=prefill)
+
+
+def stale_decode(*, size: float = 0.2, batches: float = 0.0, same: bool = True) -> Diagnosis:
+    """Diagnose an engine whose decode has other weights than its prefill."""
+    sample, scores = drawn(extra=lambda z: drift(z, size))
+    prefill = scores.own
+    return diagnose(sample, scores, engine=said_by(sample.engine - prefill, prefill if same else None, batches))
+
+
+def test_a_decode_that_differs_from_its_prefill_is_named_before_any_fit() -> None:
+    found = stale_decode()
+    assert [cause.key for cause in found.causes] == ["decode_path"] and found.verdict == "explained", report(found)
+    assert found.causes[0].status == "measured" and (found.causes[0].share or 0) > 0.5
+    assert found.parts[0].name == "decode_path" and found.ratio == pytest.approx(1, abs=0.3), "the prefill is right"
+    assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
+    assert "--enforce-eager" in report(found) and found.exit_status(0.0) == 1
+    json.dumps(found.data(), allow_nan=False)
+
+
+def test_a_decode_of_other_tokens_is_named_without_a_share() -> None:
+    found = stale_decode(same=False)
+    assert found.causes[0].key == "decode_path" and found.causes[0].share is None
+    # The sample's own errors are then nobody's: it is not known what settings made of them.
+    assert found.verdict == "partly" and "decode_path" not in {part.name for part in found.parts}
+
+
+def test_a_decode_within_rounding_or_within_the_engines_own_batches_is_no_cause() -> None:
+    assert not stale_decode(size=0.0).causes
+    noisy = stale_decode(batches=1.0)
+    assert "decode_path" not in {cause.key for cause in noisy.causes} and noisy.verdict != "clean"
+
+
+def laid_left(size: float, *, float32: float) -> Diagnosis:
+    """Diagnose a trainer whose padding moves its log-probabilities, and that differs in float32 by so much."""
+    sample, scores = drawn()
+    moved = size * np.random.default_rng(0).normal(size=len(scores.trainer))
+    rung = Rung.of("trainer", LEFT, moved, np.full(64, float32))
+    padded = replace(scores, trainer=scores.trainer + moved, straight=scores.trainer, layout=LEFT, rungs=(rung,))
+    return diagnose(sample, padded)
+
+
+def test_padding_that_only_rounds_otherwise_is_a_part_and_no_cause() -> None:
+    found = laid_left(ROUNDING / 10, float32=1e-7)
+    assert found.verdict == "clean" and not found.causes, report(found)
+    assert "layout" in {part.name for part in found.parts} and found.rungs[0].of_gap is not None
+    assert LEFT in report(found)
+
+
+@pytest.mark.parametrize(("size", "float32"), [(ROUNDING / 10, 1e-3), (20 * ROUNDING, 1e-7)])
+def test_padding_that_changes_the_policy_or_errs_beyond_rounding_is_named(size: float, float32: float) -> None:
+    found = laid_left(size, float32=float32)
+    assert [cause.key for cause in found.causes] == ["layout"] and found.verdict == "explained", report(found)
+    assert ("in float32" in found.causes[0].said) == (float32 > 1e-5) and "position_ids" in report(found)
+
+
+def test_near_ties_of_a_router_are_not_taken_for_another_policy() -> None:
+    few = np.zeros(1000)
+    few[3] = 0.5
+    assert few.mean() > 1e-5 and not Rung.of("trainer", "packed", few, few).changes_the_policy
+    assert Rung.of("trainer", "packed", few, np.full(1000, 2e-5)).changes_the_policy
+
+
+def test_the_largest_gap_is_taken_apart() -> None:
+    sample, scores = drawn()
+    trainer = scores.trainer.copy()
+    trainer[95] -= 2.0
+    found = diagnose(sample, replace(scores, trainer=trainer))
+    assert found.largest is not None and (found.largest.response, found.largest.token) == (3, 5)
+    assert sum(found.largest.parts.values()) == pytest.approx(found.largest.gap, rel=1e-9)
+    assert found.largest.gap == pytest.approx(2.0, abs=0.1) and found.largest.said() in report(found)
+    assert found.largest.parts["trainer's arithmetic"] == pytest.approx(2.0, abs=0.1)
+
+
+def blocks(**errors: float) -> list[Block]:
+    """Return blocks of three layers whose rounding is 1e-3; `attention1=4e-3` is the error of layer 1's."""
+    kinds = [(layer, kind) for layer in range(3) for kind in ("attention", "mlp")]
+    return [Block(layer=at, kind=kind, error=errors.get(f"{kind}{at}", 1.1e-3), own=1e-3) for at, kind in kinds]
+
+
+def test_blocks_that_stand_out_are_named_by_layer_and_kind() -> None:
+    assert "no block stands out" in said(blocks())
+    assert said(blocks(mlp2=8e-3)) == "largest at layer 2, mlp: 8.0 of rounding's; 1 of 6 blocks"
+    every = {f"attention{layer}": 7e-2 for layer in range(3)}
+    assert said(blocks(**every)).endswith("of rounding's; all of attention")
+    exact = Block(layer=0, kind="mlp", error=2e-7, own=0.0)
+    assert exact.ratio < 1, "two float32 programs"
+
+
+def test_a_kept_part_of_a_sample_is_in_the_order_that_was_asked_for() -> None:
+    sample, _ = drawn()
+    back = sample.part([3, 1]).part([1, 0])
+    assert back.responses == (sample.responses[1], sample.responses[3])
+    assert np.array_equal(back.engine, sample.engine[np.isin(sample.row, [1, 3])])
