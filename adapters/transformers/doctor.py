@@ -23,7 +23,7 @@ from mismatch_ext.doctor import Cause, Sample, Scores
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError, ReplayError
 from mismatch_ext.precision.dtypes import torch_dtype
-from mismatch_ext.routing import RoutingShape, RoutingTrace, align
+from mismatch_ext.routing import RoutingShape, RoutingTrace, align, align_packed
 
 # Elements of a batch's logits: 256 MiB in float32. Rows of a batch are as many as tests of this size run with.
 MOST_LOGITS, MOST_ROWS = 2**26, 64
@@ -129,13 +129,11 @@ class Scorer:
         self._trainer = (torch_dtype(trainer_dtype), kept)
         self._round(kept)
         replayed = replays and self.shape is not None and sample.routes is not None
-        if replayed and layout != "right":
-            raise ConfigError(
-                f"--trainer-layout: {layout} is not allowed for a trainer that replays routes; allowed: right."
-            )
         with self._as_trainer():
             straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
-        trainer = straight if layout == "right" else self.in_layout(sample, layout)
+        trainer = straight
+        if layout != "right":
+            trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
         rungs = tuple(own_noise(self))
         self._round(self.engine_dtype)
         native = self._scored(taken) if taken is not None and sample.routes is not None else None
@@ -200,19 +198,28 @@ class Scorer:
                 totals = [total + (own * kept).sum() for total, own in zip(totals, mine, strict=True)]
             yield totals
 
-    def in_layout(self, sample: Sample, layout: str, *, most_rows: int = MOST_ROWS, exact: bool = False) -> Floats:
-        """Return log-probabilities `[N]` of a sample's tokens under another layout, and under the model's own routes.
+    def in_layout(
+        self,
+        sample: Sample,
+        layout: str,
+        *,
+        routes: tuple[RoutingTrace, ...] | None = None,
+        most_rows: int = MOST_ROWS,
+        exact: bool = False,
+    ) -> Floats:
+        """Return log-probabilities `[N]` of a sample's tokens under another layout.
 
         Args:
             sample: The tokens.
             layout: Of `LAYOUTS`.
+            routes: What each response is routed by; None leaves it to the model.
             most_rows: Most responses of a batch.
             exact: In float32, in the place of the trainer's dtype.
         """
         with nullcontext() if exact else self._as_trainer():
             found = [
                 self._picked(row, logits, sample)
-                for row, logits in self._passes(sample, None, layout=layout, most_rows=most_rows)
+                for row, logits in self._passes(sample, routes, layout=layout, most_rows=most_rows)
             ]
         return self._joined(found)
 
@@ -308,7 +315,7 @@ class Scorer:
         layout: str = "right",
         most_rows: int = MOST_ROWS,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each response's row and logits `[T, V]`; batches of like length, no cache. Routes need padding on the right."""
+        """Yield each response's row and logits `[T, V]`; batches of like length, no cache. Routes are taken on right padding."""
         prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
         lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
         order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__)
@@ -334,15 +341,15 @@ class Scorer:
             yield
             return
         mask = made.mask
-        assert mask is not None  # padded
         if routes is not None:
-            trace, known = align([routes[row] for row in batch], mask)
+            traces = [routes[row] for row in batch]
+            trace, known = align_packed(traces, made.lengths) if mask is None else align(traces, mask)
             with replay_routing(self.model, trace, known):
                 yield
         else:
             with record_routing(self.model) as recording:
                 yield
-            assert taken is not None
+            assert taken is not None and mask is not None  # padded on the right
             whole, width = recording.trace, mask.shape[1]
             for place, row in enumerate(batch):
                 taken[row] = whole.sequence(place * width, place * width + int(mask[place].sum()))

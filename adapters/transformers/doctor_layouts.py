@@ -36,12 +36,14 @@ class Laid:
         mask: 1 for tokens that are not padding `[B, S]`; None for a packed row, whose positions tell sequences apart.
         positions: Position ids `[B, S]`; None where the model counts the columns.
         places: For each response its row of the batch, and the column of its first token.
+        lengths: Tokens of each prompt with its response.
     """
 
     ids: Tensor
     mask: Tensor | None
     positions: Tensor | None
     places: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
 
 
 def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], layout: str) -> Laid:
@@ -59,6 +61,7 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
             ids=torch.tensor([[token for row in rows for token in row]]), mask=None,
             positions=torch.tensor([[at for row in rows for at in range(len(row))]]),
             places=tuple((0, int(start) + len(prompt)) for start, prompt in zip(starts, prompts, strict=True)),
+            lengths=tuple(map(len, rows)),
         )  # fmt: skip
     longest = max(map(len, prompts)) if layout.startswith("left") else 0
     before = [longest - len(prompt) if longest else 0 for prompt in prompts]
@@ -70,7 +73,7 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
     )
     positions = (mask.cumsum(-1) - 1).clamp(min=0) if layout == "left-positions" else None
     places = tuple((row, left + len(prompt)) for row, (left, prompt) in enumerate(zip(before, prompts, strict=True)))
-    return Laid(ids=ids, mask=mask, positions=positions, places=places)
+    return Laid(ids=ids, mask=mask, positions=positions, places=places, lengths=tuple(map(len, rows)))
 
 
 def own_noise(scorer: Scorer) -> Iterator[Rung]:

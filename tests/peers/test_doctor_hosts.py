@@ -25,7 +25,7 @@ OWN = {"model", "enable_sleep_mode", "distributed_executor_backend", "seed", "ma
 # TRL passes a quantisation only of weights that bitsandbytes holds, which the doctor refuses.
 OF_TRL = {"quantization"}
 
-UNSET = {"engine_model", "older", "engine", "server", "sampling", "arguments"}
+UNSET = {"engine_model", "older", "engine", "server", "sampling", "arguments", "blocks"}
 """Fields of a run that no file of TRL sets, and those that are told setting by setting."""
 
 
@@ -40,6 +40,7 @@ def test_a_run_of_trl_starts_as_trl_starts_it(run: Run, tmp_path: Path) -> None:
     assert found["sampling"]["trl"] == found["sampling"]["doctor"]
     assert f"torch.{read['trainer_weights']}" == found["weights"] and read["trainer_dtype"] == "float32"
     assert read["temperature"] == 0.9 and read["dtype"] == "bfloat16"  # vLLM's own, for a float32 checkpoint
+    assert read["layout"] == "left"
     assert found["mixed"]["trainer_dtype"] == "bfloat16" and found["mixed"]["trainer_weights"] == "float32"
     assert (found["block"]["dtype"], found["block"]["trainer_dtype"]) == ("float16", "float16")
     origin = found["read"]["origin"]
@@ -60,7 +61,7 @@ def test_a_run_of_verl_starts_as_verls_server_starts_it(run: Run, tmp_path: Path
     assert (passed["max_model_len"], read["arguments"]["max_model_len"]) == (96, 97)
     assert passed["dtype"] == read["dtype"] == "float16" and passed["model"] == read["model"]
     assert read["trainer_dtype"] == read["trainer_weights"] == "bfloat16"
-    assert found["trainer"] == found["override"] == 0.002
+    assert found["trainer"] == found["override"] == 0.002 and read["layout"] == "packed"
     block = found["block"]
     assert block["replays"] and block["trainer_dtype"] == block["trainer_weights"] == block["dtype"] == "float16"
     sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 8, "repetition_penalty": 1.0, "ignore_eos": False}

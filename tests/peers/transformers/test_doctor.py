@@ -191,6 +191,28 @@ def test_layouts_are_the_same_policy_in_float32_and_round_otherwise(kind: str, t
     assert np.abs(left.scores.trainer - plain.scores.trainer).max() > 1e-4
 
 
+def test_routes_are_replayed_in_every_layout(tmp_path: Path) -> None:
+    model = load_model(tiny_model("moe", tmp_path / "model"))
+    # Routes of another model, so that those of the trainer's own would be seen.
+    other = Scorer(
+        load_model(tiny_model("moe", tmp_path / "other", seed=1)),
+        uneven(),
+        trainer_dtype="float32",
+        engine_dtype="float32",
+    )
+    routed = replace(uneven(), routes=other._native()[1])
+    replayed, native = (
+        Scorer(model, routed, trainer_dtype="float32", engine_dtype="float32", replays=replays)
+        for replays in (True, False)
+    )
+    assert np.abs(replayed.scores.trainer - native.scores.trainer).max() > 1e-3
+    for layout in LAYOUTS:
+        found = Scorer(
+            model, routed, trainer_dtype="float32", engine_dtype="float32", replays=True, layout=layout
+        ).scores.trainer
+        assert found == pytest.approx(replayed.scores.trainer, abs=1e-5), layout
+
+
 def test_a_model_that_counts_columns_as_positions_changes_its_policy_with_left_padding() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
