@@ -1,4 +1,4 @@
-"""Runs a command of the README as a reader does."""
+"""Runs a command of README and docs as a reader does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,28 @@ from pathlib import Path
 from tests.rendezvous import rendezvous
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
-COMMANDS = [line for language, block in BLOCKS if language == "bash" for line in block.splitlines() if line]
-COMMANDS += re.findall(r"`(make [^`]+)`", re.sub(r"```.*?```", "", README, flags=re.S))
-PYTHON = [block for language, block in BLOCKS if language == "python"]
+# The README first: what stands there and in a page is taken from there.
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+
+
+def fenced(language: str) -> list[str]:
+    """Return the blocks of a language of README and docs, in the order of `PAGES`."""
+    return [block for text in PAGES.values() for block in re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)]
+
+
+def _commands() -> list[str]:
+    """Return the lines of bash blocks, one that is continued as one, and `make` commands of running text where those are told."""
+    lines = [line for block in fenced("bash") for line in block.replace("\\\n", " ").splitlines()]
+    told = (PAGES[ROOT / name] for name in ("README.md", "docs/development.md"))
+    said = [
+        found for text in told for found in re.findall(r"`(make [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    ]
+    return list(dict.fromkeys(" ".join(line.split()) for line in [*lines, *said] if line))
+
+
+COMMANDS = _commands()
+# Those that make a trainer of TRL's or give one its arguments; other blocks are of a loop, and leave out what is the reader's.
+PYTHON = [block for block in fenced("python") if block.startswith("args = ") or "trainer.train()" in block]
 
 
 def shell(command: str, timeout: float = 3400, **env: str) -> str:
@@ -34,7 +51,7 @@ def shell(command: str, timeout: float = 3400, **env: str) -> str:
 
 
 def in_readme(beginning: str) -> str:
-    """Return the README's command that begins so."""
+    """Return the command of README or docs that begins so."""
     return next(command for command in COMMANDS if command.startswith(beginning))
 
 
@@ -50,9 +67,9 @@ short = dict(max_steps=1, per_device_train_batch_size=8, max_completion_length=1
 
 
 def script(block: int, model: str, output_dir: str) -> str:
-    """Return one of the README's Python blocks as a script that trains one short step.
+    """Return one of the Python blocks as a script that trains one short step.
 
-    The README's model, output folder and a real run's length and device are what a reader replaces too. A block without a trainer
+    A page's model, output folder and a real run's length and device are what a reader replaces too. A block without a trainer
     of its own gives other arguments to the first one's.
     """
     code = PYTHON[block]
@@ -67,7 +84,7 @@ def script(block: int, model: str, output_dir: str) -> str:
 
 
 def run_block(block: int, models: dict[str, Path], folder: Path) -> None:
-    """Run one of the README's Python blocks with a tiny model of the kind that it needs, and hold that it has trained."""
+    """Run one of the Python blocks with a tiny model of the kind that it needs, and hold that it has trained."""
     model = models["moe" if '"routing"' in PYTHON[block] else "dense"]
     path = folder / f"block{block}.py"
     path.write_text(script(block, str(model), str(folder / f"run{block}")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measure the claims: `python -m tests.evidence [--slice N]`. Writes evidence/, docs/evidence.md and the README's figures."""
+"""Measure the claims: `python -m tests.evidence [--slice N]`. Writes evidence/, docs/evidence.md and figures of other pages."""
 
 from __future__ import annotations
 

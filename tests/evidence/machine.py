@@ -21,9 +21,11 @@ CONSTRAINTS = "requirements/constraints-cpu.txt"
 # What decides a figure: a commit may be on no branch after a rebase, but what these folders held then is still to be found by
 # their trees' hashes.
 TREES = ("mismatch_ext", "adapters", "patches", "examples")
-# What a run of the evidence itself rewrites says nothing about the code that was run. The README's commands are what is run,
-# but each record names its own under `command`.
-WRITTEN = ("evidence", "docs/evidence.md", "docs/compatibility.md", "docs/install.md", "README.md")
+# What a run of the evidence itself rewrites says nothing about the code that was run. Commands of README and docs are what is
+# run, but each record names its own under `command`.
+WRITTEN = (
+    "evidence", "docs/evidence.md", "docs/compatibility.md", "docs/install.md", "docs/routing.md", "docs/trl.md", "README.md"
+)  # fmt: skip
 
 
 @cache

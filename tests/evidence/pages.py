@@ -1,4 +1,4 @@
-"""What quotes the evidence: docs/evidence.md, and the README's figures between their marks."""
+"""What quotes the evidence: docs/evidence.md, and figures of README and docs between their marks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def evidence_page(records: dict[str, Record]) -> str:
         "# Evidence",
         "",
         "Written by `make evidence` from the files in [evidence/](../evidence), each of which a test of `tests/evidence` wrote",
-        "when all that it asserts had held. A fast test holds this page and the README's figures to those files. Intervals are",
+        "when all that it asserts had held. A fast test holds this page, and what others quote, to those files. Intervals are",
         "of 95 %, by the bootstrap over responses. Seconds say how long the test took on a machine that may have been busy.",
         "A commit may be on no branch after a rebase; the hashes of the trees of code as they were then, where a file has them,",
         "are `git rev-parse COMMIT:adapters` of any commit with the same code.",
@@ -165,7 +165,7 @@ def demo_part(records: dict[str, Record]) -> str:
 
 
 def replay_part(records: dict[str, Record]) -> str:
-    """Return the README's table of routing replay."""
+    """Return the table of routing replay."""
     record = records["replay_gap"]
     figures = record["figures"]
     tokens = " and ".join(f"{round(figures[split]['tokens'], -3) // 1000:.0f}" for split in LABELS)
@@ -193,7 +193,7 @@ def replay_part(records: dict[str, Record]) -> str:
 
 
 def cost_part(records: dict[str, Record]) -> str:
-    """Return the README's sentence on what a step costs."""
+    """Return the sentence on what a step costs."""
     found = records["step_cost"]["figures"]
     return (
         f"A training step with every section on, R3 and monitor included, takes {found['ratio']:.2f} times the processor time\n"
@@ -206,10 +206,12 @@ PARTS: dict[str, Callable[[dict[str, Record]], str]] = {
     "replay_gap": replay_part,
     "cost": cost_part,
 }
+# The page that quotes each part.
+QUOTED_IN = {"demo": README, "replay_gap": ROOT / "docs/routing.md", "cost": ROOT / "docs/trl.md"}
 
 
-# Evidence that a test writes and whose slice has not been recorded on the present models; where the README would quote it, it
-# says so instead.
+# Evidence that a test writes and whose slice has not been recorded on the present models; where a page would quote it, it says
+# so instead.
 NOT_YET_RECORDED = (
     "doctor_clean_experts",
     "doctor_prompts",
@@ -235,25 +237,28 @@ def unrecorded(name: str) -> str:
     return f"Not recorded yet on the models of this repository: slice {slice_of(name)} of `make evidence` measures it."
 
 
-def with_parts(text: str, records: dict[str, Record]) -> str:
-    """Return the README with each part written anew between its marks.
+def with_parts(page: Path, text: str, records: dict[str, Record]) -> str:
+    """Return a page's text with each part that it quotes written anew between its marks.
 
     Raises:
         ValueError: A mark is missing.
     """
     for name, part in PARTS.items():
+        if QUOTED_IN[name] != page:
+            continue
         begin, end = f"<!-- begin evidence {name} -->\n", f"<!-- end evidence {name} -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
-            raise ValueError(f"README.md has lost a mark of the evidence {name!r}: {begin.strip()} or {end}")
+            raise ValueError(f"{page.name} has lost a mark of the evidence {name!r}: {begin.strip()} or {end}")
         said = part(records) if MEASURED_BY[name] in records else unrecorded(MEASURED_BY[name])
         text = f"{before}{begin}{said}\n{end}{after}"
     return text
 
 
 def write_pages() -> None:
-    """Write docs/evidence.md and the README's parts from the evidence files."""
+    """Write docs/evidence.md and the parts that other pages quote from the evidence files."""
     records = read_records()
     PAGE.write_text(evidence_page(records), encoding="utf-8")
-    README.write_text(with_parts(README.read_text(encoding="utf-8"), records), encoding="utf-8")
+    for page in sorted(set(QUOTED_IN.values())):
+        page.write_text(with_parts(page, page.read_text(encoding="utf-8"), records), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every command and code block of the README has a test, here or in tests/evidence; what is quick runs here."""
+"""Every command and code block of README and docs has a test, here or in tests/evidence; what is quick runs here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.evidence.slices import SLICES
 from tests.readme import COMMANDS, PYTHON, ROOT, in_readme, run_block, script, shell
 
-# Each command is run by the test named here; a command that appears in the README and not here fails.
+# Each command is run by the test named here; a command that appears in README or docs and not here fails.
 RUN_BY = {
     "make demo": "evidence/test_demo.py::test_the_demo_shows_the_claim",
     "make demo MODEL=moe STEPS=2 RUN_DIR=runs/moe": "evidence/test_demo_moe.py::test_the_demo_trains_with_experts",
@@ -38,6 +38,20 @@ RUN_BY = {
     ),
     "mismatch-ext doctor --model PATH --prompts prompts.txt --out runs/doctor": (
         "peers/test_doctor.py::test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended"
+    ),
+    "mismatch-ext doctor --trl config.yaml": "peers/test_doctor_hosts.py::test_a_run_of_trl_starts_as_trl_starts_it",
+    "mismatch-ext doctor --verl actor_rollout_ref.model.path=PATH actor_rollout_ref.rollout.name=vllm "
+    "data.train_files=train.parquet": (
+        "peers/test_doctor_hosts.py::test_a_run_of_verl_starts_as_verls_server_starts_it"
+    ),
+    "mismatch-ext doctor --model PATH --engine sglang": (
+        "peers/test_doctor_sglang.py::test_a_clean_run_names_nothing_a_fault_is_confirmed_and_failures_are_ours"
+    ),
+    "mismatch-ext doctor --model PATH --server http://127.0.0.1:8000": (
+        "peers/test_doctor_server.py::test_over_http_a_clean_run_names_nothing_and_a_fault_is_named_and_confirmed"
+    ),
+    "mismatch-ext doctor --model PATH --rollouts rollouts.jsonl": (
+        "peers/transformers/test_doctor.py::test_logged_rollouts_are_examined_without_an_engine"
     ),
     "mismatch-ext compat": "peers/test_readme.py::test_compat",
     'mismatch-ext readiness MODEL_DIR --prompt "386+47="': "peers/test_readme.py::test_readiness",

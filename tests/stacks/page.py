@@ -1,4 +1,4 @@
-"""docs/compatibility.md, docs/install.md and the README's table, of what was recorded: `python -m tests.stacks.page`."""
+"""docs/compatibility.md and docs/install.md, of what was recorded: `python -m tests.stacks.page`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RECORDS = ROOT / "evidence/stacks"
 INSTALLS = ROOT / "evidence/installs"
 PAGE = ROOT / "docs/compatibility.md"
 INSTALL = ROOT / "docs/install.md"
-README = ROOT / "README.md"
-MARKS = ("<!-- begin stacks -->\n", "<!-- end stacks -->")
+# What was run of each peer, written by hand.
+PEERS = Path(__file__).with_name("peers.md")
 
 Record = dict[str, Any]
 
@@ -64,7 +64,7 @@ def routes(record: Record | None, cell: Cell) -> str:
 
 
 def short_table(records: Mapping[str, Record]) -> str:
-    """Return the README's table, one row per stack."""
+    """Return what each stack holds and how it ended, one row per stack."""
     lines = ["| stack | holds | here, on a CPU | routes of the engine, here | on a GPU |", "|---" * 5 + "|"]
     for name, cell in CELLS.items():
         record = records.get(name)
@@ -135,7 +135,16 @@ def page(records: Mapping[str, Record], installs: Mapping[str, Record]) -> str:
         "tests that passed; what did not pass is set bold. What works in the environment that you have, and why not,",
         "`mismatch-ext compat` says.",
         "",
+        short_table(records),
+        "",
+        "By section, as far as a stack has it:",
+        "",
         table(records),
+        "",
+        "By peer. A newer version is a warning, and a feature is refused, by name, where something that it holds on to has",
+        "changed or is known to be wrong there ([seams.md](seams.md)):",
+        "",
+        PEERS.read_text(encoding="utf-8").rstrip(),
     ]
     for name, cell in CELLS.items():
         lines += section(cell, records.get(name), installs.get(name))
@@ -205,24 +214,10 @@ def anchor(name: str) -> str:
     return re.sub(r"[^a-z0-9-]", "", name.lower())
 
 
-def between_marks(text: str, content: str) -> str:
-    """Return a text with new content between its two marks.
-
-    Raises:
-        ValueError: A mark is missing.
-    """
-    pattern = re.compile(f"({re.escape(MARKS[0])}).*?({re.escape(MARKS[1])})", re.DOTALL)
-    changed, count = pattern.subn(lambda found: f"{found[1]}{content}\n{found[2]}", text)
-    if count != 1:
-        raise ValueError(f"README.md has lost a mark of the stacks' table: {MARKS[0].strip()} or {MARKS[1]}")
-    return changed
-
-
 def write(records: Mapping[str, Record], installs: Mapping[str, Record]) -> None:
-    """Write the pages and the README's table."""
+    """Write the pages."""
     PAGE.write_text(page(records, installs), encoding="utf-8")
     INSTALL.write_text(install_page(records, installs), encoding="utf-8")
-    README.write_text(between_marks(README.read_text(encoding="utf-8"), short_table(records)), encoding="utf-8")
 
 
 def main() -> None:

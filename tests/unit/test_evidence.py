@@ -125,9 +125,13 @@ def test_every_name_that_is_written_has_a_file_or_is_listed() -> None:
 
 
 def test_a_file_that_is_lost_is_named() -> None:
-    text = pages.README.read_text(encoding="utf-8")
+    page = pages.QUOTED_IN["replay_gap"]
     with pytest.raises(ValueError, match="evidence/replay_gap.json is missing"):
-        pages.with_parts(text, {name: record for name, record in RECORDS.items() if name != "replay_gap"})
+        pages.with_parts(
+            page,
+            page.read_text(encoding="utf-8"),
+            {name: record for name, record in RECORDS.items() if name != "replay_gap"},
+        )
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
@@ -168,9 +172,11 @@ def test_the_page_is_current() -> None:
     )
 
 
-def test_the_readme_is_current() -> None:
-    text = pages.README.read_text(encoding="utf-8")
-    assert text == pages.with_parts(text, RECORDS), "run python -m tests.evidence --pages"
+def test_what_other_pages_quote_is_current() -> None:
+    assert set(pages.QUOTED_IN) == set(pages.PARTS)
+    for page in set(pages.QUOTED_IN.values()):
+        text = page.read_text(encoding="utf-8")
+        assert text == pages.with_parts(page, text, RECORDS), "run python -m tests.evidence --pages"
 
 
 def test_every_file_is_of_a_test_that_is_there() -> None:
@@ -182,29 +188,31 @@ def test_every_file_is_of_a_test_that_is_there() -> None:
 
 
 def test_a_figure_changed_by_hand_is_seen() -> None:
-    text = pages.README.read_text(encoding="utf-8")
     recorded = [name for name, file in pages.MEASURED_BY.items() if file in RECORDS]
     assert recorded
     for name in recorded:
+        page = pages.QUOTED_IN[name]
+        text = page.read_text(encoding="utf-8")
         begin = text.index(f"<!-- begin evidence {name} -->")
         end = text.index(f"<!-- end evidence {name} -->")
         place = max(match.start() for match in re.finditer(r"\d", text[begin:end])) + begin
         changed = text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
-        assert pages.with_parts(changed, RECORDS) != changed, name
+        assert pages.with_parts(page, changed, RECORDS) != changed, name
 
 
 def test_an_evidence_file_that_changed_is_seen() -> None:
-    text = pages.README.read_text(encoding="utf-8")
+    page = pages.QUOTED_IN["replay_gap"]
+    text = page.read_text(encoding="utf-8")
     changed = copy.deepcopy(RECORDS)
     changed["replay_gap"]["figures"]["eval/familiar"]["replayed"]["k3"] *= 1.5
-    assert pages.with_parts(text, changed) != text
+    assert pages.with_parts(page, text, changed) != text
     assert pages.evidence_page(changed) != pages.evidence_page(RECORDS)
 
 
 def test_a_lost_mark_is_named() -> None:
     text = pages.README.read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="lost a mark of the evidence 'demo'"):
-        pages.with_parts(text.replace("<!-- end evidence demo -->", ""), RECORDS)
+        pages.with_parts(pages.README, text.replace("<!-- end evidence demo -->", ""), RECORDS)
 
 
 @pytest.mark.parametrize(

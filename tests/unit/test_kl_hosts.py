@@ -1,4 +1,4 @@
-"""What docs and README say of TRL's and verl's own KL terms is what was measured, and the measure can tell terms apart."""
+"""What docs say of TRL's and verl's own KL terms is what was measured, and the measure can tell terms apart."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_the_default_of_trl_changed_where_the_page_says() -> None:
         assert setting == f"use_bias_correction_kl={Version(version) >= Version('1.10')}", version
 
 
-def test_readme_quotes_the_measured_figures() -> None:
+def test_the_page_of_trl_quotes_the_measured_figures() -> None:
     defaults = [t for t in read_terms() if t.default and t.sampling == "on-policy"]
     new = {t.responses for t in defaults if t.host == "TRL" and Version(t.version) >= Version("1.10")}
     old = {t.responses for t in defaults if t.host == "verl" or Version(t.version) < Version("1.10")}
     assert len(new) == len(old) == 1
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/trl.md").read_text(encoding="utf-8").split())
     assert f"is {100 * new.pop():.0f} % of the gradient of KL(pi||ref) of responses" in text
     assert f"forward KL of single tokens, {100 * old.pop():.0f} % off" in text
 

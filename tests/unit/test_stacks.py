@@ -132,11 +132,9 @@ def test_an_environment_that_is_not_the_pinned_one_is_told(tmp_path: Path, monke
 # The pages.
 
 
-def test_the_page_and_the_readme_are_current() -> None:
+def test_the_pages_are_current() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(RECORDS, INSTALLS), "run python -m tests.stacks.page"
     assert page.INSTALL.read_text(encoding="utf-8") == page.install_page(RECORDS, INSTALLS)
-    text = page.README.read_text(encoding="utf-8")
-    assert text == page.between_marks(text, page.short_table(RECORDS)), "run python -m tests.stacks.page"
 
 
 @pytest.mark.parametrize("name", INSTALLS)
@@ -197,10 +195,3 @@ def test_of_pips_report_the_versions_that_make_the_stack_are_kept() -> None:
     assert kept["holds"] == {name: f"{n}.0" for n, name in enumerate(cell.holds)} and kept["date"] == "2026-01-01"
     with pytest.raises(KeyError):
         record(cell, {"install": installed[1:]}, "2026-01-01")
-
-
-def test_only_what_is_between_the_marks_is_replaced() -> None:
-    begin, end = page.MARKS
-    assert page.between_marks(f"a\n{begin}old\n{end}b\n", r"n\ew") == f"a\n{begin}n\\ew\n{end}b\n"
-    with pytest.raises(ValueError, match="lost a mark"):
-        page.between_marks("no marks\n", "new")
