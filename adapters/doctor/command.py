@@ -10,7 +10,7 @@ from pathlib import Path
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
 from mismatch_ext.adapters.doctor.options import asked_of
 from mismatch_ext.adapters.doctor.prompts import read_prompts
-from mismatch_ext.adapters.doctor.server import connect
+from mismatch_ext.adapters.doctor.server import SEEDS, Server, connect
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.doctor.hosts import HostRun
@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         limits = {"responses": arguments.responses, "max_tokens": asked.max_tokens}
         if sides.server is not None:
             server = connect(sides.server)
+            sides = _as_served(sides, arguments, server, host)
             server.ensure_fits(prompts[: arguments.responses], asked.max_tokens, sides.sampling)
-            sides = _as_served(sides, arguments, server.dtype, host)
         found = examine(sides, prompts, **limits, **how)
     say(report(found))
     try:
@@ -63,8 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     return found.exit_status(arguments.threshold)
 
 
-def _as_served(sides: Run, arguments: argparse.Namespace, dtype: str | None, host: HostRun | None) -> Run:
-    """Return the run with the dtype that a server says, if it says one."""
+def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: HostRun | None) -> Run:
+    """Return the run with a server's name of the seed, and with the dtype that it says, if it says one."""
+    sides = replace(sides, engine=server.kind, sampling={SEEDS[server.kind]: arguments.seed, **sides.sampling})
+    dtype = server.dtype
     if dtype is None:
         return sides
     if arguments.dtype not in (None, dtype):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mismatch_ext.adapters.doctor.server import Address
+from mismatch_ext.adapters.doctor.server import SEEDS, Address
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.cli import folder
@@ -20,8 +20,6 @@ from mismatch_ext.strict import suggestion
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("right", "left", "left-positions", "packed")
 THRESHOLD = 1e-4
-# Engines that are started, with their own names of the seed of sampling.
-SEEDS = {"vllm": "seed", "sglang": "sampling_seed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-model", metavar="PATH", type=folder, help="checkpoint that the engine serves, if another"
     )
-    parser.add_argument("--server", metavar="URL", help="a vLLM server to ask; no engine is started")
+    parser.add_argument("--server", metavar="URL", help="a vLLM or SGLang server to ask; no engine is started")
     parser.add_argument("--server-model", metavar="NAME", help="which of the server's models, if it has several")
     parser.add_argument("--server-timeout", metavar="SECONDS", type=float, default=600.0,
                         help="how long the server may be silent within a request (default: 600)")  # fmt: skip
@@ -119,10 +117,12 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
         )
     sampling = _pairs("--sampling", arguments.sampling)
     heat = {} if arguments.temperature is None else {"temperature": arguments.temperature}
+    # A server says first which of the names is its own.
+    seed = {} if arguments.server is not None else {SEEDS[asked.engine]: arguments.seed}
     own = _pairs("--engine-arg", arguments.engine_arg)
     asked = replace(
         asked,
-        sampling={**asked.sampling, **heat, SEEDS[asked.engine]: arguments.seed, **sampling},
+        sampling={**asked.sampling, **heat, **seed, **sampling},
         arguments={**asked.arguments, **own},
     )
     origin = {} if host is None else dict(host.origin)

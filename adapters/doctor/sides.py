@@ -92,7 +92,8 @@ class Run:
             return engine_of(connect(self.server), shape)
         served = self.engine_model or self.model
         if self.engine == "sglang":
-            from mismatch_ext.adapters.sglang.doctor import SEED, SglangEngine
+            from mismatch_ext.adapters.sglang.doctor import SglangEngine
+            from mismatch_ext.adapters.sglang.doctor_requests import SEED
 
             seed = int(self.sampling.get(SEED, 0))
             return SglangEngine(served, dtype=self.dtype, shape=shape, arguments=self.arguments, seed=seed)

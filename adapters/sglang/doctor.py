@@ -7,27 +7,19 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.sglang.doctor_requests import sampled, scored
 from mismatch_ext.adapters.sglang.engine import EngineTransport
-from mismatch_ext.adapters.sglang.probes import SCORING, token_scores
-from mismatch_ext.adapters.sglang.request import generate_request
-from mismatch_ext.adapters.sglang.response import to_records, to_traces
 from mismatch_ext.adapters.sglang.server import read_server
 from mismatch_ext.adapters.sglang.side import ON_CPU
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.provenance import to_provenance
-from mismatch_ext.records import SamplingSettings
 from mismatch_ext.routing import RoutingShape
-
-SEED = "sampling_seed"
-OTHERS = {"max_new_tokens": "--max-tokens", "n": "--responses"}
-"""Arguments of SGLang's requests that options of the doctor's own say."""
 
 
 class SglangEngine:
@@ -113,8 +105,7 @@ class SglangEngine:
             prompts: Token ids of each prompt, as the trainer has them.
             responses: How many at least; each prompt gets as many as the others.
             max_tokens: Most tokens of a response.
-            sampling: SGLang's `sampling_params`; those that are left out have no effect. Response i of the sample is drawn with
-                `sampling_seed` + i, which only a deterministic engine looks at; any other draws all from its `random_seed`.
+            sampling: SGLang's `sampling_params`.
             seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
 
         Raises:
@@ -122,43 +113,20 @@ class SglangEngine:
             EngineError: SGLang failed, or aborted a request.
             RecordError: What SGLang returned is malformed.
         """
-        for name, option in OTHERS.items():
-            if name in sampling:
-                raise ConfigError(f"--sampling: {name} is what {option} says; leave it out.")
-        n = -(-responses // len(prompts))
-        asked = [list(prompt) for prompt in (prompts if seen is None else seen) for _ in range(n)]
-        seeds = [int(sampling.get(SEED, 0)) + row for row in range(len(asked))]
-        # Where the engine saw other prompts, its routes are of other rows than the trainer's.
-        shape = self._shape if seen is None else None
-        request = generate_request(asked, SamplingSettings(), max_new_tokens=max_tokens, routing=shape is not None)
-        request["sampling_params"] = [request["sampling_params"] | sampling | {SEED: seed} for seed in seeds]
-        settings = SamplingSettings(temperature=float(sampling.get("temperature", 1.0)))
-        found = to_records(
-            self._generated(request, sampling),
-            prompt_ids=asked,
-            provenance=to_provenance(self.reading, sampling=settings, weight_version=0),
-            shape=shape,
+        return sampled(
+            partial(self._generated, sampling=sampling),
+            self.reading,
+            prompts,
+            responses=responses,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            shape=self._shape,
+            seen=seen,
         )
-        if seen is not None:
-            owners = [tuple(prompt) for prompt in prompts for _ in range(n)]
-            found = [replace(record, prompt_ids=owner) for record, owner in zip(found, owners, strict=True)]
-        return Sample.of([record for record in found if record.response_ids])
 
     def score(self, sample: Sample) -> Sample:
         """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
-        whole = [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
-        routing = self._shape is not None
-        request = generate_request(whole, SCORING, max_new_tokens=0, prompt_logprobs=True, routing=routing)
-        outputs = self._generated(request, {})
-        largest = max(map(max, whole))
-        logprobs = []
-        for row, (output, prompt, ids) in enumerate(zip(outputs, sample.prompts, whole, strict=True)):
-            # The first token has no log-probability.
-            logprobs.append(tuple(token_scores(output, ids, row, largest)[len(prompt) - 1 :]))
-        routes = None
-        if self._shape is not None:
-            routes = tuple(to_traces(outputs, prompt_ids=whole, shape=self._shape, version=0))
-        return replace(sample, logprobs=tuple(logprobs), routes=routes)
+        return scored(partial(self._generated, sampling={}), sample, self._shape)
 
     def shutdown(self) -> None:
         """End the engine."""

@@ -48,7 +48,7 @@ def engine() -> tuple[SglangEngine, Answering]:
     return made, transport
 
 
-def test_every_response_has_noise_of_its_own_and_settings_that_are_left_out_are_neutral() -> None:
+def test_every_response_has_noise_of_its_own_and_settings_that_are_left_out_are_the_engines() -> None:
     made, transport = engine()
     sampling = {"sampling_seed": 5, "frequency_penalty": 0.5}
     sample = made.sample(PROMPTS, responses=5, max_tokens=9, sampling=sampling)
@@ -56,9 +56,9 @@ def test_every_response_has_noise_of_its_own_and_settings_that_are_left_out_are_
     (request,) = transport.asked
     settings = request["sampling_params"]
     assert [one["sampling_seed"] for one in settings] == [5, 6, 7, 8, 9, 10]
-    assert {(one["n"], one["frequency_penalty"], one["top_p"], one["max_new_tokens"]) for one in settings} == {
-        (1, 0.5, 1.0, 9)
-    }
+    # As the run's requests, which preferred_sampling_params fill in.
+    assert {(one["n"], one["frequency_penalty"], one["max_new_tokens"]) for one in settings} == {(1, 0.5, 9)}
+    assert not any("top_p" in one or "temperature" in one for one in settings)
     assert sampling == {"sampling_seed": 5, "frequency_penalty": 0.5}
 
 

@@ -1,17 +1,17 @@
-"""A vLLM server behind HTTP as the doctor's engine, with nothing of this package installed on it."""
+"""A vLLM or SGLang server behind HTTP as the doctor's engine, with nothing of this package installed on it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch_ext.adapters.doctor.server.detect import Address, Server, connect
+from mismatch_ext.adapters.doctor.server.detect import SEEDS, Address, Server, connect
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 
     from mismatch_ext.routing import RoutingShape
 
-__all__ = ["Address", "Server", "connect", "engine_of"]
+__all__ = ["SEEDS", "Address", "Server", "connect", "engine_of"]
 
 
 def engine_of(server: Server, shape: RoutingShape | None) -> ServedEngine:
@@ -21,6 +21,10 @@ def engine_of(server: Server, shape: RoutingShape | None) -> ServedEngine:
         server: The server.
         shape: Of the routes that are read where the server gives them; None for a model without experts.
     """
+    if server.kind == "sglang":
+        from mismatch_ext.adapters.doctor.server.sglang import SglangServer
+
+        return SglangServer(server, shape)
     from mismatch_ext.adapters.doctor.server.vllm import VllmServer
 
     return VllmServer(server, shape)

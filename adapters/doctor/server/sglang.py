@@ -1,0 +1,100 @@
+"""A stock SGLang server as the doctor's engine, by its own `POST /generate`.
+
+Its OpenAI routes are not asked: they take text or add the checkpoint's sampling defaults, and send routes for one choice alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mismatch_ext.adapters.doctor.server.detect import Server
+from mismatch_ext.adapters.doctor.server.engine import ServedEngine
+from mismatch_ext.adapters.sglang.doctor_requests import sampled, scored
+from mismatch_ext.adapters.sglang.fields import brief
+from mismatch_ext.adapters.sglang.server import read_server
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.routing import RoutingShape
+
+PATH = "/generate"
+
+
+class SglangServer(ServedEngine):
+    """A stock SGLang server."""
+
+    def __init__(self, server: Server, shape: RoutingShape | None = None) -> None:
+        super().__init__(server, shape)
+        self._reading = read_server(server.info)
+        # SGLang leaves out without a word what it does not record.
+        self._recorded = shape if server.info.get("enable_return_routed_experts") is True else None
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        responses: int,
+        max_tokens: int,
+        sampling: Mapping[str, Any],
+        seen: Sequence[Sequence[int]] | None = None,
+    ) -> Sample:
+        """Sample by one request per response, several at once."""
+        self._ensure_known([*prompts, *(seen or ())])
+        return sampled(
+            lambda request: self._generated(request, "sampling"),
+            self._reading,
+            prompts,
+            responses=responses,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            shape=self._recorded,
+            seen=seen,
+        )
+
+    def score(self, sample: Sample) -> Sample:
+        """Score by one request per response, several at once."""
+        return scored(lambda request: self._generated(request, "scoring"), sample, self._recorded)
+
+    def _ensure_known(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse tokens that the server's model does not have: SGLang looks them up all the same, and its scheduler ends."""
+        # Of a setting it does check the tokens, and 0 changes nothing.
+        settings = {"max_new_tokens": 1, "logit_bias": {str(max(map(max, prompts))): 0.0}}
+        self._one({"input_ids": [min(map(min, prompts))], "sampling_params": settings})
+
+    def _generated(self, request: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.server.client.each(self._one, alone(request), name)
+        return found
+
+    def _one(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.server.adapter:
+            body = {**body, "lora_path": self.server.name}
+        try:
+            answer = self.server.client.post(PATH, body)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{advice(str(error))}") from error
+        if not isinstance(answer, dict):
+            raise RecordError(f"--server: {PATH} answered {brief(answer)}; allowed: one response.")
+        return answer
+
+
+def alone(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the requests of which a batch consists.
+
+    Args:
+        request: What `generate_request` built for several prompts.
+    """
+    prompts, settings = request["input_ids"], request["sampling_params"]
+    each = settings if isinstance(settings, list) else [settings] * len(prompts)
+    return [{**request, "input_ids": prompt, "sampling_params": one} for prompt, one in zip(prompts, each, strict=True)]
+
+
+def advice(said: str) -> str:
+    """Return what to do about a request that SGLang refused."""
+    if "logit_bias must has keys" in said:
+        return (
+            "; the server's model has a smaller vocabulary than --prompts or a logit_bias: is it the model of --model?"
+        )
+    if "context length" in said or "maximum allowed length" in said:
+        return "; give a smaller --max-tokens, or shorter prompts"
+    return "; --sampling takes SGLang's own names and values, and the server's log says more"

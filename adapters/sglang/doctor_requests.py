@@ -1,0 +1,103 @@
+"""What the doctor asks of SGLang, in this process or over HTTP, and how it reads the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mismatch_ext.adapters.sglang.probes import SCORING, token_scores
+from mismatch_ext.adapters.sglang.request import generate_request
+from mismatch_ext.adapters.sglang.response import to_records, to_traces
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.provenance import to_provenance
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.routing import RoutingShape
+
+SEED = "sampling_seed"
+OTHERS = {"max_new_tokens": "--max-tokens", "n": "--responses"}
+"""Arguments of SGLang's requests that options of the doctor's own say."""
+Generate = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Maps a batch of requests, as `generate_request` builds it, to a response for each of its prompts, in their order."""
+
+
+def sampled(
+    generate: Generate,
+    reading: EngineReading,
+    prompts: Sequence[Sequence[int]],
+    *,
+    responses: int,
+    max_tokens: int,
+    sampling: Mapping[str, Any],
+    shape: RoutingShape | None = None,
+    seen: Sequence[Sequence[int]] | None = None,
+) -> Sample:
+    """Sample responses as a run does.
+
+    Args:
+        generate: Asks the engine.
+        reading: What the engine runs with.
+        prompts: Token ids of each prompt, as the trainer has them.
+        responses: How many at least; each prompt gets as many as the others.
+        max_tokens: Most tokens of a response.
+        sampling: SGLang's `sampling_params`; for those that are left out the engine has its own, `preferred_sampling_params`
+            among them. Response i of the sample is drawn with `sampling_seed` + i, which only a deterministic engine looks at;
+            any other draws all from its `random_seed`.
+        shape: Of the routes that it records; None reads none.
+        seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
+
+    Raises:
+        ConfigError: A sampling argument is what an option says.
+        EngineError: SGLang aborted a request.
+        RecordError: What SGLang returned is malformed.
+    """
+    for name, option in OTHERS.items():
+        if name in sampling:
+            raise ConfigError(f"--sampling: {name} is what {option} says; leave it out.")
+    n = -(-responses // len(prompts))
+    asked = [list(prompt) for prompt in (prompts if seen is None else seen) for _ in range(n)]
+    seeds = [int(sampling.get(SEED, 0)) + row for row in range(len(asked))]
+    # Where the engine saw other prompts, its routes are of other rows than the trainer's.
+    shape = shape if seen is None else None
+    request = generate_request(asked, SamplingSettings(), max_new_tokens=max_tokens, routing=shape is not None)
+    # As the run's requests are: what they leave out is the engine's to say.
+    request["sampling_params"] = [{**sampling, "max_new_tokens": max_tokens, "n": 1, SEED: seed} for seed in seeds]
+    settings = SamplingSettings(temperature=float(sampling.get("temperature", 1.0)))
+    found = to_records(
+        generate(request),
+        prompt_ids=asked,
+        provenance=to_provenance(reading, sampling=settings, weight_version=0),
+        shape=shape,
+    )
+    if seen is not None:
+        owners = [tuple(prompt) for prompt in prompts for _ in range(n)]
+        found = [replace(record, prompt_ids=owner) for record, owner in zip(found, owners, strict=True)]
+    return Sample.of([record for record in found if record.response_ids])
+
+
+def scored(generate: Generate, sample: Sample, shape: RoutingShape | None = None) -> Sample:
+    """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1.
+
+    Args:
+        generate: Asks the engine.
+        sample: The tokens.
+        shape: Of the routes that it records; None reads none.
+
+    Raises:
+        RecordError: What SGLang returned is malformed.
+    """
+    whole = [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
+    request = generate_request(whole, SCORING, max_new_tokens=0, prompt_logprobs=True, routing=shape is not None)
+    outputs = generate(request)
+    largest = max(map(max, whole))
+    logprobs = []
+    for row, (output, prompt, ids) in enumerate(zip(outputs, sample.prompts, whole, strict=True)):
+        # The first token has no log-probability.
+        logprobs.append(tuple(token_scores(output, ids, row, largest)[len(prompt) - 1 :]))
+    routes = None
+    if shape is not None:
+        routes = tuple(to_traces(outputs, prompt_ids=whole, shape=shape, version=0))
+    return replace(sample, logprobs=tuple(logprobs), routes=routes)
