@@ -187,6 +187,7 @@ def _diagnosed(
         trainer_weights=sides.trainer_weights,
         replays=sides.replays,
         layout=sides.layout,
+        head=sides.head,
     )
     causes = [] if quick else of_model(scorer, sides.older)
     return diagnose(sample, scorer.scores, causes, engine=engine, seed=seed, progress=rung), scorer

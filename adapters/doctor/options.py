@@ -63,6 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
     parser.add_argument("--trainer-layout", choices=LAYOUTS,
                         help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
+    parser.add_argument("--trainer-head", choices=("float32",),
+                        help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--prompts", metavar="FILE", type=folder,
                         help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
@@ -167,6 +169,8 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
         found["older"] = tuple(map(str, arguments.older))
     if arguments.trainer_layout is not None:
         found["layout"] = arguments.trainer_layout
+    if arguments.trainer_head is not None:
+        found["head"] = arguments.trainer_head
     if arguments.blocks:
         found["blocks"] = True
     return found

@@ -61,6 +61,7 @@ class Run:
         engine: Kind of the engine, "vllm" or "sglang"; sampling and arguments are by its names.
         server: A server that is asked in the place of an engine that is started.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
+        head: What the trainer's head computes in, if not in what the rest does: float32.
         blocks: Whether engine and trainer are held against each other block by block where nothing is left, too.
     """
 
@@ -78,6 +79,7 @@ class Run:
     engine: str = "vllm"
     server: Address | None = None
     layout: str = "right"
+    head: str = ""
     blocks: bool = False
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:

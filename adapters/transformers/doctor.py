@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import doctor_logits
+from mismatch_ext.adapters.transformers.doctor_head import head_of, in_float32
 from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, Laid, laid, own_noise
 from mismatch_ext.adapters.transformers.doctor_logits import Projected, is_head, passing_hidden
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
@@ -104,6 +105,7 @@ class Scorer:
         trainer_weights: What the trainer holds or gathers its weights in while it computes.
         replays: Whether the trainer replays the engine's routes.
         layout: How the trainer lays sequences into a batch, of `LAYOUTS`.
+        head: What the trainer's head computes in, if not in what the rest of the model does: "float32".
 
     Attributes:
         scores: What the trainer's side says; the oracle, from which causes start, is in it.
@@ -120,13 +122,17 @@ class Scorer:
         trainer_weights: str = "float32",
         replays: bool = False,
         layout: str = "right",
+        head: str = "",
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
         self.shape = routing_shape(model)
         # As the run: no routes are replayed unless its block says so, and the doctor shows what they cost.
         kept = torch_dtype(trainer_weights)
-        self._trainer = (torch_dtype(trainer_dtype), kept)
+        self._head = head_of(model)
+        if head and self._head is None:
+            raise ConfigError(f"--trainer-head: {type(model).__name__} has no linear head; leave the option out.")
+        self._trainer = (torch_dtype(trainer_dtype), kept, self._head if head else None)
         self._round(kept)
         replayed = replays and self.shape is not None and sample.routes is not None
         with self._as_trainer():
@@ -141,6 +147,7 @@ class Scorer:
             trainer=trainer,
             own=self._own(sample),
             logits=self._logits(sample),
+            headed=None if self._head is None or self.engine_dtype == torch.float32 else self._own(sample, self._head),
             native=native,
             straight=None if layout == "right" else straight,
             layout="" if layout == "right" else LAYOUTS[layout],
@@ -149,6 +156,7 @@ class Scorer:
             end_tokens=end_tokens(model),
             engine_dtype=engine_dtype,
             trainer_dtype=trainer_dtype,
+            trainer_head=head,
         )
 
     def rescored(self, sample: Sample) -> Scores:
@@ -225,9 +233,9 @@ class Scorer:
 
     @contextmanager
     def _as_trainer(self) -> Iterator[None]:
-        half, kept = self._trainer
+        half, kept, exact = self._trainer
         cast = nullcontext() if half == torch.float32 else torch.autocast(self._device.type, half)
-        with cast, nullcontext() if kept == torch.float32 else self.cast(kept):
+        with cast, nullcontext() if kept == torch.float32 else self.cast(kept), in_float32(exact):
             yield
 
     @property
@@ -271,9 +279,14 @@ class Scorer:
             _, hidden = next(iter(self._passes(sample, None, only=[row])))
         return is_head(head, hidden, logits)
 
-    def _own(self, sample: Sample) -> Floats:
-        """Return the log-probabilities of the same weights in the engine's dtype; buffers keep theirs, as in a trainer."""
-        with self.cast(self.engine_dtype):
+    def _own(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
+        """Return the log-probabilities of the same weights in the engine's dtype; buffers keep theirs, as in a trainer.
+
+        Args:
+            sample: The tokens.
+            exact: The head, if it is to compute in float32.
+        """
+        with self.cast(self.engine_dtype), in_float32(exact):
             found = [self._picked(row, logits) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(found)
 

@@ -28,6 +28,8 @@ from mismatch_ext.metrics.numerics import k3
 ROUNDING, ROUNDING_TAIL = 1.3, 3.0
 # An engine that errs less than this computes finer than its dtype; a trainer that errs more, coarser than the engine.
 FINER, COARSER = 0.6, 2.0
+# How far below what a head in float32 leaves an error may be: one that is finer still has another reason.
+HEADS = 1.5
 # A name that leaves something is confirmed where it foretold this part of what the remedy mends: a remedy takes back settings of
 # a kind together, and so mends what another of them did, too.
 MOST = 0.75
@@ -45,6 +47,7 @@ class Scores:
         own: The trainer's arithmetic in the engine's dtype, under the engine's routes `[N]`.
         logits: Of the oracle: the trainer's model in float32, its weights rounded to the engine's dtype, under the
             engine's routes where they are known `[N, V]`, float32, before the temperature.
+        headed: The same with a head in float32; None where that is no other `[N]`.
         native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
         straight: The trainer's with right padding, under which every position is its own `[N]`; None where the run pads so.
         layout: How the run lays its batches, in words; "" where it pads on the right.
@@ -52,11 +55,13 @@ class Scores:
         temperature: What the trainer divides logits by.
         end_tokens: Ids that end a response.
         engine_dtype, trainer_dtype: What the sides compute in, for remedies; "" where nobody says.
+        trainer_head: What the trainer's head computes in, if in something else.
     """
 
     trainer: Floats
     own: Floats
     logits: Tensor | Logits
+    headed: Floats | None = None
     native: Floats | None = None
     straight: Floats | None = None
     layout: str = ""
@@ -65,6 +70,7 @@ class Scores:
     end_tokens: tuple[int, ...] = ()
     engine_dtype: str = ""
     trainer_dtype: str = ""
+    trainer_head: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +262,7 @@ def diagnose(
         ("trainer's", scores.trainer),
         ("trainer's, padded on the right,", straight),
         ("trainer's, in the engine's dtype,", scores.own),
+        ("trainer's, with a head in float32,", scores.own if scores.headed is None else scores.headed),
     ):
         wrong = np.flatnonzero(~np.isfinite(values))
         if len(wrong):
@@ -301,6 +308,8 @@ def diagnose(
     # Not `noise.measured`: beside a float32 engine, whose rounding is below it, a half-precision trainer is all of the gap.
     if trainer_ratio > COARSER and float(np.abs(parts["trainer's arithmetic"]).mean()) > FLOAT32:
         found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"], scores))
+    if complete and not found and scores.headed is not None and noise.measured:
+        found += _by_head(sample, scores, left, trainer_ratio, noise.ratio(scores.headed - table.logprob), shares)
     if scores.straight is not None:
         found += _by_layout(scores, noise.ratio(parts[LAYOUT]), shares[LAYOUT])
     if engine is not None and decodes_apart:
@@ -413,6 +422,38 @@ def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
     return [_measured("layout", "trainer", said, ratio, part)]
 
 
+def _by_head(
+    sample: Sample, scores: Scores, left: float, trainer_ratio: float, headed: float, shares: Mapping[str, Part]
+) -> list[NamedCause]:
+    """Return the cause that the sizes of the sides' errors show, where the head of one alone computes in float32.
+
+    Args:
+        sample: The tokens.
+        scores: What the trainer's side says.
+        left, trainer_ratio: The engine's and the trainer's error in units of the trainer's own in the engine's dtype.
+        headed: The same of a head in float32, and the rest in the engine's dtype: nearer to it than to 1 is such a head.
+        shares: The parts.
+    """
+    assert scores.headed is not None
+    fine = headed**0.5
+    if headed >= FINER or min(left, trainer_ratio) < headed / HEADS:
+        return []
+    if left < fine <= trainer_ratio:
+        exact, other, ratio, part = "engine", "trainer", left, shares["trainer's arithmetic"]
+    elif scores.trainer_head and trainer_ratio < fine <= left:
+        exact, other, ratio, part = "trainer", "engine", trainer_ratio, shares["engine's arithmetic"]
+    else:
+        return []
+    said = (
+        f"the {exact}'s head computes in float32 and the {other}'s does not: the {exact} errs {ratio:.2f} times as much as "
+        f"{scores.engine_dtype} would, and with such a head it would {headed:.2f} times"
+    )
+    if other == "trainer":
+        before, after = (float(np.abs(sample.engine - side).mean()) for side in (scores.trainer, scores.headed))
+        said += f"; a trainer with one is {after:.1e} nats per token from this engine, in the place of {before:.1e}"
+    return [_measured("head_dtype", other, said, ratio, part)]
+
+
 def _by_decode(engine: Engine, part: Part | None) -> NamedCause:
     """Return the cause that the engine shows alone: its tokens are sampled by another computation than its prefill."""
     mean = float(np.abs(engine.decode).mean())
@@ -435,4 +476,4 @@ def _measured(key: str, family: str, said: str, parameter: float, part: Part | N
 def _notes(noise: Noise, left: float, error: Floats) -> tuple[str, ...]:
     if not noise.measured or left >= FINER or float(np.abs(error).mean()) <= FLOAT32:
         return ()
-    return (f"the engine errs {left:.2f} times as much as its dtype lets expect: its head may compute in float32",)
+    return (f"the engine errs {left:.2f} times as much as its dtype lets expect: it is finer than that",)

@@ -71,6 +71,12 @@ REMEDIES: dict[str, Remedy] = {
         trl="give the model position_ids beside the attention mask, or pad prompts on the right",
         verl="actor_rollout_ref.model.use_remove_padding=true",
     ),
+    "head_dtype": Remedy(
+        trl="cast_lm_head_to_fp32: true",
+        verl=f"""+{_ROLLOUT}engine_kwargs.vllm.hf_overrides.head_dtype=float32""",
+        vllm="""--hf-overrides '{"head_dtype": "float32"}', where the trainer's head is in float32""",
+        sglang="--enable-fp32-lm-head, where the trainer's head is in float32",
+    ),
     "decode_path": Remedy(
         verl=f"{_ROLLOUT}enforce_eager=true",
         vllm="--enforce-eager, VLLM_BATCH_INVARIANT=1, and reset the prefix cache after weights are sent",

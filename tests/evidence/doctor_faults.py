@@ -151,6 +151,7 @@ def _int8(weight: torch.Tensor) -> torch.Tensor:
 
 BOTH16 = {"dtype": "float16", "trainer_dtype": "float16"}
 BOTH32 = {"dtype": "float32", "trainer_dtype": "float32"}
+EXACT_HEAD = {"head_dtype": "float32"}
 COOLED = {"temperature": 0.7} | _sampled(temperature=0.7)
 THETA = 10_000.0
 CLEAN = {
@@ -162,6 +163,7 @@ CLEAN = {
     "clean, float16": Planted(run=BOTH16),
     "clean, float16, another seed": Planted(run=BOTH16 | _sampled(seed=5)),
     "clean, float32": Planted(run=BOTH32),
+    "clean, heads in float32": Planted(run={"head": "float32"} | _started(hf_overrides=EXACT_HEAD)),
 }
 CLEAN_EXPERTS = {f"{name}, experts": replace(CLEAN[name], kind="moe") for name in
              ("clean", "clean, another seed", "clean, temperature 0.7", "clean, float16", "clean, float32")}  # fmt: skip
@@ -244,6 +246,12 @@ WEIGHTS = {
         older=(_moved(), _moved("layers.1.mlp.down_proj", by=2e-3)),
         said="down_proj",
         run=BOTH32,
+    ),
+    "the engine's head in float32": Planted(
+        expected=("head_dtype",), run=_started(hf_overrides=EXACT_HEAD), said="the engine's head"
+    ),
+    "the trainer's head in float32": Planted(
+        expected=("head_dtype",), run={"head": "float32"}, said="the trainer's head"
     ),
     "engine float16, trainer bfloat16": Planted(expected=("trainer_dtype",), run={"dtype": "float16"}),
 }

@@ -40,7 +40,7 @@ def test_a_run_of_trl_starts_as_trl_starts_it(run: Run, tmp_path: Path) -> None:
     assert found["sampling"]["trl"] == found["sampling"]["doctor"]
     assert f"torch.{read['trainer_weights']}" == found["weights"] and read["trainer_dtype"] == "float32"
     assert read["temperature"] == 0.9 and read["dtype"] == "bfloat16"  # vLLM's own, for a float32 checkpoint
-    assert read["layout"] == "left"
+    assert read["layout"] == "left" and (found["mixed"]["head"], found["block"]["head"]) == ("", "float32")
     assert found["mixed"]["trainer_dtype"] == "bfloat16" and found["mixed"]["trainer_weights"] == "float32"
     assert (found["block"]["dtype"], found["block"]["trainer_dtype"]) == ("float16", "float16")
     origin = found["read"]["origin"]

@@ -83,6 +83,35 @@ def test_a_clean_pair_names_nothing(temperature: float) -> None:
     assert found.tokens_test.finding is None and "Clean" in report(found)
 
 
+# Of rounding, what a head in float32 leaves.
+HEADED = 0.4
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "told", "name"),
+    [
+        (HEADED, 1.0, "", "the engine's head"),
+        (1.0, HEADED, "float32", "the trainer's head"),
+        (1.0, 1.0, "", None),
+        (HEADED, HEADED, "float32", None),
+        # Finer than a head alone can make it: another dtype than was said, or no rounding at all.
+        (0.1, 1.0, "", None),
+        (0.8, 1.0, "", None),
+    ],
+)
+def test_a_head_in_float32_on_one_side_is_named_by_the_sizes_of_errors(
+    engine: float, trainer: float, told: str, name: str | None
+) -> None:
+    sample, scores = drawn(engine_rounding=engine * ROUNDING, trainer_rounding=trainer * ROUNDING)
+    _, other = drawn(engine_rounding=engine * ROUNDING, trainer_rounding=HEADED * ROUNDING)
+    scores = replace(scores, headed=other.trainer, trainer_head=told, engine_dtype="bfloat16", trainer_dtype="bfloat16")
+    found = diagnose(sample, scores)
+    assert [cause.key for cause in found.causes] == ([] if name is None else ["head_dtype"]), report(found)
+    assert found.verdict == ("clean" if name is None else "explained")
+    if name is not None:
+        assert found.causes[0].said.startswith(name) and found.causes[0].status == "measured"
+
+
 PLANTED = {
     # Values that are on no grid.
     "temperature": (lambda z: z / 0.97, 0.97, 0.003),

@@ -191,6 +191,26 @@ def test_layouts_are_the_same_policy_in_float32_and_round_otherwise(kind: str, t
     assert np.abs(left.scores.trainer - plain.scores.trainer).max() > 1e-4
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tied: bool, tmp_path: Path) -> None:
+    model = load_model(tiny_model("dense", tmp_path / "model"))
+    if tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    before = model.get_output_embeddings().weight.detach().bfloat16().clone()
+    # Weights in bfloat16 without autocast are what the doctor holds the engine's arithmetic to.
+    held = {"engine_dtype": "bfloat16", "trainer_weights": "bfloat16"}
+    plain = Scorer(model, sample(), trainer_dtype="float32", **held).scores
+    exact = Scorer(model, sample(), trainer_dtype="float32", head="float32", **held).scores
+    assert plain.headed is not None and np.array_equal(plain.trainer, plain.own)
+    assert np.array_equal(exact.trainer, plain.headed) and not np.array_equal(plain.headed, plain.own)
+    # Logits that autocast leaves on bfloat16's grid are what the option takes away.
+    scorer = Scorer(model, sample(), trainer_dtype="bfloat16", engine_dtype="bfloat16", head="float32")
+    with scorer._as_trainer():
+        ((_, logits), *_) = scorer._passes(scorer.sample, None, only=[0])
+    assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
+    assert torch.equal(model.get_output_embeddings().weight, before.float())
+
+
 def test_routes_are_replayed_in_every_layout(tmp_path: Path) -> None:
     model = load_model(tiny_model("moe", tmp_path / "model"))
     # Routes of another model, so that those of the trainer's own would be seen.

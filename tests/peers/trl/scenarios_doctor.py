@@ -82,7 +82,8 @@ def trl_passes(out: str) -> dict[str, Any]:
     mixed.write_text(TRL.format(model=FOLDER / "dense", out=out, bf16="true"), encoding="utf-8")
     block = Path(out) / "block.yaml"
     block.write_text(
-        TRL.format(model=FOLDER / "dense", out=out, bf16="null") + "mismatch: {precision: {dtype: float16}}\n",
+        TRL.format(model=FOLDER / "dense", out=out, bf16="null")
+        + "mismatch: {precision: {dtype: float16}}\ncast_lm_head_to_fp32: true\n",
         encoding="utf-8",
     )
     return {
