@@ -83,9 +83,10 @@ def _field(path: str) -> str:
 
 
 def _config(path: str) -> dict[str, Any]:
+    from mismatch_ext.adapters.transformers.peft_adapters import whole
     from transformers import AutoConfig
 
-    return dict(AutoConfig.from_pretrained(path).to_dict())
+    return dict(AutoConfig.from_pretrained(whole(path)).to_dict())
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

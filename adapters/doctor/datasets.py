@@ -68,10 +68,11 @@ def _loaded(asked: Dataset) -> Any:
 
 
 def _tokenizer(asked: Dataset, model: str) -> Any:
+    from mismatch_ext.adapters.transformers.peft_adapters import tokenizing
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizing(model))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: {model} has no tokenizer for the prompts: {str(error).splitlines()[0]}") from error
     if asked.template is not None:

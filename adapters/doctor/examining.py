@@ -174,6 +174,7 @@ def _diagnosed(
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor import Scorer
     from mismatch_ext.adapters.transformers.doctor_causes import of_model
+    from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
     from mismatch_ext.doctor import diagnose
 
@@ -189,7 +190,7 @@ def _diagnosed(
         layout=sides.layout,
         head=sides.head,
     )
-    causes = [] if quick else of_model(scorer, sides.older)
+    causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model))
     return diagnose(sample, scorer.scores, causes, engine=engine, seed=seed, progress=rung), scorer
 
 

@@ -42,7 +42,7 @@ class Asked:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.add_argument("--model", metavar="PATH", type=folder,
-                        help="checkpoint that the trainer holds; with --trl or --verl, the run's own")  # fmt: skip
+                        help="checkpoint of the trainer, or its adapter; with --trl or --verl, the run's own")  # fmt: skip
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--trl", metavar="FILE", type=folder,
                        help="configuration file of a TRL run, whose settings are taken over")  # fmt: skip
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                        help="overrides of verl's main_ppo, whose settings are taken over")  # fmt: skip
     parser.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")
     parser.add_argument(
-        "--engine-model", metavar="PATH", type=folder, help="checkpoint that the engine serves, if another"
+        "--engine-model", metavar="PATH", type=folder, help="checkpoint or adapter that the engine serves, if another"
     )
     parser.add_argument("--server", metavar="URL", help="a vLLM or SGLang server to ask; no engine is started")
     parser.add_argument("--server-model", metavar="NAME", help="which of the server's models, if it has several")
@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-arg", metavar="KEY=VALUE", action="append", default=[],
                         help="what the engine is started with, such as kv_cache_dtype=fp8_e4m3; repeatable")  # fmt: skip
     parser.add_argument("--older", metavar="PATH", action="append", default=[], type=folder,
-                        help="weights that the engine may have kept: an earlier step, an adapter's base; repeatable")  # fmt: skip
+                        help="weights that the engine may have kept: an earlier step or adapter; repeatable")  # fmt: skip
     parser.add_argument("--threshold", metavar="NATS", type=float, default=THRESHOLD,
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
     parser.add_argument("--blocks", action="store_true", help="compare block by block where nothing is left, too")

@@ -15,6 +15,7 @@ def read_prompts(path: Path, model: str) -> list[list[int]]:
     Raises:
         ConfigError: There is no such file, no prompt in it, or a line that is no prompt; names the line.
     """
+    from mismatch_ext.adapters.transformers.peft_adapters import tokenizing
     from transformers import AutoTokenizer
 
     try:
@@ -30,7 +31,7 @@ def read_prompts(path: Path, model: str) -> list[list[int]]:
     if all(isinstance(prompt, list) for prompt in found):
         return found
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizing(model))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: {model} has no tokenizer for the prompts: {str(error).splitlines()[0]}") from error
     return [prompt if isinstance(prompt, list) else list(tokenizer.encode(prompt)) for prompt in found]

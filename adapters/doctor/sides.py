@@ -47,8 +47,8 @@ class Run:
     """What a run's two sides are started with.
 
     Args:
-        model: Checkpoint that the trainer holds.
-        engine_model: Checkpoint that the engine serves; None for the same.
+        model: Checkpoint that the trainer holds, or the adapter that it trains.
+        engine_model: Checkpoint or adapter that the engine serves, an adapter merged; None for the same.
         dtype: The engine's compute dtype.
         trainer_dtype: The trainer's, under autocast unless it is float32.
         trainer_weights: Dtype that the trainer holds or gathers its weights in while it computes.
@@ -57,7 +57,7 @@ class Run:
         temperature: What the trainer divides logits by.
         sampling: Arguments of the engine's sampling.
         arguments: Arguments of the engine.
-        older: Checkpoints whose weights the engine may have kept.
+        older: Checkpoints or adapters whose weights the engine may have kept.
         engine: Kind of the engine, "vllm" or "sglang"; sampling and arguments are by its names.
         server: A server that is asked in the place of an engine that is started.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
@@ -92,16 +92,20 @@ class Run:
             from mismatch_ext.adapters.doctor.server import connect, engine_of
 
             return engine_of(connect(self.server), shape)
-        served = self.engine_model or self.model
-        if self.engine == "sglang":
-            from mismatch_ext.adapters.sglang.doctor import SglangEngine
-            from mismatch_ext.adapters.sglang.doctor_requests import SEED
+        from mismatch_ext.adapters.transformers.peft_adapters import served
 
-            seed = int(self.sampling.get(SEED, 0))
-            return SglangEngine(served, dtype=self.dtype, shape=shape, arguments=self.arguments, seed=seed)
-        from mismatch_ext.adapters.vllm.doctor import VllmEngine
+        option = "--model" if self.engine_model is None else "--engine-model"
+        # A merged adapter is in a folder that is gone once the engine has loaded it.
+        with served(self.engine_model or self.model, option) as folder:
+            if self.engine == "sglang":
+                from mismatch_ext.adapters.sglang.doctor import SglangEngine
+                from mismatch_ext.adapters.sglang.doctor_requests import SEED
 
-        return VllmEngine(served, dtype=self.dtype, shape=shape, arguments=self.arguments)
+                seed = int(self.sampling.get(SEED, 0))
+                return SglangEngine(folder, dtype=self.dtype, shape=shape, arguments=self.arguments, seed=seed)
+            from mismatch_ext.adapters.vllm.doctor import VllmEngine
+
+            return VllmEngine(folder, dtype=self.dtype, shape=shape, arguments=self.arguments)
 
     def mended(self, settings: Sequence[str]) -> Run:
         """Return the run with the trainer's own checkpoint in the engine, and without some of its settings.

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.transformers import doctor_logits
 from mismatch_ext.adapters.transformers.doctor_head import head_of, in_float32
 from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, Laid, laid, own_noise
 from mismatch_ext.adapters.transformers.doctor_logits import Projected, is_head, passing_hidden
+from mismatch_ext.adapters.transformers.peft_adapters import base_of, merged, whole
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from safetensors import SafetensorError
@@ -35,24 +36,26 @@ Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
 def ensure_checkpoint(option: str, path: str | Path) -> None:
-    """Refuse what is no checkpoint before anything expensive starts.
+    """Refuse what is neither a checkpoint nor an adapter of one before anything expensive starts.
 
     Raises:
         ConfigError: There is none; names the option that gave it.
     """
+    base = base_of(path)
+    named = path if base is None else f"{base}, the base model of the adapter {path},"
     try:
-        AutoConfig.from_pretrained(str(path))
+        AutoConfig.from_pretrained(whole(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{option}: {path} cannot be loaded as a checkpoint of transformers: {' '.join(str(error).split())[:300]}"
+            f"{option}: {named} cannot be loaded as a checkpoint of transformers: {' '.join(str(error).split())[:300]}"
         ) from error
 
 
 def load_model(path: str | Path, option: str = "--model", config: Mapping[str, Any] | None = None) -> nn.Module:
-    """Load a checkpoint in float32, for scoring.
+    """Load a checkpoint in float32, for scoring; an adapter is merged with its base model.
 
     Args:
-        path: Its folder.
+        path: Its folder, or an adapter's.
         option: What gave it, for messages.
         config: Fields of its configuration that have another value.
 
@@ -60,14 +63,14 @@ def load_model(path: str | Path, option: str = "--model", config: Mapping[str, A
         ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave it.
     """
     try:
-        own = AutoConfig.from_pretrained(str(path))
+        own = AutoConfig.from_pretrained(whole(path))
         _update(own, config or {})
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(path), config=own, dtype=torch.float32)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(whole(path), config=own, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"{option}: {path} cannot be loaded as a causal language model of transformers: {' '.join(str(error).split())[:300]}"
         ) from error
-    return model.eval()
+    return (model if base_of(path) is None else merged(model, path, option)).eval()
 
 
 def _update(config: Any, changes: Mapping[str, Any]) -> None:
@@ -88,7 +91,7 @@ def with_room(length: int | None, model: str) -> int | None:
     """
     if length is None:
         return None
-    config: Any = AutoConfig.from_pretrained(model)
+    config: Any = AutoConfig.from_pretrained(whole(model))
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length + 1 if own is None or length < own else length
 

@@ -49,12 +49,13 @@ CAPS = (5.0, 20.0, 50.0)
 GROUPS = (32.0, 64.0, 128.0)
 
 
-def of_model(scorer: Scorer, older: Sequence[str | Path] = ()) -> list[Cause]:
+def of_model(scorer: Scorer, older: Sequence[str | Path] = (), base: str | None = None) -> list[Cause]:
     """Return the causes that a changed model shows.
 
     Args:
         scorer: Of the sample; its model is changed while a cause is tried, and restored.
-        older: Checkpoints whose weights an engine may have kept: those before, or the base without its adapter.
+        older: Checkpoints or adapters whose weights an engine may have kept.
+        base: Base model of the trainer's adapter, whose weights an engine without the adapter has.
     """
     model = scorer.model
     longest = max(map(len, scorer.sample.responses))
@@ -106,13 +107,13 @@ def of_model(scorer: Scorer, older: Sequence[str | Path] = ()) -> list[Cause]:
         ("sliding_window", "attention_scale", "attention_softcap", "kv_fp8", "kv_fp8_truncated"), torch_attends
     )
     found = [listed for listed in found if holds.get(listed.key, True)] + of_prompts(scorer)
-    if scorer.shape is None and not older:
+    if scorer.shape is None and not older and base is None:
         return found
     first = FirstOrder.of(scorer)
     found += of_experts(scorer, first)
     for path in older:
         found += of_older(scorer, path, first)
-    return found
+    return found if base is None else found + of_older(scorer, base, first, base=True)
 
 
 def _epsilon(model: Any, factor: float, only: str = "") -> Any:

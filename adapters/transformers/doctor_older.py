@@ -1,4 +1,4 @@
-"""Causes that an engine has weights of another checkpoint: all of them, those of one layer, or one tensor."""
+"""Causes that an engine has weights of another checkpoint, or no adapter: all of them, those of one layer, or one tensor."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
 from mismatch_ext.doctor import Cause
 
 
-def of_older(scorer: Scorer, path: str | Path, first: FirstOrder) -> list[Cause]:
+def of_older(scorer: Scorer, path: str | Path, first: FirstOrder, *, base: bool = False) -> list[Cause]:
     """Return the causes that weights are another checkpoint's.
 
     Args:
         scorer: Of the sample.
-        path: The checkpoint.
+        path: The checkpoint, or an adapter.
         first: Chooses the tensors that are tried alone.
+        base: Whether it is the base model of the trainer's adapter.
     """
     model = scorer.model
-    theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in load_model(path, "--older").named_parameters()}
+    other = load_model(path, "--model" if base else "--older")
+    theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in other.named_parameters()}
     layers = sorted({int(part) for name in theirs if "layers." in name and (part := _layer(name)).isdigit()})
     own = dict(model.named_parameters())
     apart = {
@@ -38,8 +40,10 @@ def of_older(scorer: Scorer, path: str | Path, first: FirstOrder) -> list[Cause]
 
         return scored_under(scorer, change, key=key, family="weights", said=said, **given)
 
+    has = f"the engine has the weights of {path}"
+    whole = ("adapter_not_applied", f"{has}: the adapter is not applied") if base else ("stale_weights", has)
     found = [
-        cause("stale_weights", f"the engine has the weights of {path}", lambda _: theirs),
+        cause(*whole, lambda _: theirs),
         cause("stale_layer", f"layer {{x}} of the engine has the weights of {path}",
               lambda x: [name for name in theirs if _layer(name) == str(layers[x])],
               grid=tuple(map(float, range(len(layers)))), names=tuple(map(str, layers))),

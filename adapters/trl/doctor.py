@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters.transformers.doctor import with_room
+from mismatch_ext.adapters.transformers.peft_adapters import whole
 
 from mismatch_ext.doctor.hosts import Dataset, HostRun, not_started
 from mismatch_ext.errors import ConfigError
@@ -18,7 +19,7 @@ LEFT_OUT = {
     "seed": "the doctor's own, by --seed",
     "vllm_enable_sleep_mode": "the doctor's engine never sleeps",
     "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
-    "use_peft": "adapters begin at zero; give the merged checkpoint by --model for a later step",
+    "use_peft": "adapters begin at zero; give the adapter of a later step by --model",
 }
 SERVER = "start from the server itself with --server, or give --rollouts"
 
@@ -128,7 +129,7 @@ def auto_dtype(model: str) -> str:
     try:
         from vllm.config import ModelConfig
 
-        return canonical(ModelConfig(model=model, dtype="auto").dtype)
+        return canonical(ModelConfig(model=whole(model), dtype="auto").dtype)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{model}: vLLM's dtype for it is not known ({' '.join(str(error).split())[:200]}); give --dtype."
@@ -184,7 +185,7 @@ def _weights_dtype(given: Any, model: str) -> str:
         return canonical(given)
     from transformers import AutoConfig
 
-    found = AutoConfig.from_pretrained(model).dtype
+    found = AutoConfig.from_pretrained(whole(model)).dtype
     return "float32" if found is None else canonical(found)
 
 

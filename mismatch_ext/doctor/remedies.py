@@ -15,7 +15,7 @@ class Remedy:
     Args:
         trl: Of the GRPO config; "" where TRL has nothing to change.
         verl: Overrides of `main_ppo`.
-        vllm: Flags of `vllm serve`, which are arguments of `LLM` too.
+        vllm: Flags of `vllm serve`; those of the engine are arguments of `LLM` too.
         sglang: Flags of `sglang.launch_server`.
     """
 
@@ -36,6 +36,12 @@ _WEIGHTS = Remedy(
     verl="+mismatch.monitor.weight_sync=error",
     vllm="send the trainer's weights, then reset the prefix cache",
     sglang="send the trainer's weights, then flush the cache",
+)
+_ADAPTER = Remedy(
+    trl="mismatch: {monitor: {weight_sync: error}}",
+    verl="+mismatch.monitor.weight_sync=error",
+    vllm="--enable-lora --lora-modules NAME=FOLDER, and NAME for the model in the requests; or serve the merged weights",
+    sglang="--enable-lora --lora-paths NAME=FOLDER, and NAME for lora_path in the requests; or serve the merged weights",
 )
 _QUANTISED = Remedy(
     verl=f"{_ROLLOUT}quantization=null",
@@ -140,6 +146,7 @@ REMEDIES: dict[str, Remedy] = {
     "weights_fp8": _QUANTISED,
     "weights_int4": _QUANTISED,
     "activations_int8": _QUANTISED,
+    "adapter_not_applied": _ADAPTER,
     "stale_weights": _WEIGHTS,
     "stale_layer": _WEIGHTS,
     "stale_tensor": _WEIGHTS,

@@ -131,10 +131,10 @@ def flags(lines: list[str]) -> set[str]:
 
 
 def test_every_flag_for_vllm_is_vllms() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser = make_arg_parser(FlexibleArgumentParser())
     named = flags([remedy.vllm for remedy in REMEDIES.values()])
     assert len(named) >= 6 and not [flag for flag in named if flag not in parser._option_string_actions]
 

@@ -34,7 +34,7 @@ LEFT_OUT = {
     "seed": "the doctor's own, by --seed",
     "data_parallel_size": "the doctor starts one replica",
     "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
-    "lora_rank": "adapters begin at zero; give the merged checkpoint by --model for a later step",
+    "lora_rank": "adapters begin at zero; give the adapter of a later step by --model",
     "strategy": "the doctor's trainer is transformers, in this engine's dtypes but without its kernels",
     "quantization": "vLLM's own quantisation in the place of verl's block-wise one",
 }
