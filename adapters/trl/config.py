@@ -109,6 +109,11 @@ class MismatchConfigMixin(_Host):
                 )
         return super().train_batch_size
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine sleeps between generations; TRL lets no server sleep."""
+        return self.vllm_enable_sleep_mode and self.vllm_mode == "colocate"
+
     def _check_host(self, block: MismatchConfig) -> None:
         if block.monitor.keep_weights:
             raise ConfigError(
@@ -130,12 +135,7 @@ class MismatchConfigMixin(_Host):
                     "so there is no gap to measure or correct; set use_vllm=True or remove it."
                 )
             return
-        if self.vllm_mode != "colocate":
-            raise ConfigError(
-                f"vllm_mode={self.vllm_mode!r} with a mismatch block: only 'colocate' is supported, because a server's "
-                "weights and dtypes cannot be read back; set vllm_mode='colocate' or remove the mismatch block."
-            )
-        if self.vllm_enable_sleep_mode and block.monitor.weight_sync != "off":
+        if self.sleeps and block.monitor.weight_sync != "off":
             raise ConfigError(
                 "vllm_enable_sleep_mode=True with mismatch.monitor.weight_sync="
                 f"{block.monitor.weight_sync!r}: the weights of a sleeping engine cannot be verified; set "
@@ -161,7 +161,7 @@ class MismatchConfigMixin(_Host):
                 "mismatch.routing.mode='R3' with use_transformers_continuous_batching=True: it packs the tokens of several "
                 "completions into one row, whose routes are not told apart; set it to False, or use_vllm=True."
             )
-        if self.use_vllm and self.vllm_tensor_parallel_size != 1:
+        if self.use_vllm and self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size != 1:
             raise ConfigError(
                 f"mismatch.routing.mode='R3' with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: routes are "
                 "followed on engines of one rank only; set it to 1, or mode='R2'."

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.routing import MoeLayout
+from mismatch_ext.adapters.trl.engines import Engine, Named
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.vllm.engine import is_cpu
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
@@ -19,7 +19,6 @@ from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync import TensorComparison
 from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
 
 
@@ -48,27 +47,12 @@ class TrainerSide:
         return fingerprint(self.named_parameters())
 
 
-class _Engine(engine.InProcess):
-    """The engine, whose failures are named."""
-
-    def __init__(self, llm: Any, named: Callable[[str], AbstractContextManager[None]]) -> None:
-        super().__init__(llm)
-        self._named = named
-
-    def score(self, tokens: Tensor) -> Tensor:
-        with self._named("scoring probe tokens"):
-            return super().score(tokens)
-
-    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        with self._named("reading its weights"):
-            return super().compare(sent, before)
-
-
 class CheckedGeneration:
     """Stands in for TRL's `VLLMGeneration` and passes everything on to it.
 
     Args:
         inner: TRL's own wrapper, with its engine running.
+        rollout: That engine.
         trainer: The trainer's side.
         monitor: The `monitor` section.
         sampling: Settings that the engine samples with.
@@ -81,6 +65,7 @@ class CheckedGeneration:
     def __init__(
         self,
         inner: Any,
+        rollout: Engine,
         *,
         trainer: TrainerSide,
         monitor: MonitorConfig,
@@ -91,6 +76,7 @@ class CheckedGeneration:
         verdicts: Verdicts | None = None,
     ) -> None:
         self.inner = inner
+        self.engine = rollout
         self.trainer = trainer
         self.monitor = monitor
         self.sampling = sampling
@@ -99,11 +85,10 @@ class CheckedGeneration:
         self.layout: MoeLayout | None = None
         if layout is not None:
             with self.verdicts.checking("routing"):
-                engine.require_routing(inner.llm)
-                engine.attach_cpu_routes(inner.llm)
+                rollout.record_routing()
                 self.layout = layout
         self.weight_version = 0
-        self.reading = engine.read_engine(inner.llm)
+        self.reading = rollout.reading()
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self._kept: list[RolloutRecord] | None = None
@@ -111,15 +96,16 @@ class CheckedGeneration:
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
         self._sending = engine.Sending()
-        probes = draw_probes(vocabulary, monitor, inner.llm.llm_engine.model_config.max_model_len - 1)
+        probes = draw_probes(vocabulary, monitor, rollout.longest)
         self.verifier = WeightVerifier(
-            trainer, _Engine(inner.llm, self._engine_failures_named), monitor, probes, dtype=self.reading.model_dtype,
+            trainer, Named(rollout, self._engine_failures_named), monitor, probes, dtype=self.reading.model_dtype,
             trainer_dtype=trainer.compute_dtype, event=trainer.event,
         )  # fmt: skip
         self.verifies = False
         if monitor.weight_sync != "off":
             with self.verdicts.checking("weight_sync"):
-                self.verifier.begin()
+                if rollout.fresh:
+                    self.verifier.begin()
                 self.verifies = True
 
     def __getattr__(self, name: str) -> Any:
@@ -165,10 +151,7 @@ class CheckedGeneration:
             WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
         """
         with self._engine_failures_named("updating weights"):
-            if is_cpu(self.inner.llm) and not self.verdicts.observes:
-                engine.update_weights(self.inner.llm, self._sent_parameters())
-            else:
-                self._plain_sync()
+            self.engine.update(self._plain_sync, self._sent_parameters)
         self.weight_version += 1
         with self.verdicts.checking("precision", applied=True):
             self.trainer.on_sent(frozenset(self._sending.dtypes))
@@ -213,8 +196,9 @@ class CheckedGeneration:
         if self.layout is not None:
             # With a version it resets the prefix cache where TRL has not.
             version = None if observes else lambda: self.weight_version
-            capture = engine.captured_outputs(self.inner.llm, version=version)
-        with self._engine_failures_named("generating"), self.verdicts.around("routes", capture) as outputs:
+            capture = self.engine.captured(version)
+        ours = self.verdicts.around("engine", self.engine.generating())
+        with self._engine_failures_named("generating"), ours, self.verdicts.around("routes", capture) as outputs:
             result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
         with self.verdicts.checking("records"):
             prompt_ids, completion_ids, logprobs, _ = result

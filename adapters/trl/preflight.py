@@ -8,21 +8,25 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import is_peft_model
-from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
+from mismatch_ext.adapters.trl.served import Served
+from mismatch_ext.adapters.trl.server_checks import ServerCheck
+from mismatch_ext.adapters.trl.server_client import ClientOf
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
+from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import Tensor, nn
@@ -63,6 +67,9 @@ class PreflightMixin(_Host):
     # Whether TRL's constructor runs; what is to be warned of the weights, once there is a run to warn in.
     _constructing = False
     _readiness: str | None = None
+    _engine: Engine
+    # What of a server cannot be checked.
+    _unchecked: str | None = None
     _alarms: AlarmCallback
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
     model: nn.Module
@@ -76,6 +83,9 @@ class PreflightMixin(_Host):
     def _construction_patches(self, config: MismatchGRPOConfig) -> list[Patch]:
         """Return the patches that are active while TRL builds its engine."""
         r3 = self._config.routing is not None and self._config.routing.mode == "R3"
+        if config.use_vllm and config.vllm_mode == "server":
+            # What a server computes in is in its own command, which is checked.
+            return [] if self._verdicts.observes else [SERVER_CLIENT.calling(ClientOf(ServerCheck(self._config)))]
         if self._verdicts.observes:
             # Recording copies the ids beside the computation, and changes no number of it.
             records = r3 and config.use_vllm and config.vllm_tensor_parallel_size == 1
@@ -100,7 +110,8 @@ class PreflightMixin(_Host):
             return []
         patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
         patches += CHECKPOINTS if self._config.routing is not None else ()
-        return [*patches, *(cpu_moe_repack() if config.use_vllm and config.device.type == "cpu" else ())]
+        here = config.use_vllm and config.vllm_mode == "colocate"
+        return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, with a loss scaler that is on wherever float16 was asked for.
@@ -152,10 +163,14 @@ class PreflightMixin(_Host):
         self.add_callback(self._alarms)
         with self._verdicts.checking("reference"):
             self._check_reference(self.ref_model is not None)
+        if self.use_vllm:
+            self._find_engine()
         with self._verdicts.checking("precision", applied=True):
             self._audit()
         if self._readiness is not None:
             self._warn(READINESS, self._readiness)
+        if self._unchecked is not None:
+            self._warn("server", self._unchecked)
         if self.use_vllm:
             with self._verdicts.checking("engine"):
                 self._wrap_engine(patch_digest)
@@ -166,12 +181,25 @@ class PreflightMixin(_Host):
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         check_reference(plugin, self.accelerator.num_processes, reference)
 
+    def _find_engine(self) -> None:
+        """Note what stands behind TRL's wrapper."""
+        generation: Any = self.vllm_generation
+        if generation.mode == "colocate":
+            self._engine = Colocated(generation.llm, repairs=not self._verdicts.observes)
+            return
+        self._engine = served = Served(generation, self.accelerator)
+        if self._verdicts.observes:
+            with self._verdicts.checking("server"):
+                served.check(ServerCheck(self._config), self.accelerator.device.type)
+        self._unchecked = served.unchecked()
+
     def _wrap_engine(self, patch_digest: str) -> None:
         """Put the engine behind checks of its weights and rollouts."""
         vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
         routing = self._watched_routing if self._routing is None else self._routing
         self.vllm_generation = CheckedGeneration(
             self.vllm_generation,
+            self._engine,
             trainer=TrainerSide(
                 named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
                 score=self._score,
@@ -193,7 +221,7 @@ class PreflightMixin(_Host):
         """Return the `monitor` section; without the weight check where it cannot be done, which enforce has refused."""
         args: Any = self.args
         monitor = self._config.monitor
-        if args.vllm_enable_sleep_mode or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        if args.sleeps or self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return dataclasses.replace(monitor, weight_sync="off")
         return monitor
 
@@ -203,7 +231,7 @@ class PreflightMixin(_Host):
         self._readings = {"trainer": trainer}
         if not self.use_vllm:
             return  # one model samples and trains
-        self._readings["engine"] = reading = engine.read_engine(self.vllm_generation.llm)
+        self._readings["engine"] = reading = self._engine.reading()
         if self._config.precision is None:
             return
         policy = PrecisionPolicy(self._config.precision.dtype)

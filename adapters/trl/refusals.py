@@ -31,13 +31,14 @@ def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
             )
 
 
-def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool) -> None:
+def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, server: bool) -> None:
     """Refuse what the block asks for and the installed peers do not give; warn once of versions that were not run.
 
     Args:
         trainer: The class of the trainer.
         block: The block.
-        use_vllm: Whether TRL starts an engine in its process.
+        use_vllm: Whether vLLM generates.
+        server: Whether it is a server, and not an engine in TRL's process.
 
     Raises:
         PeerVersionError: A peer is missing, too old, or known to be wrong for what was asked.
@@ -46,6 +47,7 @@ def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool) ->
     peers = ["torch", "transformers", "accelerate", "trl", *(["vllm"] if use_vllm else [])]
     using = {"trl", *(kind.__name__ for kind in trainer.__mro__)}
     using |= ({"vllm"} | ({"cpu"} if on_cpu_build() else set())) if use_vllm else set()
+    using |= {"server"} if use_vllm and server else set()
     compat.check(peers, block.features, using)
 
 

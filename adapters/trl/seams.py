@@ -9,6 +9,7 @@ from mismatch_ext.compat import Both, Either, Has, Known, Says, Seam, Takes
 _GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 _RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
 _ENGINE = "trl.generation.vllm_generation:VLLMGeneration"
+_CLIENT = "trl.generation.vllm_client:VLLMClient"
 _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
 _BASE = "transformers.trainer:Trainer"
@@ -184,6 +185,27 @@ SEAMS = (
         ),
         upstream=_SOURCE + "generation/vllm_generation.py",
         where=("vllm",),
+    ),
+    Seam(
+        name="trl/server_client",
+        peer="trl",
+        features=("monitor",),
+        what="asking a vLLM server, naming each weight update, and keeping the routes of its answers",
+        claims=(
+            Takes(f"{_CLIENT}._get", "self", "url", first=True),
+            Takes(f"{_CLIENT}._post", "self", "url", first=True),
+            Takes(f"{_CLIENT}.init_communicator", "self", "device", first=True),
+            Takes(f"{_CLIENT}.update_named_params", "self", "metadata", "named_params", first=True),
+            Has(f"{_CLIENT}._start_weight_update"),
+            Has(f"{_CLIENT}._finish_weight_update"),
+            Has(f"{_CLIENT}.reset_prefix_cache"),
+            Says(f"{_CLIENT}.__init__", r"self\.(session|base_url|_updating_weights)\b"),
+            Says(_ENGINE, r"\bVLLMClient\("),
+            Has(f"{_ENGINE}.mode"),
+            Has(f"{_ENGINE}.server_timeout"),
+        ),
+        upstream=_SOURCE + "generation/vllm_client.py",
+        where=("vllm", "server"),
     ),
     Seam(
         name="trl/engine_arguments",

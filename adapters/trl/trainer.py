@@ -88,7 +88,8 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             if installed(peer) is None:
                 require(peer)  # without it there is nothing to observe either
         with self._verdicts.checking("versions"):
-            check_peers(type(self), self._block, use_vllm=config.use_vllm)
+            server = config.vllm_mode == "server"
+            check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server)
         with self._verdicts.checking("stitching"):
             check_stitching(self._block, kwargs)
         self._ranks = AcceleratorRanks(PartialState())

@@ -48,8 +48,17 @@ def read_engine(llm: LLM) -> EngineReading:
     Returns:
         Model, parameter and KV-cache dtypes, log-probability mode and quantisation.
     """
-    config = llm.llm_engine.model_config
-    model_runner = runner(llm)
+    return reading_of(runner(llm), llm.llm_engine.vllm_config)
+
+
+def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
+    """Read the same of a model runner in this process, be it the trainer's or a server's worker.
+
+    Args:
+        model_runner: The runner.
+        vllm_config: vLLM's configuration.
+    """
+    config = vllm_config.model_config
     # A CPU engine packs linear weights and leaves empty parameters behind; those say nothing about a dtype.
     counts: Counter[str] = Counter()
     for parameter in model_runner.model.parameters():
@@ -57,7 +66,7 @@ def read_engine(llm: LLM) -> EngineReading:
             counts[_dtype_name(parameter.dtype)] += parameter.numel()
     caches = [cache for cache in getattr(model_runner, "kv_caches", []) if hasattr(cache, "dtype")]
     # The tensor of an fp8 cache holds bytes: what they mean is in the setting.
-    asked = str(llm.llm_engine.vllm_config.cache_config.cache_dtype)
+    asked = str(vllm_config.cache_config.cache_dtype)
     held = _dtype_name(caches[0].dtype) if caches else canonical(config.dtype)
     return EngineReading(
         engine="vllm",

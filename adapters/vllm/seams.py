@@ -97,6 +97,54 @@ SEAMS = (
         upstream=_SOURCE + "entrypoints/openai/completion/protocol.py",
     ),
     Seam(
+        name="vllm/server_plugin",
+        peer="vllm",
+        features=("monitor",),
+        what="reading a server's workers back, and sending weights in the bodies of requests",
+        claims=(
+            Has("vllm.v1.worker.worker_base:WorkerBase"),
+            Has("vllm.v1.worker.gpu_worker:Worker.model_runner"),
+            Takes(
+                "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine",
+                "name",
+                "module_path_or_cls",
+                "class_name",
+            ),
+            Has("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry"),
+            *(
+                Has(f"vllm.distributed.weight_transfer.base:WeightTransferEngine.{name}")
+                for name in (
+                    "start_weight_update",
+                    "update_weights",
+                    "receive_weights",
+                    "finish_weight_update",
+                    "parse_update_info",
+                )
+            ),
+            Has("vllm.model_executor.model_loader.reload:initialize_layerwise_reload"),
+            Has("vllm.model_executor.model_loader.reload:finalize_layerwise_reload"),
+        ),
+        upstream=_SOURCE + "distributed/weight_transfer/base.py",
+        where=("trl", "server"),
+    ),
+    Seam(
+        name="vllm/server_requests",
+        peer="vllm",
+        features=("monitor",),
+        what="scoring probe tokens by a server, and taking routes from its answers",
+        claims=(
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionRequest.prompt_logprobs"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice.prompt_logprobs"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice.prompt_token_ids"),
+            Has("vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice.routed_experts"),
+            Has("vllm.config.vllm:VllmConfig.weight_transfer_config"),
+            Has("vllm.config.weight_transfer:WeightTransferConfig.backend"),
+            Has("vllm.config.parallel:ParallelConfig.data_parallel_size"),
+        ),
+        upstream=_SOURCE + "entrypoints/openai/completion/protocol.py",
+        where=("trl", "server"),
+    ),
+    Seam(
         name="vllm/prompt_logprobs",
         peer="vllm",
         features=("monitor.weight_sync",),

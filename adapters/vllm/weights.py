@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,6 +75,12 @@ def sample_rows(parameter: Tensor) -> SentTensor:
     """Copy a norm's weights, or about a thousand rows of an embedding."""
     stride = max(1, parameter.shape[0] // SAMPLED_ROWS) if parameter.dim() > 1 else 1
     return SentTensor(values=parameter.detach()[::stride].clone(), rows=parameter.shape[0], stride=stride)
+
+
+def digest_of_rows(values: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes, by which a server's is compared without being sent."""
+    flat = values.detach().contiguous().cpu().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 class Sending:

@@ -119,7 +119,6 @@ def construct(peers: Any, configure: Make) -> Make:
         ({}, {"generation_kwargs": {"n": 2}}, ConfigError, ["generation_kwargs['n']=2", "allowed: 1"]),
         ({}, {"generation_kwargs": '{"n": 2}'}, ConfigError, ["generation_kwargs['n']=2"]),  # as on a command line
         ({}, {"top_p": 1.5}, RecordError, ["sampling top_p=1.5", "allowed: 0 < x <= 1"]),
-        ({}, {"vllm_mode": "server"}, ConfigError, ["vllm_mode='server'", "'colocate'"]),
         ({}, {"vllm_enable_sleep_mode": True}, ConfigError, ["vllm_enable_sleep_mode=True", "weight_sync='off'"]),
         ({}, {"use_vllm": False}, ConfigError, ["use_vllm=False with a mismatch block without"]),
         (FP16, {"bf16": True}, ConfigError, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),

@@ -1,0 +1,122 @@
+"""The engine behind TRL's `VLLMGeneration`, as the checks ask it: in this process, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.vllm.engine import is_cpu
+from torch import Tensor
+
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.weight_sync import TensorComparison
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class Engine(Protocol):
+    """What `CheckedGeneration` asks; every rank asks at the same time."""
+
+    fresh: bool
+    """Whether it holds the weights that it was started with."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that can be scored at once."""
+
+    def reading(self) -> EngineReading:
+        """Return what it computes with."""
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare tensors just sent, and those before, with what it holds."""
+
+    def record_routing(self) -> None:
+        """Take the routes of rollouts from here on."""
+
+    def update(self, plain: Callable[[], None], weights: Weights) -> None:
+        """Send the trainer's weights.
+
+        Args:
+            plain: TRL's own way.
+            weights: Yields what TRL sends.
+        """
+
+    def captured(self, version: Callable[[], int] | None) -> AbstractContextManager[list[Any]]:
+        """Collect vLLM's outputs of what TRL generates in a block; `version` as for `captured_outputs`."""
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Hold the engine to the last update while it generates."""
+
+
+class Colocated(engine.InProcess):
+    """An engine in this process.
+
+    Args:
+        llm: The engine.
+        repairs: Whether weights go the way that also suits a CPU engine, in the place of TRL's own.
+    """
+
+    fresh = True
+
+    def __init__(self, llm: LLM, *, repairs: bool) -> None:
+        super().__init__(llm)
+        self._repairs = repairs and is_cpu(llm)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that can be scored at once."""
+        return int(self.llm.llm_engine.model_config.max_model_len) - 1
+
+    def record_routing(self) -> None:
+        """Take the routes of rollouts from here on.
+
+        Raises:
+            RoutingError: The engine does not record any.
+        """
+        engine.require_routing(self.llm)
+        engine.attach_cpu_routes(self.llm)
+
+    def update(self, plain: Callable[[], None], weights: Weights) -> None:
+        """Send the trainer's weights."""
+        if self._repairs:
+            engine.update_weights(self.llm, weights())
+        else:
+            plain()
+
+    def captured(self, version: Callable[[], int] | None) -> AbstractContextManager[list[Any]]:
+        """Collect vLLM's outputs of what TRL generates in a block."""
+        return engine.captured_outputs(self.llm, version=version)
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Do nothing: an engine in this process is this trainer's alone."""
+        return nullcontext()
+
+
+class Named:
+    """An engine whose answers to the verifier are named where they fail.
+
+    Args:
+        inner: The engine.
+        named: Names what is being done, around it.
+    """
+
+    def __init__(self, inner: Engine, named: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._inner, self._named = inner, named
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities of tokens."""
+        with self._named("scoring probe tokens"):
+            return self._inner.score(tokens)
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare tensors with what it holds."""
+        with self._named("reading its weights"):
+            return self._inner.compare(sent, before)

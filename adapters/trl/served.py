@@ -1,0 +1,173 @@
+"""A vLLM server behind TRL, as `Engine`: the main process asks it, and every rank gets the answer."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import requests
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from mismatch_ext.adapters.trl.engines import Weights
+from mismatch_ext.adapters.trl.server_checks import unchecked
+from mismatch_ext.adapters.trl.server_client import SILENCE, Check, CheckedClient, is_fresh
+from mismatch_ext.adapters.vllm.http import ServerHttp
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from torch import Tensor
+
+from mismatch_ext.errors import EngineError, RoutingError, WeightSyncError
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.weight_sync import TensorComparison
+
+Answer = TypeVar("Answer")
+
+
+class Served:
+    """A server.
+
+    Args:
+        generation: TRL's `VLLMGeneration` in mode "server", built.
+        accelerator: The trainer's.
+    """
+
+    def __init__(self, generation: Any, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._client: Any = getattr(generation, "vllm_client", None)
+        if isinstance(self._client, CheckedClient):
+            self.remote = self._client.remote
+        elif self._client is not None:
+            # TRL's own, under `observe`.
+            timeout = generation.server_timeout or SILENCE
+            self.remote = RemoteEngine(ServerHttp(self._client.base_url, requests.Session(), timeout))
+        self.fresh, self.longest = self._everywhere(lambda: (is_fresh(self.remote), self.remote.longest))
+
+    def _everywhere(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask on the main process, and return the answer on every rank; raise on every rank where asking failed."""
+        if self._accelerator.num_processes == 1:
+            return ask()
+        box: list[Any] = [None, None]
+        if self._accelerator.is_main_process:
+            try:
+                box[0] = ask()
+            except Exception as error:  # noqa: BLE001  # raised below
+                box[1] = error
+            sent = [box[0], None if box[1] is None else str(box[1])]
+            broadcast_object_list(sent, from_process=0)
+        else:
+            broadcast_object_list(box, from_process=0)
+        if isinstance(box[1], Exception):
+            raise box[1]
+        if box[1] is not None:
+            raise EngineError(f"on the main process: {box[1]}")
+        answer: Answer = box[0]
+        return answer
+
+    def check(self, check: Check, device: str) -> None:
+        """Check the server on the main process; `device` is the type of the trainer's."""
+        self._everywhere(lambda: check(self.remote, device))
+
+    def unchecked(self) -> str | None:
+        """Say what of the server is not checked; None where all is."""
+        return self._everywhere(lambda: unchecked(self.remote))
+
+    def reading(self) -> EngineReading:
+        """Return what it computes with."""
+        return self._everywhere(lambda: self.remote.reading())
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities of tokens.
+
+        Raises:
+            EngineError: The server holds other weights than this trainer's; names whose.
+        """
+
+        def ask() -> Tensor:
+            self._expect_own_weights()
+            return self.remote.score(tokens)
+
+        return self._everywhere(ask)
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare tensors just sent, and those before, with what it holds."""
+        return self._everywhere(lambda: self.remote.compare(sent, before))
+
+    def record_routing(self) -> None:
+        """Take the routes of rollouts from here on.
+
+        Raises:
+            RoutingError: The server does not record any.
+        """
+        if not self._everywhere(lambda: self.remote.records_routing):
+            raise RoutingError("the vLLM server does not record routing; start it with --enable-return-routed-experts.")
+
+    def update(self, plain: Callable[[], None], weights: Weights) -> None:
+        """Send the trainer's weights by TRL's own way.
+
+        Raises:
+            WeightSyncError: The server has not got an update.
+        """
+        before = None if self._unnamed else self._client.stamps.last
+        plain()
+        if not self._unnamed and self._client.stamps.last == before:
+            raise WeightSyncError(
+                f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "
+                "VLLMGeneration.sync_weights or for its client's update_named_params has sent nothing. Remove it."
+            )
+
+    @property
+    def _unnamed(self) -> bool:
+        """Whether this process names no updates: other ranks, and TRL's own client."""
+        return not isinstance(self._client, CheckedClient)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Hold the server to this trainer's last update, before and after it generates.
+
+        Raises:
+            EngineError: It holds other weights; names whose.
+        """
+        self._everywhere(self._expect_own_weights)
+        yield
+        self._everywhere(self._expect_own_weights)
+
+    def _expect_own_weights(self) -> None:
+        if not self._unnamed:
+            self._client.expect_own_weights()
+
+    @contextmanager
+    def captured(self, version: Callable[[], int] | None) -> Iterator[list[Any]]:
+        """Collect what the server answers to TRL's generations, as outputs of vLLM's; each rank gets those of its own prompts.
+
+        TRL resets the prefix cache after each update, and the client makes sure of it.
+        """
+        outputs: list[Any] = []
+        if not self._unnamed:
+            self._client.choices = []
+        try:
+            yield outputs
+            # TRL has given each rank its part, in their order.
+            everything = self._everywhere(lambda: [_received(choice) for choice in self._client.choices])
+            size = len(everything) // self._accelerator.num_processes
+            first = self._accelerator.process_index * size
+            outputs += everything[first : first + size]
+        finally:
+            if not self._unnamed:
+                self._client.choices = None
+
+
+def _received(choice: Mapping[str, Any]) -> SimpleNamespace:
+    """Return a choice of an answer as vLLM's output of one completion, with its routes unpacked."""
+    routes = choice.get("routed_experts")
+    if routes is not None:
+        routes = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
+    completion = SimpleNamespace(
+        index=0, token_ids=choice["token_ids"], finish_reason=choice["finish_reason"], routed_experts=routes
+    )
+    return SimpleNamespace(
+        request_id=f"choice {choice['index']}", prompt_token_ids=choice["prompt_token_ids"], outputs=[completion]
+    )

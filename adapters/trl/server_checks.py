@@ -1,0 +1,99 @@
+"""What a run needs of a vLLM server, found out before anything is sent to it; an error is what to add to the server's command."""
+
+from __future__ import annotations
+
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from mismatch_ext.adapters.vllm.server.plugin import BACKEND
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import EngineError
+from mismatch_ext.precision.names import spelled
+from mismatch_ext.versions import installed
+
+LOGPROBS = "processed_logprobs"
+
+
+class ServerCheck:
+    """Refuses a server with which a block cannot be what it says.
+
+    Args:
+        block: The block.
+    """
+
+    def __init__(self, block: MismatchConfig) -> None:
+        self.block = block
+
+    def __call__(self, remote: RemoteEngine, device: str) -> None:
+        """Look at a server.
+
+        Args:
+            remote: The server.
+            device: Type of the device that the trainer computes on.
+
+        Raises:
+            EngineError: It has to be started otherwise; names each flag, with the reason.
+        """
+        wanted = [*self._transfer(remote, device), *self._settings(remote)]
+        if wanted:
+            lines = "\n".join(f"  {flag}    {why}" for flag, why in wanted)
+            raise EngineError(
+                f"the vLLM server at {remote.http.url} (vLLM {remote.version}) does not run as the mismatch block needs it. "
+                f"Restart it with this in its command:\n{lines}"
+            )
+        release = installed("mismatch-ext")
+        if remote.plugin not in (None, release):
+            raise EngineError(
+                f"mismatch-ext {remote.plugin} runs in the vLLM server at {remote.http.url}, and {release} in the trainer; "
+                "install one version in both, and restart the server."
+            )
+        if remote.plugin is None and self.block.precision is not None:
+            raise EngineError(
+                f"mismatch.precision with the vLLM server at {remote.http.url}, in which mismatch-ext does not run: the dtypes "
+                "of its parameters and of its KV cache cannot be read back. Install mismatch-ext where the server runs (`pip "
+                "install mismatch-ext`; VLLM_PLUGINS must not leave out 'mismatch'), and restart it."
+            )
+        replicas = remote.config["parallel_config"]["data_parallel_size"]
+        if replicas > 1:
+            raise EngineError(
+                f"--data-parallel-size {replicas} of the vLLM server at {remote.http.url}: one replica alone can be read back, "
+                "and the others would go unchecked; start it with --data-parallel-size 1."
+            )
+
+    def _transfer(self, remote: RemoteEngine, device: str) -> list[tuple[str, str]]:
+        """Return what is missing for weights to reach the server."""
+        backend = BACKEND if "cpu" in (device, remote.config["device_config"]["device"]) else "nccl"
+        asked = f'--weight-transfer-config \'{{"backend": "{backend}"}}\''
+        if remote.backend is None:
+            return [(asked, "it takes no weights")]
+        if backend == BACKEND and remote.backend != BACKEND:
+            where = "; mismatch-ext must be installed where it runs" if remote.plugin is None else ""
+            return [(asked, f"weights cannot reach it by {remote.backend!r} from or on a CPU{where}")]
+        return []
+
+    def _settings(self, remote: RemoteEngine) -> list[tuple[str, str]]:
+        """Return which of the server's settings are not as asked."""
+        found, reading = [], remote.reading()
+        if reading.logprobs_mode != LOGPROBS:
+            found.append((f"--logprobs-mode {LOGPROBS}", f"it reports {reading.logprobs_mode}, before the temperature"))
+        precision = self.block.precision
+        if precision is not None and spelled(reading.model_dtype) != precision.dtype:
+            found.append(
+                (
+                    f"--dtype {precision.dtype}",
+                    f"it computes in {reading.model_dtype}, and mismatch.precision.dtype is {precision.dtype!r}",
+                )
+            )
+        if self.block.routing is not None and self.block.routing.mode == "R3" and not remote.records_routing:
+            found.append(("--enable-return-routed-experts", "mismatch.routing.mode is 'R3', and it records no routes"))
+        return found
+
+
+def unchecked(remote: RemoteEngine) -> str | None:
+    """Say what of a server without this package is not checked; None with it."""
+    if remote.plugin is not None:
+        return None
+    return (
+        f"mismatch-ext does not run in the vLLM server at {remote.http.url}: the dtypes of its parameters and its KV cache, and "
+        "single tensors, are not read back; that it computes with the trainer's weights is told by probe tokens alone. Install "
+        "mismatch-ext where the server runs, and restart it."
+    )

@@ -1,0 +1,165 @@
+"""TRL's client of a vLLM server, as a subclass: every request has an end, every update a name, and routes are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mismatch_ext.adapters.vllm.http import ServerHttp
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from mismatch_ext.adapters.vllm.server.plugin import BACKEND
+from mismatch_ext.adapters.vllm.stamps import FRESH, UNFINISHED, Stamps
+from torch import Tensor
+
+from mismatch_ext.errors import EngineError
+
+if TYPE_CHECKING:
+    from trl.generation.vllm_client import VLLMClient as _Base
+else:
+    _Base = object
+
+COMPLETIONS = "/v1/completions"
+GENERATING = (COMPLETIONS, "/v1/chat/completions", "/inference/v1/generate")
+"""Paths that may take any time."""
+SILENCE = 240.0
+"""Seconds that an engine may be silent where TRL was told none; TRL's own default."""
+
+
+class Check(Protocol):
+    """Refuses a server with which the run would not be what was asked for."""
+
+    def __call__(self, remote: RemoteEngine, device: str) -> None:
+        """Look at a server that is up, and that nothing was sent to; `device` is the type of the trainer's."""
+
+
+class CheckedClient(_Base):
+    """The methods that are overridden; `ClientOf` puts them before TRL's class."""
+
+    check_server_of: Check
+    remote: RemoteEngine
+    # What the server has answered to generations, while somebody collects it.
+    choices: list[dict[str, Any]] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._silence = kwargs.get("connection_timeout") or SILENCE
+        self.stamps = Stamps()
+        super().__init__(*args, **kwargs)
+
+    @cached_property
+    def http(self) -> ServerHttp:
+        """The server; TRL asks it before its constructor has ended."""
+        return ServerHttp(self.base_url, _without_repeating(self.session), self._silence)
+
+    def _get(self, url: str, **kwargs: Any) -> Any:
+        return self.http.get(url.removeprefix(self.base_url), **kwargs.get("params", {}))
+
+    def _post(self, url: str, **kwargs: Any) -> Any:
+        path, body = url.removeprefix(self.base_url), kwargs.get("json")
+        if path not in GENERATING:
+            return self.http.post(path, body)
+        answer = self.http.generate(path, body)
+        if self.choices is not None and path == COMPLETIONS:
+            self.choices += answer["choices"]
+        return answer
+
+    def init_communicator(self, device: Any = 0) -> None:
+        """Check the server, then agree with it on how weights travel."""
+        self.remote = RemoteEngine(self.http)
+        is_fresh(self.remote)  # else it raises
+        self.check_server_of(self.remote, getattr(device, "type", "cuda"))
+        if self.remote.backend == BACKEND:
+            self.http.post("/init_weight_transfer_engine", {"init_info": {}})
+        else:
+            super().init_communicator(device)
+
+    def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, Tensor]]) -> None:
+        """Update weights as TRL does, in the bodies of requests where the server takes them so."""
+        if self.remote.backend != BACKEND:
+            super().update_named_params(metadata, named_params)
+            return
+        if not self._updating_weights:
+            self._start_weight_update()
+        self.remote.send(named_params)
+        if not self._updating_weights:
+            self._finish_weight_update()
+
+    def _start_weight_update(self) -> None:
+        self.expect_own_weights()
+        self.remote.weight_version = self.stamps.begin()
+        super()._start_weight_update()
+
+    def _finish_weight_update(self) -> None:
+        self.http.post("/finish_weight_update", {"weight_version": self.stamps.end()})
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes.
+
+        Raises:
+            EngineError: vLLM declined.
+        """
+        if not (self.http.post("/reset_prefix_cache") or {}).get("success", True):
+            raise EngineError(
+                f"the vLLM server at {self.http.url} did not reset its prefix cache after a weight update: requests of somebody "
+                "else hold blocks of it, whose keys, values and routes are of the weights before. Give the trainer a server of "
+                "its own."
+            )
+
+    def expect_own_weights(self) -> None:
+        """Refuse to go on where the server does not hold this trainer's last update.
+
+        Raises:
+            EngineError: It was restarted, somebody else has updated it, or an update failed; names which.
+        """
+        if self.stamps.last is None:
+            return
+        why = self.stamps.contradiction(self.remote.weight_version)
+        if why is not None:
+            raise EngineError(f"the vLLM server at {self.http.url} does not hold this trainer's weights: {why}")
+
+
+def is_fresh(remote: RemoteEngine) -> bool:
+    """Tell whether a server holds the weights that it was started with.
+
+    Raises:
+        EngineError: An update of it failed half-way.
+    """
+    found = remote.weight_version
+    if found.endswith(UNFINISHED):
+        raise EngineError(
+            f"a weight update of the vLLM server at {remote.http.url} failed half-way, or is under way ({found}): it holds "
+            "parts of two models. Restart it, or give each trainer a server of its own."
+        )
+    return found == FRESH
+
+
+class ClientOf:
+    """Makes the subclass, as the handler of a patch.
+
+    Args:
+        check: Refuses a server.
+    """
+
+    def __init__(self, check: Callable[[RemoteEngine, str], None]) -> None:
+        self.check = check
+
+    def __call__(self, base: type) -> type:
+        """Return TRL's class with our methods before its own."""
+        return type(base.__name__, (CheckedClient, base), {"check_server_of": staticmethod(self.check)})
+
+
+def _without_repeating(session: Any) -> Any:
+    """Let a session send what failed no second time; TRL's sends updates and generations up to six times."""
+    from requests.adapters import HTTPAdapter
+    from urllib3.util import Retry
+
+    # Of a proxy or a server that has taken nothing.
+    again = Retry(
+        total=5, connect=5, read=0, other=0, redirect=0, status=3, status_forcelist=(503,), allowed_methods=None,
+        backoff_factor=0.5, raise_on_status=False,
+    )  # fmt: skip
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=64, max_retries=again))
+    # A connection that the server closed between two steps would fail in the middle of the next.
+    session.headers["Connection"] = "close"
+    return session

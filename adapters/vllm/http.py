@@ -1,0 +1,152 @@
+"""Requests to a vLLM server that a run depends on: each has an end, and a failure says what to do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.errors import EngineError, NonFiniteLogprobError
+
+if TYPE_CHECKING:
+    from requests import Session
+
+CONNECT_SECONDS = 10.0
+# Of the server's own words in a message.
+SHOWN = 400
+# vLLM's answer where a log-probability is NaN or infinite.
+NOT_FINITE = "Out of range float values"
+ALIVE = "/weight_info"
+"""Answered by the engine itself, between two steps of a generation; /health is by the process before it alone."""
+
+
+class Refused(EngineError):
+    """The server answered with an error.
+
+    Args:
+        message: What to say.
+        status: Status of the answer.
+        said: The server's own words.
+    """
+
+    def __init__(self, message: str, status: int, said: str) -> None:
+        super().__init__(message)
+        self.status, self.said = status, said
+
+
+class ServerHttp:
+    """A server at an address.
+
+    A request that failed is not sent again: the server may have begun with it.
+
+    Args:
+        url: The address, such as "http://127.0.0.1:8000".
+        session: A session of the `requests` library.
+        timeout: Seconds that the server's engine may be silent.
+    """
+
+    def __init__(self, url: str, session: Session, timeout: float) -> None:
+        self.url, self.timeout = url.rstrip("/"), timeout
+        self._session = session
+
+    def get(self, path: str, **query: str) -> Any:
+        """Return what is at a path.
+
+        Raises:
+            EngineError: The server is not reached, or silent.
+            Refused: It answers with an error.
+        """
+        return self._ask(self._session, "GET", path, self.timeout, params=query)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            EngineError: The server is not reached, or silent.
+            Refused: It answers with an error.
+            NonFiniteLogprobError: A log-probability of the answer is not finite.
+        """
+        return self._ask(self._session, "POST", path, self.timeout, json=body)
+
+    def generate(self, path: str, body: Any) -> Any:
+        """Return the answer to a request that may take any time, as long as the engine answers others meanwhile.
+
+        Raises:
+            EngineError: The server is not reached, or its engine has stopped.
+            Refused: It answers with an error.
+            NonFiniteLogprobError: A log-probability of the answer is not finite.
+        """
+        import requests
+
+        answers: list[Any] = []
+        ended = threading.Event()
+
+        def ask() -> None:
+            try:
+                answers.append(self._ask(self._session, "POST", path, None, json=body))
+            except Exception as error:  # noqa: BLE001  # raised where it was asked for
+                answers.append(error)
+            ended.set()
+
+        # A thread that waits for a dead server must not keep the process.
+        threading.Thread(target=ask, name="mismatch-generate", daemon=True).start()
+        while not ended.wait(self.timeout):
+            with requests.Session() as other:
+                self._ask(other, "GET", ALIVE, self.timeout)
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
+
+    def rpc(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of each of the server's workers, and return what they answer.
+
+        Raises:
+            EngineError: The server is not reached, or silent.
+            Refused: It has no such method, or the method failed.
+        """
+        body = {"method": method, "kwargs": arguments, "timeout": self.timeout}
+        found: list[dict[str, Any]] = self.post("/collective_rpc", body)["results"]
+        return found
+
+    def _ask(self, session: Session, method: str, path: str, timeout: float | None, **sent: Any) -> Any:
+        from requests import RequestException, Timeout
+
+        try:
+            answer = session.request(method, self.url + path, timeout=(CONNECT_SECONDS, timeout), **sent)
+        except Timeout as error:
+            raise EngineError(
+                f"the vLLM server at {self.url} did not answer {path} within {self.timeout:g} s: its engine hangs. Look at its "
+                "log and restart it; if it is slow and no more, raise vllm_server_timeout."
+            ) from error
+        except RequestException as error:
+            raise EngineError(
+                f"the vLLM server at {self.url} cannot be reached ({type(error).__name__} at {path}); did it end? Its log says "
+                "why. Restart it, and resume from the last checkpoint."
+            ) from error
+        if answer.status_code == 200:
+            try:
+                return answer.json() if answer.content else None
+            except ValueError as error:
+                raise EngineError(f"{self.url}{path} answered no JSON; give the address of a vLLM server.") from error
+        said = words(answer.text)
+        if NOT_FINITE in said:
+            raise NonFiniteLogprobError(
+                f"log-probabilities of the vLLM server at {self.url} are not finite: its weights are garbled, or its dtype "
+                "overflows."
+            )
+        raise Refused(
+            f"the vLLM server at {self.url} answered {path} with status {answer.status_code}: {said}",
+            answer.status_code,
+            said,
+        )
+
+
+def words(text: str) -> str:
+    """Return what a server says in the body of an error: vLLM's field, else the beginning of the text."""
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        found = text
+    while isinstance(found, dict):
+        found = next((found[key] for key in ("error", "message", "detail") if found.get(key)), str(found))
+    return " ".join(str(found).split())[:SHOWN]

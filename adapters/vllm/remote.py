@@ -1,0 +1,204 @@
+"""A vLLM server as the rollout side of a trainer: dtypes, log-probabilities and weights read back over HTTP."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.vllm.http import Refused, ServerHttp
+from mismatch_ext.adapters.vllm.routing import FLAG
+from mismatch_ext.adapters.vllm.server.plugin import BACKEND
+from mismatch_ext.adapters.vllm.server.readback import DIGESTS, READ
+from mismatch_ext.adapters.vllm.weights import SentTensor, digest_of_rows
+from torch import Tensor
+
+from mismatch_ext.errors import EngineError, NonFiniteLogprobError
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.weight_sync import TensorComparison
+
+REQUEST_BYTES = 1 << 26
+"""Bytes of weights in one request, before base64; a larger tensor goes alone."""
+
+
+class RemoteEngine:
+    """A `vllm serve` with its development endpoints.
+
+    With this package installed where the server runs, its workers are read back. Without it they are not: what is known of dtypes
+    is then what the server's configuration says, and no tensor is compared.
+
+    Args:
+        http: The server.
+
+    Attributes:
+        config: vLLM's resolved configuration, as the server says it.
+        version: The server's vLLM.
+        model: The name that requests give for the model.
+        plugin: The version of this package there; None without it.
+
+    Raises:
+        EngineError: The server is not reached, or has no development endpoints.
+    """
+
+    def __init__(self, http: ServerHttp) -> None:
+        self.http = http
+        try:
+            self.config: dict[str, Any] = http.get("/server_info", config_format="json")["vllm_config"]
+        except Refused as error:
+            if error.status != 404:
+                raise
+            raise EngineError(
+                f"the vLLM server at {http.url} has no development endpoints, over which weights are sent and read back; restart "
+                "it with VLLM_SERVER_DEV_MODE=1 in its environment."
+            ) from error
+        self.version = str(http.get("/version")["version"])
+        self.model = str(http.get("/v1/models")["data"][0]["id"])
+        self.plugin = self._plugin()
+
+    def _plugin(self) -> str | None:
+        try:
+            return str(self.http.rpc(READ)[0]["mismatch"])
+        except Refused as error:
+            # How vLLM says it differs between versions, but the name is in it.
+            if READ not in error.said:
+                raise
+            return None
+
+    @property
+    def backend(self) -> str | None:
+        """How weights reach the server: vLLM's name of it, or None."""
+        transfer = self.config.get("weight_transfer_config")
+        return None if transfer is None else str(transfer["backend"])
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that can be scored at once."""
+        return int(self.config["model_config"]["max_model_len"]) - 1
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether it returns the experts that tokens were routed to."""
+        holders = (self.config["model_config"], self.config.get("aux_output_config") or {})
+        return any(bool(holder.get(FLAG)) for holder in holders)
+
+    def reading(self) -> EngineReading:
+        """Return what the server computes with: all its workers together, or what its configuration says.
+
+        Raises:
+            EngineError: The workers differ in a dtype or a mode.
+        """
+        if self.plugin is None:
+            model = self.config["model_config"]
+            return EngineReading(
+                engine="vllm", version=self.version, model_dtype=str(model["dtype"]).removeprefix("torch."), parameter_dtypes={},
+                kv_cache_dtype=str(self.config["cache_config"]["cache_dtype"]), logprobs_mode=str(model["logprobs_mode"]),
+                quantization=model["quantization"],
+            )  # fmt: skip
+        first, *others = self.http.rpc(READ)
+        counts: dict[str, int] = dict(first["parameter_dtypes"])
+        for worker in others:
+            for key in ("model_dtype", "kv_cache_dtype", "logprobs_mode", "quantization"):
+                if worker[key] != first[key]:
+                    raise EngineError(
+                        f"the workers of the vLLM server at {self.http.url} differ in {key}: {first[key]!r} and {worker[key]!r}; "
+                        "restart it."
+                    )
+            for dtype, count in worker["parameter_dtypes"].items():
+                counts[dtype] = counts.get(dtype, 0) + count
+        fields = {name: value for name, value in first.items() if name != "mismatch"}
+        return EngineReading(**fields | {"parameter_dtypes": counts})
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first.
+
+        All are NaN where the server says that one is not finite.
+        """
+        rows = tokens.tolist()
+        body = {"model": self.model, "prompt": rows, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        try:
+            choices = self.http.post("/v1/completions", body)["choices"]
+        except NonFiniteLogprobError:
+            # vLLM does not say of which tokens.
+            return torch.full((len(rows), len(rows[0]) - 1), torch.nan, dtype=torch.float64)
+        found = [
+            [entry[str(token)]["logprob"] for entry, token in zip(choice["prompt_logprobs"][1:], row[1:], strict=True)]
+            for choice, row in zip(choices, rows, strict=True)
+        ]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def compare(self, sent: Mapping[str, SentTensor], before: Mapping[str, SentTensor]) -> Sequence[TensorComparison]:
+        """Compare embeddings and norms of every worker with what was sent, by digests after rounding to the worker's dtype.
+
+        A worker that has a part of an embedding is not compared in it; the probes tell of that.
+
+        Args:
+            sent: By checkpoint name, what the last weight update sent.
+            before: The same of the update before.
+
+        Returns:
+            One comparison per tensor found whole on a worker; none without this package there.
+        """
+        if self.plugin is None or not sent:
+            return []
+        wanted = {name: [tensor.rows, tensor.stride] for name, tensor in sent.items()}
+        found = []
+        for rank, held in enumerate(workers := self.http.rpc(DIGESTS, wanted=wanted)):
+            for name, entry in held.items():
+                now, old = sent[name].values, before.get(name)
+                if entry["shape"] != list(now.shape):
+                    continue
+                dtype, digest = getattr(torch, entry["dtype"]), entry["sha256"]
+                equal = digest == digest_of_rows(now.to(dtype))
+                found.append(
+                    TensorComparison(
+                        name=name if len(workers) == 1 else f"{name} of worker {rank}",
+                        equal=equal,
+                        max_abs_diff=0.0 if equal else None,
+                        matches_previous=None if old is None else digest == digest_of_rows(old.values.to(dtype)),
+                    )
+                )
+        return found
+
+    def send(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Send tensors of a weight update that was begun, in the bodies of requests; for servers with `BACKEND`.
+
+        Raises:
+            EngineError: The server failed to load them.
+        """
+        assert self.backend == BACKEND
+        for part in _parts(parameters):
+            info = {
+                "names": [name for name, _ in part],
+                "dtypes": [str(values.dtype).removeprefix("torch.") for _, values in part],
+                "shapes": [list(values.shape) for _, values in part],
+                "data": [_base64(values) for _, values in part],
+            }
+            self.http.post("/update_weights", {"update_info": info})
+
+    @property
+    def weight_version(self) -> str:
+        """What the last weight update was called; "default" before the first."""
+        return str(self.http.get("/weight_info")["weight_version"])
+
+    @weight_version.setter
+    def weight_version(self, name: str) -> None:
+        self.http.post("/update_weight_version", {"new_version": name})
+
+
+def _parts(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    part: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, values in parameters:
+        if part and held + values.nbytes > REQUEST_BYTES:
+            yield part
+            part, held = [], 0
+        # What lies there now: TRL unmerges LoRA adapters again, and gives gathered shards back.
+        part.append((name, values.detach().cpu().clone()))
+        held += values.nbytes
+    if part:
+        yield part
+
+
+def _base64(values: Tensor) -> str:
+    return base64.b64encode(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).decode()

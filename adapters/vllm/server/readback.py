@@ -1,0 +1,48 @@
+"""What a server's worker says of itself, called by name over /collective_rpc.
+
+An answer is made of what JSON has alone: of anything else vLLM's engine cannot send back a word, and from then on answers nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mismatch_ext.adapters.vllm.engine import reading_of
+from mismatch_ext.adapters.vllm.weights import digest_of_rows
+
+from mismatch_ext.versions import installed
+
+READ, DIGESTS = "mismatch_read", "mismatch_digests"
+
+
+def read(worker: Any) -> dict[str, Any]:
+    """Return what a worker computes with: the fields of an `EngineReading`, and this package's version.
+
+    Args:
+        worker: vLLM's, which calls this as its method.
+    """
+    runner = worker.model_runner
+    return asdict(reading_of(runner, runner.vllm_config)) | {"mismatch": installed("mismatch-ext")}
+
+
+def digests(worker: Any, wanted: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
+    """Return the dtype, the shape and a digest of sampled rows of parameters; none of what the worker has not.
+
+    Args:
+        worker: vLLM's, which calls this as its method.
+        wanted: By name, number of rows and the step between those that are looked at: vLLM pads the vocabulary beyond them.
+    """
+    held = dict(worker.model_runner.model.named_parameters())
+    found = {}
+    for name, (rows, stride) in wanted.items():
+        if name in held and held[name].numel():
+            sampled = held[name].detach()[:rows:stride]
+            dtype = str(sampled.dtype).removeprefix("torch.")
+            found[name] = {"dtype": dtype, "shape": list(sampled.shape), "sha256": digest_of_rows(sampled)}
+    return found
+
+
+METHODS: dict[str, Callable[..., Any]] = {READ: read, DIGESTS: digests}
+"""By the names that they have on a worker."""

@@ -1,0 +1,57 @@
+"""Names of weight updates on a server: whose the weights are that it holds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+
+FRESH = "default"
+"""What vLLM calls the weights that a server was started with."""
+PREFIX = "mismatch/"
+UNFINISHED = "/unfinished"
+
+
+class Stamps:
+    """The names that one trainer gives to its updates.
+
+    Attributes:
+        last: That of its last finished update; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self._owner = f"{PREFIX}{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}/"
+        self._count = 0
+        self.last: str | None = None
+
+    def begin(self) -> str:
+        """Return the name for the time of the next update, which a server keeps if the update fails half-way."""
+        self._count += 1
+        return f"{self._owner}{self._count}{UNFINISHED}"
+
+    def end(self) -> str:
+        """Return the name of the update that was begun, which is finished."""
+        self.last = f"{self._owner}{self._count}"
+        return self.last
+
+    def contradiction(self, found: str) -> str | None:
+        """Say why a server does not hold this trainer's last update, or return None where it does.
+
+        Args:
+            found: What the server calls its weights.
+        """
+        if found == self.last:
+            return None
+        said = f"it calls its weights {found!r}, and this trainer's last update was {self.last!r}"
+        if found.endswith(UNFINISHED):
+            return f"a weight update of it failed half-way ({said}); restart it."
+        if found == FRESH:
+            return f"it was restarted, and holds the weights that it was started with ({said}); resume from the last checkpoint."
+        if found.startswith(self._owner):
+            return (
+                f"it holds an older update of this trainer ({said}); restart it, and resume from the last checkpoint."
+            )
+        if found.startswith(PREFIX):
+            owner = found.removeprefix(PREFIX).rpartition("/")[0]
+            return f"another trainer, {owner}, has sent weights to it ({said}); give each trainer a server of its own."
+        return f"somebody else has named or sent its weights ({said}); give each trainer a server of its own."

@@ -1,0 +1,217 @@
+"""Runs of TRL with `vllm_mode="server"` against a real server, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl.generation.vllm_generation as generation
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl.server_client import ClientOf
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from mismatch_ext.rundata import read_run
+from tests.oracle import watch_float32_error
+from tests.peers.engines.vllm_server import processes, serving
+from tests.peers.trl.scenarios_training import arguments, graded, history, rows
+
+
+def _arguments(out: str, url: str, **overrides: Any) -> dict[str, Any]:
+    server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 60.0}
+    return arguments(out, **server | overrides)
+
+
+def _build(model: str, out: str, url: str, block: Any, **overrides: Any) -> MismatchGRPOTrainer:
+    args = MismatchGRPOConfig(**_arguments(out, url, mismatch=block, **overrides))
+    return MismatchGRPOTrainer(model=model, reward_funcs=graded, args=args, train_dataset=rows())
+
+
+def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[str, Any]:
+    """Train with a block."""
+    trainer = _build(model, out, url, block, **overrides)
+    exact = (block.get("precision") or {}).get("dtype") == "float32"
+    errors = watch_float32_error(trainer) if exact else []
+    verdicts: list[Any] = []
+    verify = trainer.vllm_generation.verifier.verify
+
+    def noted(*args: Any) -> Any:
+        verdicts.append(verify(*args))
+        return verdicts[-1]
+
+    trainer.vllm_generation.verifier.verify = noted  # type: ignore[method-assign]
+    trainer.train()
+    return {
+        "history": history(trainer),
+        "float32_errors": errors,
+        "verdicts": [[verdict.status, verdict.gap_mean, verdict.message] for verdict in verdicts],
+        "weight_version": trainer.vllm_generation.weight_version,
+        "engine": vars(trainer.vllm_generation.reading),
+    }
+
+
+def stock(model: str, out: str, url: str) -> dict[str, Any]:
+    """Train with stock GRPOTrainer, then with ours: without a block, and with one that observes.
+
+    TRL's client reaches no CPU, so all three have our transport; what else ours does, it does with a block alone.
+    """
+    found: dict[str, Any] = {}
+    observed = {"mismatch": {"level": "observe", "precision": {"dtype": "float16"}}}
+    generation.VLLMClient = ClientOf(lambda remote, device: None)(generation.VLLMClient)  # type: ignore[misc]
+    for name, trainer_class, config_class, block in (
+        ("stock", GRPOTrainer, GRPOConfig, {}),
+        ("ours", MismatchGRPOTrainer, MismatchGRPOConfig, {}),
+        ("observed", MismatchGRPOTrainer, MismatchGRPOConfig, observed),
+    ):
+        args = config_class(
+            **_arguments(
+                f"{out}/{name}", url, bf16=False, model_init_kwargs={"dtype": "float32"}, max_steps=2,
+                generation_kwargs={"seed": 1}, **block,
+            )
+        )  # fmt: skip
+        trainer: Any = trainer_class(model=model, reward_funcs=graded, args=args, train_dataset=rows())
+        trainer.train()
+        found[name] = history(trainer)
+    events = read_run(Path(out, "observed", "mismatch")).events
+    found["findings"] = [event.message for event in events]
+    return found
+
+
+class _At(TrainerCallback):
+    """Does something at the end of the first step."""
+
+    def __init__(self, do: Any) -> None:
+        self._do = do
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self._do()
+
+
+@contextmanager
+def _planted(fault: Any) -> Iterator[None]:
+    """Send something else than the trainer's weights."""
+    plain = RemoteEngine.send
+    RemoteEngine.send = fault(plain)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RemoteEngine.send = plain  # type: ignore[method-assign]
+
+
+def _outcome(do: Any) -> str:
+    """Return how something ended: the error's class and message, or "went on"."""
+    try:
+        do()
+    except Exception as error:  # noqa: BLE001  # any end of a run is one
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def faults(model: str, out: str, url: str) -> dict[str, str]:
+    """Plant faults between trainer and server, one after the other, and return how each run ended."""
+    block = {"precision": {"dtype": "float32"}}
+    found = {}
+
+    def run(block: Any = block, at_end_of_step: Any = None, **overrides: Any) -> None:
+        trainer = _build(model, f"{out}/{len(found)}", url, block, max_steps=2, **overrides)
+        if at_end_of_step is not None:
+            trainer.add_callback(_At(lambda: at_end_of_step(trainer)))
+        trainer.train()
+
+    found["precision"] = _outcome(lambda: run({"precision": {"dtype": "float16"}}))
+
+    def after_the_first(instead: Any) -> Any:
+        """Return a fault of every update but the first."""
+        count = 0
+
+        def fault(plain: Any) -> Any:
+            def send(self: Any, parameters: Any) -> None:
+                nonlocal count
+                count += 1
+                plain(self, parameters if count == 1 else instead(list(parameters)))
+
+            return send
+
+        return fault
+
+    with _planted(after_the_first(lambda sent: [])):
+        found["nothing"] = _outcome(run)
+    with _planted(after_the_first(lambda sent: [(name, values * torch.nan) for name, values in sent])):
+        found["nan"] = _outcome(run)
+
+    def leave_out(trainer: Any) -> None:
+        """Let the next update end before it has begun."""
+        trainer.vllm_generation.vllm_client.update_named_params = lambda *args: None
+
+    found["left out"] = _outcome(lambda: run(at_end_of_step=leave_out))
+
+    def overtake(trainer: Any) -> None:
+        """Send weights as another trainer would."""
+        other: Any = ClientOf(lambda remote, device: None)(generation.VLLMClient)(base_url=url)
+        other.init_communicator("cpu")
+        weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        other.update_model_params(weights)
+
+    found["other trainer"] = _outcome(lambda: run(at_end_of_step=overtake))
+
+    def break_off(trainer: Any) -> None:
+        """Let the next update end when it has begun."""
+
+        def post(path: str, body: Any = None) -> Any:
+            if path == "/start_weight_update":
+                raise ConnectionError("planted")
+            return plain(path, body)
+
+        http = trainer.vllm_generation.vllm_client.http
+        plain, http.post = http.post, post
+
+    found["broken off"] = _outcome(lambda: run(at_end_of_step=break_off))
+    found["after it"] = _outcome(run)
+    _Client = ClientOf(lambda remote, device: None)(generation.VLLMClient)
+    client: Any = _Client(base_url=url)
+    RemoteEngine(client.http).weight_version = "default"  # in truth no layer was touched
+
+    below = processes(url)[1:]
+
+    def hang(trainer: Any) -> None:
+        """Let the engine stop while it generates; the process before it goes on answering /health."""
+
+        def generate(path: str, body: Any) -> Any:
+            for process in below:
+                os.kill(process, signal.SIGSTOP)
+            return plain(path, body)
+
+        http = trainer.vllm_generation.vllm_client.http
+        plain, http.generate = http.generate, generate
+
+    try:
+        found["hung"] = _outcome(lambda: run(at_end_of_step=hang, vllm_server_timeout=5.0))
+    finally:
+        for process in below:
+            os.kill(process, signal.SIGCONT)
+    return found
+
+
+def restarted(model: str, out: str, url: str, folder: str, flags: list[str]) -> dict[str, str]:
+    """Restart the server between two steps, without this package in it, and return how two runs ended."""
+    block = {"precision": {"dtype": "float32"}}
+    port = int(url.rpartition(":")[2])
+    with ExitStack() as stack:
+
+        def restart() -> None:
+            os.killpg(processes(url)[0], signal.SIGKILL)
+            again = serving(model, Path(folder), *flags, development=True, port=port, plugins="")
+            stack.enter_context(again)
+
+        trainer = _build(model, f"{out}/restarted", url, block, max_steps=2)
+        trainer.add_callback(_At(restart))
+        found = {"restarted": _outcome(trainer.train)}
+        found["no plugin"] = _outcome(lambda: _build(model, f"{out}/plain", url, block))
+    return found
