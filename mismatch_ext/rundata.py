@@ -19,6 +19,8 @@ from mismatch_ext.host_names import HostNames, Role, names_of
 from mismatch_ext.older import OlderMetric, OlderSteps
 
 METRICS_FILE = "metrics.jsonl"
+RUN_FOLDER = "mismatch"
+"""Where a host's run puts it, in its own output folder."""
 SCHEMA = 1
 LEVELS = ("info", "warning", "error")
 STATUSES = ("completed", "failed")
@@ -196,21 +198,26 @@ class RunData:
         return found + [(step, b) for (_, a), (step, b) in pairs if a and b and b < a]
 
 
+def _run_of(folder: Path) -> Path | None:
+    """Return the run directory that a folder is, or that a host has put into it, its output folder."""
+    return next((path for path in (folder, folder / RUN_FOLDER) if (path / METRICS_FILE).is_file()), None)
+
+
 def find_runs(directory: str | Path) -> dict[str, Path]:
-    """Find the run directories at a path: the folder itself, or else its direct sub-folders.
+    """Find the run directories at a path: the folder itself, or else its direct sub-folders; or the `mismatch` folder in them.
 
     Returns:
-        Folder name -> path of every folder that holds a `metrics.jsonl`, sorted by name.
+        Folder name -> path of every folder that holds a `metrics.jsonl`, sorted by name; of a trainer's output folder its name.
 
     Raises:
         RunDirectoryError: The path is missing, is a file, or holds no run.
     """
     root = Path(directory)
     try:
-        if (root / METRICS_FILE).is_file():
-            return {root.resolve().name: root}
+        if (own := _run_of(root)) is not None:
+            return {root.resolve().name: own}
         if root.is_dir():
-            found = {p.name: p for p in sorted(root.iterdir()) if (p / METRICS_FILE).is_file()}
+            found = {p.name: run for p in sorted(root.iterdir()) if (run := _run_of(p)) is not None}
         else:
             state = "is a file, not a folder" if root.exists() else "does not exist"
             raise RunDirectoryError(f"{root} {state}; give a folder that holds {METRICS_FILE}.")

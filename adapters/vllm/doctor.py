@@ -47,6 +47,7 @@ class VllmEngine:
         self, model: str, *, dtype: str, shape: RoutingShape | None = None, arguments: Mapping[str, Any] | None = None
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its settings are read back from its objects
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to where the table is printed
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
@@ -60,6 +61,7 @@ class VllmEngine:
             asked[FLAG] = True
         if current_platform.is_cpu():
             asked["enforce_eager"] = True
+            asked["gpu_memory_utilization"] = free_share()
         asked |= arguments or {}
         self._shape = shape
         try:
@@ -67,10 +69,10 @@ class VllmEngine:
                 self._llm = LLM(model, **asked)
         except (TypeError, ValueError, OSError) as error:  # OSError: a folder that holds no checkpoint of its kind
             raise ConfigError(f"vLLM refuses the settings {asked}: {' '.join(str(error).split())[:400]}") from error
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:  # the latter for more ranks than the machine has places for
             raise EngineError(
                 f"vLLM does not start with {asked}: {' '.join(str(error).split())[:400]}; if memory is short, give "
-                "--engine-arg gpu_memory_utilization=0.5, or a smaller max_model_len."
+                "--engine-arg gpu_memory_utilization=0.5, or a smaller max_model_len; if places for ranks are, one rank."
             ) from error
         try:
             if shape is not None:
@@ -188,6 +190,14 @@ class VllmEngine:
                 f"vLLM refuses a request: {' '.join(str(error).split())[:400]}; the doctor asks for a prompt with its response "
                 "and one token more: give a larger --engine-arg max_model_len, shorter prompts, or a smaller --max-tokens."
             ) from error
+
+
+def free_share() -> float:
+    """Return half of the machine's free memory as a share of all of it: the trainer's side needs memory too."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return round(max(0.01, 0.5 * memory.available / memory.total), 3)
 
 
 def _whole(sample: Sample) -> list[list[int]]:

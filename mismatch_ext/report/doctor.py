@@ -11,6 +11,7 @@ from typing import Any
 from mismatch_ext.doctor.remedies import HOSTS
 from mismatch_ext.doctor.text import VERDICTS
 from mismatch_ext.report.text import quantity
+from mismatch_ext.rundata import RUN_FOLDER
 
 DOCTOR_FILE = "doctor.json"
 STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part"}
@@ -52,17 +53,20 @@ class Why:
 
 
 def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
-    """Read what the doctor has left in a folder or in its direct sub-folders.
+    """Read what the doctor has left in a folder, in its direct sub-folders, or in the run directories in those.
 
     Returns:
         What was found, and for each file that is none of the doctor's its folder and what is wrong with it.
     """
     found, wrong = [], []
-    for path in sorted((*Path(directory).glob(DOCTOR_FILE), *Path(directory).glob(f"*/{DOCTOR_FILE}"))):
+    places = ("", "*/", f"*/{RUN_FOLDER}/")
+    for path in sorted(path for place in places for path in Path(directory).glob(f"{place}{DOCTOR_FILE}")):
+        folder = path.resolve().parent
+        name = folder.parent.name if folder.name == RUN_FOLDER else folder.name
         try:
-            found.append(why_of(json.loads(path.read_text(encoding="utf-8")), path.resolve().parent.name))
+            found.append(why_of(json.loads(path.read_text(encoding="utf-8")), name))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            wrong.append((path.resolve().parent.name, f"{DOCTOR_FILE} is not one of the doctor's: {error!r}"))
+            wrong.append((name, f"{DOCTOR_FILE} is not one of the doctor's: {error!r}"))
     return found, wrong
 
 

@@ -52,6 +52,7 @@ SLICES = (
         title="the doctor: faults of vLLM itself, with experts too", files=("doctor_engine", "doctor_experts"), jobs=1
     ),
     Slice(title="the doctor: faults of vLLM, from logged rollouts alone", files=("doctor_logged",), jobs=1),
+    Slice(title="the quick start and the doctor's stories, as the docs tell them", files=("doctor_story",), jobs=1),
 )
 
 

@@ -19,7 +19,7 @@ from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES
 from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, SAMPLED
-from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.errors import ConfigError, EngineError, RecordError
 from mismatch_ext.rollouts import read_rollouts
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
@@ -109,6 +109,24 @@ def test_no_two_responses_draw_with_the_same_noise() -> None:
         seeds += [parent._get_child_sampling_params(index).seed for index in range(3)]
     assert seeds == list(range(5, 17)), "vLLM seeds response i of a request by seed + i"
     assert [params.seed for params in seeded(SamplingParams(n=3), 2)] == [None, None]
+
+
+def test_ranks_without_a_place_are_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from mismatch_ext.adapters.vllm import doctor
+
+    given: dict[str, object] = {}
+
+    def refuse(*_: object, **asked: object) -> None:
+        given.update(asked)
+        # As vLLM's CPU workers do, of verl's default of two ranks on a machine with one NUMA node.
+        raise AssertionError("Not enough allowed NUMA nodes to bind threads of 2 local CPUWorkers.")
+
+    monkeypatch.setattr(vllm, "LLM", refuse)
+    with pytest.raises(EngineError, match=r"Not enough allowed NUMA nodes.*one rank"):
+        doctor.VllmEngine(str(FOLDER / "dense"), dtype="bfloat16")
+    # On a CPU vLLM would ask for nearly all memory, and refuse to start where that is not free.
+    assert 0 < float(str(given["gpu_memory_utilization"])) <= 0.5
 
 
 def test_what_vllm_refuses_of_a_request_is_an_error_of_ours() -> None:

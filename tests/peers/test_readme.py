@@ -12,6 +12,7 @@ import pytest
 
 from tests.evidence.slices import SLICES
 from tests.readme import COMMANDS, PYTHON, ROOT, in_readme, run_block, script, shell
+from tests.stories import STORIES, told
 
 # Each command is run by the test named here; a command that appears in README or docs and not here fails.
 RUN_BY = {
@@ -56,6 +57,18 @@ RUN_BY = {
     "mismatch-ext compat": "peers/test_readme.py::test_compat",
     'mismatch-ext readiness MODEL_DIR --prompt "386+47="': "peers/test_readme.py::test_readiness",
 }
+# Who runs each story of the docs, all of its commands in turn.
+TOLD_BY = {
+    "Ten minutes: symptom, doctor, flag, report": "evidence/test_doctor_story.py::test_the_quick_start",
+    "TRL samples a nucleus": "evidence/test_doctor_story.py::test_a_nucleus_is_named_whether_or_not_it_leaves_a_gap",
+    "verl trains a mixture of experts in bf16": (
+        "evidence/test_doctor_story.py::test_routes_and_rounding_of_a_run_of_verl_are_told_apart"
+    ),
+    "A LoRA adapter never reaches the engine": (
+        "peers/test_doctor_story.py::test_the_adapter_that_never_reached_the_engine_is_named"
+    ),
+}
+RUN_BY |= {step.command: where for title, where in TOLD_BY.items() for step in told(*STORIES[title])}
 # Python blocks that run here: uniform FP16, and routing replay. The others run in tests/evidence/test_readme.py.
 EVERY_LANDING = (0, 1)
 pytestmark = pytest.mark.engine

@@ -421,6 +421,13 @@ def test_find_runs(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert find_runs(tmp_path) == {"bf16": tmp_path / "bf16", "fp16": tmp_path / "fp16"}
     assert find_runs(tmp_path / "bf16") == {"bf16": tmp_path / "bf16"}
+    outputs = tmp_path / "outputs"
+    for name in ("before", "after"):
+        write_run_in = outputs / name / "mismatch"
+        write_run_in.mkdir(parents=True)
+        (write_run_in / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    assert find_runs(outputs) == {name: outputs / name / "mismatch" for name in ("after", "before")}
+    assert find_runs(outputs / "after") == {"after": outputs / "after/mismatch"}
 
 
 def test_places_without_a_run_are_named(tmp_path: Path) -> None:

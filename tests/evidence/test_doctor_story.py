@@ -1,0 +1,21 @@
+"""The stories of docs/index.md and docs/doctor.md, command by command, but for the one that `make test` runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.stories import run
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+
+def test_the_quick_start() -> None:
+    run("Ten minutes: symptom, doctor, flag, report")
+
+
+def test_a_nucleus_is_named_whether_or_not_it_leaves_a_gap() -> None:
+    run("TRL samples a nucleus")
+
+
+def test_routes_and_rounding_of_a_run_of_verl_are_told_apart() -> None:
+    run("verl trains a mixture of experts in bf16")
