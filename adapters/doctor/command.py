@@ -94,14 +94,15 @@ def _host_of(arguments: argparse.Namespace) -> HostRun | None:
     Raises:
         ConfigError: The configuration cannot be read, or asks for what the doctor does not start; names the setting.
     """
+    checkpoint = None if arguments.model is None else str(arguments.model)
     if arguments.trl is not None:
         from mismatch_ext.adapters.trl.doctor import read_trl
 
-        return read_trl(arguments.trl)
+        return read_trl(arguments.trl, checkpoint)
     if arguments.verl is not None:
         from mismatch_ext.adapters.verl.settings.doctor import read_verl
 
-        return read_verl(arguments.verl)
+        return read_verl(arguments.verl, checkpoint)
     return None
 
 

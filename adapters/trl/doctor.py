@@ -7,7 +7,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.transformers.doctor import with_room
+import torch
+from mismatch_ext.adapters.transformers.doctor import ensure_checkpoint, with_room
 from mismatch_ext.adapters.transformers.peft_adapters import whole
 
 from mismatch_ext.doctor.hosts import Dataset, HostRun, not_started
@@ -24,26 +25,29 @@ LEFT_OUT = {
 SERVER = "start from the server itself with --server, or give --rollouts"
 
 
-def read_trl(path: Path) -> HostRun:
+def read_trl(path: Path, checkpoint: str | None = None) -> HostRun:
     """Read a configuration file as TRL's `grpo` script does.
 
     Args:
         path: YAML, as `TrlParser` takes it by `--config`.
+        checkpoint: What is examined in the place of the run's own model; None for that.
 
     Returns:
         The run, with vLLM's arguments and sampling settings as TRL 1.16 passes them on.
 
     Raises:
-        ConfigError: TRL refuses the file, it names no model, or its engine is not one that the doctor starts.
+        ConfigError: TRL refuses the file, it names no model or one that cannot be loaded, or its engine is not one that the
+            doctor starts.
     """
     script, args, model, unknown = _parsed(path)
     where = path.name
-    if not model.model_name_or_path:
+    if checkpoint is None and not model.model_name_or_path:
         raise ConfigError(f"--trl: {where} has no model_name_or_path; add it, or give the run's checkpoint there.")
     _ensure_started(args, model, where)
     block = args.mismatch_block()
     acting = None if block is None else block.acting
-    name = str(model.model_name_or_path)
+    name = checkpoint or str(model.model_name_or_path)
+    ensure_checkpoint("--model" if checkpoint else f"--trl: {where}: model_name_or_path", name)
     precision = None if acting is None or acting.precision is None else acting.precision.dtype
     autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else None
     init: dict[str, Any] = dict(args.model_init_kwargs or {})
@@ -147,7 +151,9 @@ def _parsed(path: Path) -> tuple[Any, Any, Any, dict[str, str]]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            found = parser.parse_args_and_config(["--config", str(path)], return_remaining_strings=True)
+            # The file of a run on a GPU can be read where there is none: TRL itself refuses to train there unless it is told.
+            here = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
+            found = parser.parse_args_and_config(["--config", str(path), *here], return_remaining_strings=True)
     except OSError as error:
         raise ConfigError(f"--trl: {path} cannot be read: {error.strerror or error}.") from error
     except ConfigError:

@@ -79,6 +79,12 @@ def test_a_run_of_verl_starts_as_verls_server_starts_it(run: Run, tmp_path: Path
         (["--trl", "{tmp}/plain.yaml"], ["names no data set", "--prompts"]),
         (["--verl", "actor_rollout_ref.model.path=x"], ["--verl", "actor_rollout_ref.rollout.name"]),
         (["--verl", "nothing.of.it=1"], ["--verl", "nothing"]),
+        (
+            ["--verl", "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path={tmp}/none"],
+            ["--verl: actor_rollout_ref.model.path: ", "none cannot be loaded"],
+        ),
+        (["--trl", "{tmp}/small.yaml"], ["--trl: small.yaml: model_name_or_path: dense cannot be loaded"]),
+        (["--trl", "{tmp}/small.yaml", "--model", "{model}"], ["names no data set", "--prompts"]),
         (["--verl", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.model.path=x"], ["rollout.name='hf'"]),
         (["--trl", "{tmp}/plain.yaml", "--dataset", "{tmp}/rows.jsonl"], ["no column 'prompt', but question"]),
         (["--dataset", "{tmp}/rows.jsonl"], ["--model is missing"]),
@@ -92,6 +98,8 @@ def test_what_a_host_cannot_have_meant_is_one_line(
     nameless = f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nuse_vllm: true\nvllm_mode: "
     plain = f"model_name_or_path: {FOLDER / 'dense'}\n{nameless}"
     (tmp_path / "plain.yaml").write_text(plain + "colocate\n")
+    # A name that a script of the run's own knows, of a run on a GPU.
+    (tmp_path / "small.yaml").write_text("model_name_or_path: dense\nuse_vllm: true\nvllm_mode: colocate\n")
     (tmp_path / "server.yaml").write_text(plain + "server\n")
     (tmp_path / "nameless.yaml").write_text(nameless + "colocate\n")
     (tmp_path / "wrong.yaml").write_text(plain + "colocate\ntemperature: warm\n")

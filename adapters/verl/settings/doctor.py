@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mismatch_ext.adapters.transformers.doctor import with_room
+from mismatch_ext.adapters.transformers.doctor import ensure_checkpoint, with_room
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.hosts import Dataset, HostRun, not_started
@@ -40,11 +40,12 @@ LEFT_OUT = {
 }
 
 
-def read_verl(overrides: Sequence[str]) -> HostRun:
+def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRun:
     """Compose verl's configuration, and read what its rollout server and its actor are started with.
 
     Args:
         overrides: Of `main_ppo`, as on its command line.
+        checkpoint: What is examined in the place of the run's own model; None for that.
 
     Returns:
         The run, with the engine's arguments and sampling settings as verl 0.9.1 passes them on.
@@ -54,12 +55,13 @@ def read_verl(overrides: Sequence[str]) -> HostRun:
     """
     from omegaconf import OmegaConf
 
-    config = _composed(overrides)
+    config = _composed(overrides, checkpoint is None)
     block = _settled(config)
     group: Any = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
     rollout, actor, model = group["rollout"], group["actor"], group["model"]
-    engine, path = rollout["name"], str(model["path"])
+    engine, path = rollout["name"], checkpoint or str(model["path"])
     _ensure_started(rollout, actor, engine)
+    ensure_checkpoint("--model" if checkpoint else "--verl: actor_rollout_ref.model.path", path)
     weights, held_by = _trainer_dtype(actor)
     own = {key: value for key, value in (rollout["engine_kwargs"].get(engine) or {}).items() if value is not None}
     arguments, origin = _arguments(rollout, model, path)
@@ -104,7 +106,7 @@ def read_verl(overrides: Sequence[str]) -> HostRun:
     )
 
 
-def _composed(overrides: Sequence[str]) -> Any:
+def _composed(overrides: Sequence[str], names_model: bool) -> Any:
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -112,7 +114,7 @@ def _composed(overrides: Sequence[str]) -> Any:
     try:
         with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
             config = compose("ppo_trainer", overrides=list(overrides))
-        for name in (f"{_ROLLOUT}name", "actor_rollout_ref.model.path"):
+        for name in (f"{_ROLLOUT}name", "actor_rollout_ref.model.path") if names_model else (f"{_ROLLOUT}name",):
             _ = _selected(config, name)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
