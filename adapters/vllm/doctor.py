@@ -197,7 +197,7 @@ def free_share() -> float:
     import psutil
 
     memory = psutil.virtual_memory()
-    return round(max(0.01, 0.5 * memory.available / memory.total), 3)
+    return float(round(max(0.01, 0.5 * memory.available / memory.total), 3))
 
 
 def _whole(sample: Sample) -> list[list[int]]:
