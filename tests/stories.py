@@ -77,9 +77,14 @@ def missing(shown: tuple[str, ...], printed: str) -> Iterator[str]:
             yield line
 
 
-def run(title: str) -> None:
-    """Run the commands of a story in the checkout, each to the end that the page shows."""
-    for step in told(*STORIES[title]):
+def run(title: str, first: int | None = None) -> None:
+    """Run the commands of a story in the checkout, each to the end that the page shows.
+
+    Args:
+        title: Of `STORIES`.
+        first: How many of them; None for all.
+    """
+    for step in told(*STORIES[title])[:first]:
         # The doctor's is 1 where causes explain a gap: their remedies are shown then.
         status = 1 if any(line.startswith("to mend ") for line in step.shown) else 0
         printed = printed_by(step.command, status)

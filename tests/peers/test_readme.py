@@ -65,7 +65,7 @@ TOLD_BY = {
         "evidence/test_doctor_story.py::test_routes_and_rounding_of_a_run_of_verl_are_told_apart"
     ),
     "A LoRA adapter never reaches the engine": (
-        "peers/test_doctor_story.py::test_the_adapter_that_never_reached_the_engine_is_named"
+        "evidence/test_doctor_story.py::test_an_adapter_that_is_missing_and_one_that_is_older_are_named"
     ),
 }
 RUN_BY |= {step.command: where for title, where in TOLD_BY.items() for step in told(*STORIES[title])}
