@@ -10,6 +10,7 @@ from pathlib import Path
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
 from mismatch_ext.adapters.doctor.options import asked_of
 from mismatch_ext.adapters.doctor.prompts import read_prompts
+from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.server import SEEDS, Server, connect
 from mismatch_ext.adapters.doctor.sides import Run
 
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             sides = _as_served(sides, arguments, server, host)
             server.ensure_fits(prompts[: arguments.responses], asked.max_tokens, sides.sampling)
         found = examine(sides, prompts, **limits, **how)
+    found = replace(found, notes=(*found.notes, *unlike(arguments.out, sides)))
     say(report(found))
     try:
         settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}

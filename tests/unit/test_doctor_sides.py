@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from mismatch_ext.adapters.doctor import Run, configure
 from mismatch_ext.adapters.doctor.options import asked_of
+from mismatch_ext.adapters.doctor.run_folder import unlike
 
 from mismatch_ext.doctor.hosts import HostRun
+from tests.unit.synthetic_runs import write_run
 
 
 def test_a_mended_run_serves_the_trainers_own_checkpoint_without_the_settings_of_the_remedy() -> None:
@@ -41,3 +44,12 @@ def test_options_come_before_the_hosts_settings_and_say_so() -> None:
     assert given.max_tokens == 500 and given.origin["max_tokens"] == "--max-tokens"
     assert given.origin["dtype"] == "--dtype" and given.origin["sampling.top_p"] == "c"
     assert asked_of(parsed("--model", "m", "--dtype", "float16"), None).run.trainer_dtype == "float16"
+
+
+def test_a_folder_of_a_run_with_other_settings_than_were_examined_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "bf16", steps=2)
+    assert not unlike(tmp_path, Run(model="x")), "no run is there"
+    same = Run(model="x", sampling={"temperature": 1.0, "top_k": -1, "seed": 3})
+    assert not unlike(folder, same)
+    (said,) = unlike(folder, Run(model="x", dtype="float16", sampling={"temperature": 0.7}))
+    assert "an engine in bfloat16, not float16, temperature 1.0, not 0.7: what its command line said" in said
