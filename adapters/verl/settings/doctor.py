@@ -106,7 +106,7 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
     )
 
 
-def _composed(overrides: Sequence[str], names_model: bool) -> Any:
+def _composed(overrides: Sequence[str], names_model: bool = True) -> Any:
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
