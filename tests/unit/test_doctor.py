@@ -346,7 +346,7 @@ def test_responses_that_are_masked_whole_are_on_neither_side() -> None:
 
 def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
     found = diagnose(*drawn(engine_rounding=ROUNDING / 4))
-    assert found.verdict == "clean" and "head" in found.notes[0] and found.ratio < 0.6
+    assert found.verdict == "clean" and "finer than that" in found.notes[0] and found.ratio < 0.6
 
 
 def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
