@@ -164,7 +164,8 @@ class PreflightMixin(_Host):
         with self._verdicts.checking("reference"):
             self._check_reference(self.ref_model is not None)
         if self.use_vllm:
-            self._find_engine()
+            with self._verdicts.checking("engine"):
+                self._find_engine()
         with self._verdicts.checking("precision", applied=True):
             self._audit()
         if self._readiness is not None:

@@ -172,6 +172,16 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         http = trainer.vllm_generation.vllm_client.http
         plain, http.post = http.post, post
 
+    def keep_the_cache(trainer: Any) -> None:
+        """Let the server decline to forget its prefixes, as it does while somebody's request holds blocks of them."""
+
+        def post(path: str, body: Any = None) -> Any:
+            return {"success": False} if path == "/reset_prefix_cache" else plain(path, body)
+
+        http = trainer.vllm_generation.vllm_client.http
+        plain, http.post = http.post, post
+
+    found["cache"] = _outcome(lambda: run(at_end_of_step=keep_the_cache))
     found["broken off"] = _outcome(lambda: run(at_end_of_step=break_off))
     found["after it"] = _outcome(run)
     _Client = ClientOf(lambda remote, device: None)(generation.VLLMClient)
@@ -213,5 +223,6 @@ def restarted(model: str, out: str, url: str, folder: str, flags: list[str]) -> 
         trainer = _build(model, f"{out}/restarted", url, block, max_steps=2)
         trainer.add_callback(_At(restart))
         found = {"restarted": _outcome(trainer.train)}
-        found["no plugin"] = _outcome(lambda: _build(model, f"{out}/plain", url, block))
+        asked = {**block, "routing": {"mode": "R3"}}
+        found["no plugin"] = _outcome(lambda: _build(model, f"{out}/plain", url, asked))
     return found
