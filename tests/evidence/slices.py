@@ -47,10 +47,8 @@ SLICES = (
     Slice(title="verl's colocate_async, ended in every way and resumed", files=("main_ppo_colocate_ended",), jobs=1),
     Slice(title="verl's separate_async, ended in every way and resumed", files=("main_ppo_separate_ended",), jobs=1),
     Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),
-    Slice(title="the doctor: clean runs, and faults of requests to vLLM", files=("doctor",), jobs=1),
-    Slice(
-        title="the doctor: faults of vLLM itself, with experts too", files=("doctor_engine", "doctor_experts"), jobs=1
-    ),
+    Slice(title="the doctor: clean runs, and faults of requests to vLLM", files=("doctor", "doctor_requests")),
+    Slice(title="the doctor: faults of vLLM itself, with experts too", files=("doctor_engine", "doctor_experts")),
     Slice(title="the doctor: faults of vLLM, from logged rollouts alone", files=("doctor_logged",), jobs=1),
     Slice(title="the quick start and the doctor's stories, as the docs tell them", files=("doctor_story",), jobs=1),
 )

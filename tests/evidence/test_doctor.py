@@ -1,4 +1,4 @@
-"""`mismatch-ext doctor` on real vLLM: clean runs, and faults of requests."""
+"""`mismatch-ext doctor` on real vLLM: nothing is named on clean runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.evidence.doctor_faults import CLEAN, CLEAN_EXPERTS, HIDDEN, PROMPT, REQUESTS, table
+from tests.evidence.doctor_faults import CLEAN, CLEAN_EXPERTS, table
 from tests.evidence.pages import slice_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -22,13 +22,3 @@ def test_nothing_is_named_on_clean_runs(evidence: Callable[..., None], tmp_path:
 def test_nothing_is_named_on_clean_runs_with_experts(evidence: Callable[..., None], tmp_path: Path) -> None:
     """The doctor names nothing on clean runs of a model with experts: seeds, dtypes, a temperature on both sides."""
     evidence("doctor_clean_experts", table(CLEAN_EXPERTS, tmp_path), command=COMMAND)
-
-
-def test_faults_of_requests_are_named(evidence: Callable[..., None], tmp_path: Path) -> None:
-    """The doctor names sampling settings that the trainer does not know of, with their values, hidden ones too."""
-    evidence("doctor_sampling", table(REQUESTS | HIDDEN, tmp_path), command=COMMAND)
-
-
-def test_other_prompts_are_named(evidence: Callable[..., None], tmp_path: Path) -> None:
-    """The doctor names what an engine's prompts have more or less than the trainer's."""
-    evidence("doctor_prompts", table(PROMPT, tmp_path), command=COMMAND)
