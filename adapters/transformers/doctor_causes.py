@@ -27,12 +27,12 @@ from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
 from mismatch_ext.adapters.transformers.doctor_older import of_older
 from mismatch_ext.adapters.transformers.doctor_prompts import of_prompts
 from mismatch_ext.adapters.transformers.doctor_quantised import (
+    FP8,
+    cached,
     fp8,
     int4,
     int8,
     quantised,
-    to_nearest,
-    truncated,
     with_int8_activations,
 )
 
@@ -60,6 +60,8 @@ def of_model(scorer: Scorer, older: Sequence[str | Path] = (), base: str | None 
     model = scorer.model
     longest = max(map(len, scorer.sample.responses))
 
+    formats, kinds = tuple(FP8.values()), tuple(map(float, range(len(FP8))))
+
     def cause(key: str, family: str, said: str, change: Callable[[float], Any], **given: Any) -> Cause:
         return scored_under(scorer, change, key=key, family=family, said=said, **given)
 
@@ -82,8 +84,10 @@ def of_model(scorer: Scorer, older: Sequence[str | Path] = (), base: str | None 
               AttentionScaled, grid=ATTENTION, neutral=1.0, steps=6),
         cause("attention_softcap", "config", "the engine caps attention's scores softly at {x}",
               AttentionCapped, grid=CAPS, steps=4),
-        cause("kv_fp8", "cache", "the engine's KV cache is fp8", lambda _: Cached(to_nearest)),
-        cause("kv_fp8_truncated", "cache", "the engine's KV cache is fp8, rounded towards zero", lambda _: Cached(truncated)),
+        cause("kv_fp8", "cache", "the engine's KV cache is fp8 {x}", lambda x: Cached(cached(formats[int(x)])),
+              grid=kinds, names=tuple(FP8)),
+        cause("kv_fp8_truncated", "cache", "the engine's KV cache is fp8 {x}, rounded towards zero",
+              lambda x: Cached(cached(formats[int(x)], truncated=True)), grid=kinds, names=tuple(FP8)),
         cause("weights_int8", "weights", "the engine's weights are int8", lambda _: weights(model, quantised(model, int8))),
         cause("activations_int8", "weights", "the engine's weights and activations are int8",
               lambda _: with_int8_activations(model)),

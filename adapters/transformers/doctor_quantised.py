@@ -10,6 +10,8 @@ from mismatch_ext.adapters.transformers.doctor_changes import RoundedInputs, wei
 from torch import Tensor, nn
 
 Round = Callable[[Tensor], Tensor]
+# Formats of a cache, by their names.
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_LARGEST, INT8_LARGEST, INT4_LARGEST = 448.0, 127.0, 7.0
 
 
@@ -66,15 +68,16 @@ def fp8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-def to_nearest(x: Tensor) -> Tensor:
-    """A cache in e4m3, rounded to the nearest value."""
-    return x.bfloat16().to(torch.float8_e4m3fn).to(x.dtype)
+def cached(kind: torch.dtype, *, truncated: bool = False) -> Round:
+    """A cache in an 8-bit float, rounded to the nearest value or towards zero."""
 
+    def rounded(x: Tensor) -> Tensor:
+        nearest = x.bfloat16().to(kind)
+        if not truncated:
+            return nearest.to(x.dtype)
+        over = nearest.to(x.dtype).abs() > x.bfloat16().to(x.dtype).abs()
+        # One step towards zero is one bit less: sign and magnitude.
+        lower = (nearest.view(torch.uint8) - 1).view(kind)
+        return torch.where(over, lower.to(x.dtype), nearest.to(x.dtype))
 
-def truncated(x: Tensor) -> Tensor:
-    """A cache in e4m3, rounded towards zero."""
-    nearest = x.bfloat16().to(torch.float8_e4m3fn)
-    over = nearest.to(x.dtype).abs() > x.bfloat16().to(x.dtype).abs()
-    # One step towards zero is one bit less: sign and magnitude.
-    lower = (nearest.view(torch.uint8) - 1).view(torch.float8_e4m3fn)
-    return torch.where(over, lower.to(x.dtype), nearest.to(x.dtype))
+    return rounded

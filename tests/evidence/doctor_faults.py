@@ -230,7 +230,8 @@ CONFIG = {
     ),
 }
 WEIGHTS = {
-    "fp8 KV cache": Planted(expected=("kv_fp8_truncated",), run=_started(kv_cache_dtype="fp8_e4m3")),
+    "fp8 KV cache": Planted(expected=("kv_fp8_truncated",), run=_started(kv_cache_dtype="fp8_e4m3"), said="e4m3"),
+    "fp8 KV cache, e5m2": Planted(expected=("kv_fp8_truncated",), run=_started(kv_cache_dtype="fp8_e5m2"), said="e5m2"),
     "fp8 weights": Planted(expected=("weights_fp8",), weights=_rounded(_fp8)),
     "int8 weights, float16": Planted(expected=("weights_int8",), weights=_rounded(_int8), run=BOTH16),
     "4-bit weights, groups of 32": Planted(expected=("weights_int4",), near=(32, 32), weights=_rounded(_int4)),
