@@ -396,8 +396,7 @@ def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
 
 def _alike(test: TokensTest, key: str) -> tuple[str, ...]:
     """Return the settings that the tokens cannot tell from the one that is named."""
-    obeyed = {found.setting for found in test.outside if found.cut and found.setting != key}
-    return ("raw_logprobs", *sorted(obeyed)) if key != "temperature" else ("raw_logprobs",)
+    return ("raw_logprobs", *test.alike) if key != "temperature" else ("raw_logprobs",)
 
 
 def _coarser(ratio: float, part: Part, scores: Scores) -> NamedCause:

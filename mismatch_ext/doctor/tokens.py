@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,6 +24,10 @@ FEW = 0.02
 # Natural log of the chance that a sound sample has so few of them.
 IMPLAUSIBLE = -16.0
 SURE = 5.0
+# Steps by which the tightest truncation that a sample obeys is looked for between two of a list.
+STEPS = 7
+# Nats of likelihood by which one truncation must say the tokens better than another to be told from it.
+TOLD = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +39,20 @@ class Outside:
         value: Of the setting.
         expected: Tokens that a sample without it has beyond it.
         seen: Tokens of this sample beyond it.
+        gain: Nats by which the truncation says the sample better than the whole distribution does: minus the sum of the logs of
+            the mass that it keeps.
     """
 
     setting: str
     value: float
     expected: float
     seen: int
+    gain: float = 0.0
+
+    @property
+    def obeyed(self) -> bool:
+        """Whether next to nothing in the sample is beyond, be it by chance."""
+        return self.seen <= max(1.0, FEW * self.expected)
 
     @property
     def cut(self) -> bool:
@@ -47,7 +60,7 @@ class Outside:
         # Poisson: log P(at most `seen`) is at most this, by Chernoff.
         k, m = max(self.seen, 1e-9), self.expected
         chance = 0.0 if k >= m else k - m + k * math.log(m / k)
-        return self.seen <= max(1.0, FEW * self.expected) and chance < IMPLAUSIBLE
+        return self.obeyed and chance < IMPLAUSIBLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +81,27 @@ class TokensTest:
 
     @property
     def truncated(self) -> Outside | None:
-        """Of the truncations that the sample obeys, the one beyond which most tokens are expected."""
-        return max((found for found in self.outside if found.cut), key=lambda found: found.expected, default=None)
+        """Of the truncations that the sample obeys, the one that says it best; None where it obeys none."""
+        return max((found for found in self.outside if found.cut), key=lambda found: found.gain, default=None)
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Other settings that say the sample as well as the best truncation."""
+        best = self.truncated
+        if best is None:
+            return ()
+        near = {found.setting for found in self.outside if found.obeyed and found.gain > best.gain - TOLD}
+        return tuple(sorted(near - {best.setting}))
 
     @property
     def finding(self) -> tuple[str, float, str] | None:
         """Key of the cause, its parameter and a sentence; None for a sound sample."""
         cut = self.truncated
         if cut is not None:
+            or_by = f", or by {' or '.join(self.alike)}" if self.alike else ""
             said = (
-                f"the tokens were drawn without the tail, such as by {cut.setting} {cut.value:g}: {cut.expected:.0f} are "
-                f"expected beyond, {cut.seen} were sampled"
+                f"the tokens were drawn without the tail, such as by {cut.setting} {cut.value:.3g}{or_by}: {cut.expected:.0f} "
+                f"are expected beyond, {cut.seen} were sampled"
             )
             return cut.setting, cut.value, said
         if abs(self.z) >= SURE and self.temperature is not None:
@@ -95,17 +118,17 @@ def judge_tokens(table: LogitTable) -> TokensTest:
     total, spread = float((table.logprob + table.entropy).sum()), float(table.variance.sum())
     mass = table.best.cumsum(-1)
     probability = np.exp(table.logprob)
-    found = [
-        Outside(
-            setting="top_p",
-            value=p,
-            expected=float(_outside(table, mass, p).sum()),
-            seen=int((table.better >= p + MARGIN).sum()),
-        )
-        for p in NUCLEI
+    counts = [count for count in COUNTS if count < table.best.shape[1]]
+    # Each from the loosest to the tightest.
+    lists: list[tuple[Callable[[float], Outside], Sequence[float]]] = [
+        (partial(_past, table, mass), NUCLEI[::-1]),
+        (partial(_beyond, table, mass, probability), counts[::-1]),
+        (partial(_below, table, probability), FLOORS),
     ]
-    found += [_beyond(table, mass, probability, k) for k in COUNTS if k < table.best.shape[1]]
-    found += [_below(table, probability, p) for p in FLOORS]
+    judged = [(judge, [judge(value) for value in values]) for judge, values in lists]
+    found = [one for _, several in judged for one in several]
+    if any(one.cut for one in found):
+        found += [one for judge, several in judged for one in _tightest(judge, several)]
     return TokensTest(
         z=total / math.sqrt(spread) if spread else 0.0,
         temperature=1 / (1 + total / spread) if spread and total > -spread / 2 else None,
@@ -113,25 +136,55 @@ def judge_tokens(table: LogitTable) -> TokensTest:
     )
 
 
-def _outside(table: LogitTable, mass: np.ndarray, p: float) -> np.ndarray:
-    """Return the mass beyond a nucleus `[N]`; a nucleus that is larger than what is kept of the distribution has none."""
-    beyond = (1 - np.where(mass - table.best < p, table.best, 0.0).sum(-1)).clip(0)
-    return np.where(mass[:, -1] < p, 0.0, beyond)
+def _tightest(judge: Callable[[float], Outside], judged: Sequence[Outside]) -> list[Outside]:
+    """Return the tightest truncation that the sample obeys, between the last one of a list that it does and the next.
+
+    Args:
+        judge: Maps a value of the setting to what is beyond it.
+        judged: What it says of a list of values, the tightest last.
+    """
+    at = max((place for place, found in enumerate(judged) if found.obeyed), default=len(judged))
+    if at + 1 >= len(judged):
+        return []
+    held, next_value = judged[at], judged[at + 1].value
+    for _ in range(STEPS):
+        middle = (held.value + next_value) / 2
+        if held.setting == "top_k":
+            middle = float(round(middle))
+        if middle in (held.value, next_value):
+            break
+        found = judge(middle)
+        if found.obeyed:
+            held = found
+        else:
+            next_value = middle
+    return [] if held is judged[at] else [held]
 
 
-def _beyond(table: LogitTable, mass: np.ndarray, probability: np.ndarray, k: int) -> Outside:
-    seen = int((probability < table.best[:, k - 1] * (1 - TIE)).sum())
-    return Outside(setting="top_k", value=float(k), expected=float((1 - mass[:, k - 1]).clip(0).sum()), seen=seen)
+def _counted(setting: str, value: float, beyond: np.ndarray, seen: np.ndarray) -> Outside:
+    """Return what is beyond a truncation, of the mass beyond it at each token, and of whether the token is `[N]`."""
+    beyond = beyond.clip(0, 1)
+    gain = -float(np.log(np.maximum(1 - beyond, 1e-300)).sum())
+    return Outside(setting=setting, value=float(value), expected=float(beyond.sum()), seen=int(seen.sum()), gain=gain)
+
+
+def _past(table: LogitTable, mass: np.ndarray, p: float) -> Outside:
+    beyond = 1 - np.where(mass - table.best < p, table.best, 0.0).sum(-1)
+    # A nucleus that is larger than what is kept of the distribution has none beyond it.
+    return _counted("top_p", p, np.where(mass[:, -1] < p, 0.0, beyond), table.better >= p + MARGIN)
+
+
+def _beyond(table: LogitTable, mass: np.ndarray, probability: np.ndarray, k: float) -> Outside:
+    last = int(k) - 1
+    return _counted("top_k", k, 1 - mass[:, last], probability < table.best[:, last] * (1 - TIE))
 
 
 def _below(table: LogitTable, probability: np.ndarray, p: float) -> Outside:
     least = table.best[:, :1] * p
-    seen = int((probability < least[:, 0] * (1 - MARGIN)).sum())
     # What is not among the best tokens that are kept is below, too.
-    expected = float(
-        (1 - np.where(table.best >= least, table.best, 0.0).sum(-1)).clip(0)[table.best[:, -1] < least[:, 0]].sum()
-    )
-    return Outside(setting="min_p", value=p, expected=expected, seen=seen)
+    beyond = 1 - np.where(table.best >= least, table.best, 0.0).sum(-1)
+    known = table.best[:, -1] < least[:, 0]
+    return _counted("min_p", p, np.where(known, beyond, 0.0), probability < least[:, 0] * (1 - MARGIN))
 
 
 def judge_ends(sample: Sample, end_tokens: Collection[int]) -> tuple[str, ...]:

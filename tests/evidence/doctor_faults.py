@@ -377,7 +377,8 @@ def plant(planted: Planted, folder: Path, engines: Engines) -> tuple[Run, Ids, I
     if planted.trainers:
         own, served = str(served), own
     settings = dict(planted.run)
-    arguments = {"max_model_len": 256, **settings.pop("arguments", {})}
+    longest = {"context_length" if settings.get("engine") == "sglang" else "max_model_len": 256}
+    arguments = {**longest, **settings.pop("arguments", {})}
     run = LentRun(model=own, engine_model=served, arguments=arguments, older=older, engines=engines, **settings)
     prompts = [encode(row["prompt"]) for row in make_dataset(PROMPTS, seed=5000)]
     seen = None if planted.seen is None else [planted.seen(ids) for ids in prompts]
@@ -426,6 +427,11 @@ def table(runs: Mapping[str, Planted], folder: Path) -> dict[str, str]:
         engines.end()
     assert not mistakes, "\n".join(mistakes)
     return found
+
+
+def some(runs: Mapping[str, Planted], *names: str) -> dict[str, Planted]:
+    """Return runs by their names."""
+    return {name: runs[name] for name in names}
 
 
 def said(found: Diagnosis) -> Iterator[str]:

@@ -51,6 +51,8 @@ SLICES = (
     Slice(title="the doctor: faults of vLLM itself, with experts too", files=("doctor_engine", "doctor_experts")),
     Slice(title="the doctor: faults of vLLM, from logged rollouts alone", files=("doctor_logged",), jobs=1),
     Slice(title="the quick start and the doctor's stories, as the docs tell them", files=("doctor_story",), jobs=1),
+    Slice(title="the doctor: faults of vLLM's server, over HTTP alone", files=("doctor_http",), jobs=1),
+    Slice(title="the doctor: clean runs of SGLang, and faults of it", files=("doctor_sglang",), jobs=1),
 )
 
 

@@ -26,6 +26,7 @@ from tests.evidence.doctor_faults import (
     Planted,
     plant,
     said,
+    some,
     wrong,
 )
 from tests.evidence.pages import slice_of
@@ -77,11 +78,6 @@ def table(runs: Mapping[str, Planted], folder: Path) -> dict[str, str]:
         engines.end()
     assert not mistakes, "\n".join(mistakes)
     return found
-
-
-def some(runs: Mapping[str, Planted], *names: str) -> dict[str, Planted]:
-    """Return runs by their names."""
-    return {name: runs[name] for name in names}
 
 
 def test_faults_of_requests_are_named_from_a_log(evidence: Callable[..., None], tmp_path: Path) -> None:

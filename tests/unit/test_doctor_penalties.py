@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.doctor.logits import LATE, RESPONSE, WHOLE, _counts
 from mismatch_ext.doctor.table import LogitTable
 from mismatch_ext.doctor.tokens import judge_tokens
+from tests.unit.test_doctor import best_of, drawn, likely, nucleus
 
 V = 8
 
@@ -46,3 +50,31 @@ def test_a_near_tie_is_not_beyond_a_truncation(below: float, beyond: int) -> Non
     table = one((1,), (3,) * 200, logits)
     (found,) = [count for count in judge_tokens(table).outside if (count.setting, count.value) == ("top_k", 3.0)]
     assert found.seen == beyond
+
+
+@pytest.mark.parametrize(
+    ("change", "setting", "near"),
+    [
+        (nucleus(0.83), "top_p", (0.8, 0.86)),
+        (likely(0.16), "min_p", (0.14, 0.18)),
+        (best_of(4), "top_k", (4, 4)),
+    ],
+)
+def test_truncations_are_told_apart_by_the_mass_that_they_keep(
+    change: Callable[[Tensor], Tensor], setting: str, near: tuple[float, float]
+) -> None:
+    sample, scores = drawn(change, reported=lambda z: z, responses=240)
+    found = judge_tokens(LogitTable.of(sample, scores.logits, 1.0))
+    best = found.truncated
+    assert best is not None and best.setting == setting and near[0] <= best.value <= near[1], found.finding
+    assert found.alike == ()
+
+
+def test_truncations_that_keep_about_the_same_are_both_said() -> None:
+    # Two tokens: what is not the better one is below a share of it, beyond a nucleus, and second.
+    logits = torch.tensor([[0.0, -2.0]]).expand(600, 2)
+    table = one((1,), (0,) * 599, logits)
+    found = judge_tokens(table)
+    assert (
+        found.truncated is not None and len(found.alike) == 2 and all(key in str(found.finding) for key in found.alike)
+    )
