@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,21 @@ def unfit(found: Diagnosis) -> str:
     return ""
 
 
+def stock(planted: Planted) -> Planted:
+    """Return a fault of a server that reports log-probabilities as stock vLLM does, from before the sampling settings."""
+    return replace(planted, run={**planted.run, "arguments": {"logprobs_mode": "raw_logprobs"}})
+
+
 def test_faults_of_requests_are_named_over_http(evidence: Callable[..., None], tmp_path: Path) -> None:
-    """Over HTTP alone the doctor names and confirms other sampling settings and prompts, and nothing on a clean run."""
-    runs = some(CLEAN, "clean") | REQUESTS
-    runs |= some(PROMPT, "an extra token first", "a prompt without its first 2 tokens") | HIDDEN
-    evidence("doctor_http_requests", table(runs, tmp_path), command=COMMAND)
+    """Over HTTP alone the doctor names and confirms other sampling settings, and names nothing on a clean run."""
+    evidence("doctor_http_requests", table(some(CLEAN, "clean") | REQUESTS, tmp_path), command=COMMAND)
+
+
+def test_faults_are_named_with_a_stock_server(evidence: Callable[..., None], tmp_path: Path) -> None:
+    """Of a stock server's raw log-probabilities the doctor names other prompts, hidden sampling settings, and no clean run."""
+    runs = some(CLEAN, "clean") | some(PROMPT, "an extra token first", "a prompt without its first 2 tokens") | HIDDEN
+    runs = {name: stock(planted) for name, planted in runs.items()}
+    evidence("doctor_http_stock", table(runs, tmp_path), command=COMMAND)
 
 
 def test_faults_of_a_server_are_named_over_http(evidence: Callable[..., None], tmp_path: Path) -> None:
