@@ -9,7 +9,13 @@ from typing import Any
 
 
 def paired(
-    name: str, ours: Callable[[], Any], theirs: Callable[[], Any], *, equal: str, repeats: int = 15
+    name: str,
+    ours: Callable[[], Any],
+    theirs: Callable[[], Any],
+    *,
+    equal: str,
+    repeats: int = 15,
+    wait: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Time two functions in turn.
 
@@ -19,17 +25,19 @@ def paired(
         theirs: The peer's.
         equal: What was found equal between their results, before this call.
         repeats: Runs of each.
+        wait: Waits for what a function started and did not wait for, as on a GPU.
 
     Returns:
         Medians in seconds, and theirs over ours pair by pair (median): above 1, ours is faster.
     """
     seconds: list[tuple[float, float]] = []
-    ours(), theirs()
+    ours(), theirs(), wait()
     for _ in range(repeats):
         times = []
         for function in (ours, theirs):
             start = time.perf_counter()
             function()
+            wait()
             times.append(time.perf_counter() - start)
         seconds.append((times[0], times[1]))
     return {

@@ -10,14 +10,15 @@ from benchmarks._timing import paired
 from mismatch_ext.precision.scaler import LossScaler
 
 
-def trained(scaler: Any, steps: int = 20) -> list[torch.Tensor]:
+def trained(scaler: Any, steps: int = 20, device: str = "cpu") -> list[torch.Tensor]:
     """Train a small network in float16 autocast and return its parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x, y = torch.randn(32, 64), torch.randn(32, 8)
+    x, y = torch.randn(32, 64).to(device), torch.randn(32, 8).to(device)
     for _ in range(steps):
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(device, dtype=torch.float16):
             loss = torch.nn.functional.mse_loss(model(x).float(), y)
         optimizer.zero_grad(set_to_none=True)
         scaler.scale(loss).backward()

@@ -106,13 +106,15 @@ def _exchanged(experts: nn.Module, states: Tensor, index: Tensor, chosen: Tensor
     # By the module itself, an expert at a time for all tokens: whatever its activation is.
     count = next(p.shape[0] for p in experts.parameters() if p.dim() == 3)
     states, grads = states.reshape(-1, states.shape[-1]), grads.reshape(len(grads), -1, grads.shape[-1])
-    one = torch.ones(len(states), 1, dtype=chosen.dtype)
-    answers = [experts(states, torch.full((len(states), 1), e), one) for e in range(count)]
+    one = torch.ones(len(states), 1, dtype=chosen.dtype, device=states.device)
+    answers = [experts(states, torch.full_like(one, e, dtype=torch.int64), one) for e in range(count)]
     along = torch.stack([(grads * answer).sum(-1) for answer in answers], -1)
-    mine = torch.zeros(len(states), count).scatter(1, index.reshape(len(states), -1), chosen.reshape(len(states), -1))
+    mine = torch.zeros(len(states), count, device=states.device).scatter(
+        1, index.reshape(len(states), -1), chosen.reshape(len(states), -1)
+    )
     # Of tokens s with weight w_sa of expert a: sum of w_sa (g . E_b - g . E_a).
     crossed = torch.einsum("sa,psb->abp", mine, along)
-    return (crossed - crossed.diagonal().mT[:, None]).double()
+    return (crossed - crossed.diagonal().mT[:, None]).double().cpu()
 
 
 def _promising(sums: Floats) -> list[int]:

@@ -28,7 +28,7 @@ def of_older(scorer: Scorer, path: str | Path, first: FirstOrder, *, base: bool 
     layers = sorted({int(part) for name in theirs if "layers." in name and (part := _layer(name)).isdigit()})
     own = dict(model.named_parameters())
     apart = {
-        name: theirs[name].float() - p.detach()
+        name: theirs[name].to(p.device).float() - p.detach()
         for name, p in own.items()
         if name in theirs and theirs[name].shape == p.shape
     }

@@ -28,6 +28,9 @@ RUN_BY = {
     "make stack STACK=verl-pins": "peers/test_readme.py::test_make_stack_and_matrix",
     "make stack STACK=trl-default": "peers/test_readme.py::test_make_stack_and_matrix",
     "make upstream": "peers/test_readme.py::test_make_upstream",
+    "python -m benchmarks.gpu": (
+        "peers/transformers/test_gpu_benchmark.py::test_a_killed_run_goes_on_and_does_nothing_again"
+    ),
     "make bench": "evidence/test_bench.py::test_costs_beside_what_others_have",
     'pip install "mismatch-ext[trl,report]"': "evidence/test_readme.py::test_pip_install",
     "python examples/trl_grpo.py": "peers/test_readme.py::test_script_then_report",
