@@ -48,6 +48,7 @@ def options() -> argparse.ArgumentParser:
         "--seeds", type=int, default=3, help="repetitions of what learns (default: %(default)s; 1 with --quick)"
     )
     parser.add_argument("--model", default="", help="folder of a checkpoint, in the place of random weights")
+    parser.add_argument("--prompts", default="", help="file of prompts for --model, as `mismatch-ext doctor` takes it")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="", help="samples too, where it is installed")
     parser.add_argument(
         "--parts", nargs="+", choices=[part.NAME for part in PARTS], help="those to measure (default: all)"
@@ -76,6 +77,7 @@ def setting_of(given: argparse.Namespace) -> Setting:
         seed=given.seed,
         seeds=1 if given.quick else given.seeds,
         model=given.model,
+        prompts=given.prompts,
         engine=given.engine,
     )
 

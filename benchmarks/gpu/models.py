@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.doctor.prompts import read_prompts
 from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.gpu.part import Setting
+from mismatch_ext.errors import ConfigError
 
 # Standard deviation of a random model's logits: a few tokens then have most of the probability, as in a trained model.
 SPREAD = 3.0
@@ -125,17 +127,29 @@ def prompts_of(model: nn.Module, setting: Setting, count: int) -> Tensor:
     """Return prompts of equal length `[count, P]`, int64: a checkpoint's own words, or random tokens.
 
     A checkpoint without a tokenizer gets random tokens, too.
+
+    Raises:
+        ConfigError: The tokenizer cannot encode the prompts.
     """
     width: int = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    folder = Path(setting.model) if setting.model else None
-    if folder is not None and any(folder.glob("tokenizer*")):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        rows = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    named = bool(setting.model) and model.name_or_path == setting.model
+    if named and (setting.prompts or any(Path(setting.model).glob("tokenizer*"))):
+        rows = read_prompts(Path(setting.prompts), setting.model) if setting.prompts else _built_in(setting.model)
         length = min(setting.prompt_tokens, *map(len, rows))
         ids = torch.tensor([row[:length] for row in rows])
         return ids.repeat(-(-count // len(ids)), 1)[:count].to(setting.device)
     generator = torch.Generator().manual_seed(setting.seed + 1)
     return torch.randint(width, (count, setting.prompt_tokens), generator=generator).to(setting.device)
+
+
+def _built_in(model: str) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    try:
+        return [tokenizer(text)["input_ids"] for text in PROMPTS]
+    except Exception as error:  # what tokenizers raises has no type of its own
+        raise ConfigError(
+            f"--model: the tokenizer of {model} does not know the prompts that are built in ({error}); give --prompts FILE."
+        ) from error
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -26,6 +26,7 @@ class Setting:
         seed: Of weights, prompts and samples.
         seeds: How often the runs that learn are repeated, from `seed` on.
         model: Folder of a checkpoint of transformers; empty for random weights.
+        prompts: File of prompts for the checkpoint, as the doctor takes it; empty for a few that are built in.
         engine: What samples beside transformers' cached decode: "", "vllm" or "sglang".
     """
 
@@ -35,6 +36,7 @@ class Setting:
     seed: int = 0
     seeds: int = 3
     model: str = ""
+    prompts: str = ""
     engine: str = ""
 
     @property
