@@ -17,7 +17,7 @@ from transformers import TopPLogitsWarper
 
 from benchmarks.gpu.engine import Warper, decode
 from benchmarks.gpu.ladder import Fp8Cache
-from benchmarks.gpu.models import SIZES, in_dtype, random_model
+from benchmarks.gpu.models import SIZES, in_dtype, random_model, said_of
 from benchmarks.gpu.part import Found, Say, Setting
 from benchmarks.gpu.svg import Figure, Panel, Series
 from mismatch_ext.doctor import diagnose
@@ -117,7 +117,7 @@ def run(setting: Setting, folder: Path, say: Say) -> Found:
     finally:
         shutil.rmtree(older)
     right = sum(row["named"] for row in table.values())
-    return {"model": f"random Qwen3, dense, {size}", "right": right, "planted": len(chosen), "faults": table}
+    return {"model": said_of(model, "dense"), "right": right, "planted": len(chosen), "faults": table}
 
 
 def moved(model: nn.Module, seed: int) -> nn.Module:

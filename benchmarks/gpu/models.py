@@ -53,7 +53,7 @@ SIZES = {
         hidden=512, layers=8, heads=8, key_value_heads=4, head_dim=64, intermediate=1536, vocabulary=32_768, experts=32, top_k=4,
         expert_intermediate=256,
     ),
-    # 1.4 thousand million parameters dense, 1.5 with experts.
+    # 1.4 billion parameters dense, 1.5 with experts.
     "1b": Size(
         hidden=2048, layers=16, heads=16, key_value_heads=8, head_dim=128, intermediate=6144, vocabulary=151_936, experts=64,
         top_k=8, expert_intermediate=256,
@@ -119,8 +119,13 @@ def policy(kind: str, setting: Setting) -> tuple[nn.Module, str]:
             return model, f"checkpoint {Path(setting.model).name}"
     made = "dense" if kind == "any" else kind
     model = random_model(made, SIZES[setting.size], device=setting.device, seed=setting.seed)
+    return model, said_of(model, made)
+
+
+def said_of(model: nn.Module, kind: str) -> str:
+    """Return what a random model is, for a reader."""
     count = sum(p.numel() for p in model.parameters())
-    return model, f"random Qwen3, {made}, {count / 1e6:.3g} million parameters"
+    return f"random Qwen3, {kind}, {count / 1e6:.3g} million parameters"
 
 
 def prompts_of(model: nn.Module, setting: Setting, count: int) -> Tensor:

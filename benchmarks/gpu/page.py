@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -29,9 +29,35 @@ def page(record: dict[str, Any], titles: dict[str, str], drawn: dict[str, list[s
     for name, part in record["parts"].items():
         lines += ["", f"## {name}: {titles[name]}", ""]
         lines += [f"![{name}]({file})" for file in drawn[name]]
-        lines += ["", f"{part['seconds']} s", "", "| figure | |", "|---|---|"]
-        lines += [f"| {path} | {value} |".replace("|d|", "\\|d\\|") for path, value in flat(part["figures"])]
+        lines += ["", f"{part['seconds']} s"]
+        tables = {key: value for key, value in part["figures"].items() if _is_table(value)}
+        single = {key: value for key, value in part["figures"].items() if key not in tables}
+        lines += ["", *table(["figure", ""], list(flat(single)))]
+        for key, value in tables.items():
+            lines += ["", f"**{key}**", "", *compared(value)]
     return "\n".join(lines) + "\n"
+
+
+def _is_table(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and bool(value) and all(isinstance(entry, dict) and entry for entry in value.values())
+    )
+
+
+def compared(figures: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of things that have the same figures; the longer side is that of the rows."""
+    columns = {name: dict(flat(entry)) for name, entry in figures.items()}
+    measures = list(dict.fromkeys(path for entry in columns.values() for path in entry))
+    if len(measures) > len(columns):
+        return table(["", *columns], [(m, *(entry.get(m, "") for entry in columns.values())) for m in measures])
+    return table(["", *measures], [(name, *(entry.get(m, "") for m in measures)) for name, entry in columns.items()])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    first, *others = (f"| {' | '.join(line)} |" for line in lines)
+    return [first, "|" + "---|" * len(head), *others]
 
 
 def flat(figures: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -43,11 +69,11 @@ def flat(figures: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
         for key, value in figures.items():
             yield from flat(value, (*path, str(key)))
     elif isinstance(figures, list):
-        yield ", ".join(path), ", ".join(map(number, figures))
+        yield ", ".join(path), ", ".join(map(number, figures)) or "none"
     else:
         yield ", ".join(path), number(figures)
 
 
 def number(value: Any) -> str:
     """Return a value for a reader."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)

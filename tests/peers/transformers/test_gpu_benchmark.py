@@ -22,6 +22,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import experts, faults, ladder, overhead, phantom, sampling, training
 from benchmarks.gpu.gap import by_probability, gap
 from benchmarks.gpu.miniature import on_grid, step_of
+from benchmarks.gpu.page import page
 from benchmarks.gpu.part import Setting
 from benchmarks.gpu.record import record_of, slug
 from benchmarks.gpu.svg import Figure, Panel, Series, svg
@@ -86,8 +87,8 @@ def test_a_killed_run_goes_on_and_does_nothing_again(ran: dict[str, Any]) -> Non
     assert list(record["parts"]) == [part.NAME for part in command.PARTS]
     assert record["setting"] | {"device": "cpu", "quick": True} == record["setting"]
     assert record["versions"]["torch"] and record["machine"]["device"] and "points" not in json.dumps(record)
-    page = (ran["out"] / "page.md").read_text(encoding="utf-8")
-    assert "A quick run" in page and all(f"({file.name})" in page for file in ran["out"].glob("*.svg"))
+    told = (ran["out"] / "page.md").read_text(encoding="utf-8")
+    assert "A quick run" in told and all(f"({file.name})" in told for file in ran["out"].glob("*.svg"))
     assert str(ran["out"] / "record.json") in ran["said"] and not list(ran["out"].glob("*.partial"))
 
 
@@ -218,6 +219,32 @@ def test_a_figure_is_xml_and_leaves_out_what_an_axis_cannot_show() -> None:
     assert [text.text for text in drawn.iter() if text.text in ("a < b", "one", "two")] == ["one", "two", "a < b"]
 
 
+def test_a_page_has_a_table_of_what_is_measured_alike() -> None:
+    interval = {"value": 0.5, "low": 0.25, "high": 1.0}
+    record = record_of(Setting(device="cpu", size="tiny"), "python", {})
+    figures = {
+        "model": "one",
+        "oracle": {"mean |a - b|": 1e-6, "holds": True},
+        "rungs": {"bf16": {"mean |d|": interval, "F": {"2": 0.125}, "n": None}, "FP16": {"mean |d|": 0.25}},
+    }
+    record["parts"] = {"ladder": {"seconds": 1.0, "date": "", "figures": figures}}
+    lines = page(record, {"ladder": "gap"}, {"ladder": ["a.svg"]}).splitlines()
+    assert lines[lines.index("**rungs**") + 2 :] == [
+        "|  | bf16 | FP16 |", "|---|---|---|",
+        r"| mean \|d\| | 0.5 (0.25 to 1) | 0.25 |", "| F, 2 | 0.125 |  |", "| n |  |  |",
+    ]  # fmt: skip
+    assert r"| oracle, mean \|a - b\| | 1e-06 |" in lines and "| model | one |" in lines
+
+
+def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--parts", "ladder", "overhead", "--model"]
+    assert command.main([*given, str(tmp_path / "nothing")]) == 1
+    told = capsys.readouterr()
+    assert "ladder failed: ConfigError" in told.out + told.err and "ladder is missing" in told.err
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert list(record["parts"]) == ["overhead"]
+
+
 def test_a_record_is_named_after_the_device() -> None:
     assert slug("NVIDIA H200 (141 GB)") == "nvidia-h200-141-gb"
     record = record_of(Setting(device="cpu", size="tiny"), "python", {})
@@ -225,12 +252,12 @@ def test_a_record_is_named_after_the_device() -> None:
 
 
 def test_the_page_names_the_records_of_gpus() -> None:
-    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    told = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     records = sorted((ROOT / "evidence").glob("gpu-*.json"))
-    assert ("no record of a GPU exists yet" in page) == (not records)
+    assert ("no record of a GPU exists yet" in told) == (not records)
     for path in records:
         record = json.loads(path.read_text(encoding="utf-8"))
-        assert record["name"] == path.stem and path.name in page and record["commit"]
+        assert record["name"] == path.stem and path.name in told and record["commit"]
         assert not record["setting"]["quick"] and record["setting"]["device"] != "cpu"
 
 
