@@ -21,7 +21,7 @@ PLACES, LENGTHS = 6, 8
 def of_prompts(scorer: Scorer) -> list[Cause]:
     """Return the causes that other prompts show."""
     prompts = scorer.sample.prompts
-    added = _special(scorer.model, prompts)
+    added = _special(scorer.model)
     # A token of a template has the same place, from the start or from the end, in every prompt.
     shortest = min(map(len, prompts))
     places = [(f"{at + 1} from the start", at) for at in range(1, min(PLACES, shortest - 1))]
@@ -30,7 +30,9 @@ def of_prompts(scorer: Scorer) -> list[Cause]:
     # Shorter ones: what is as long as the shortest prompt or longer cuts some prompts alone.
     lengths = sorted({len(prompt) for prompt in prompts} - {max(map(len, prompts))})
     lengths = lengths[:: -(-len(lengths) // LENGTHS)] if lengths else []
-    names = tuple(f"{token}, twice" if all(prompt[0] == token for prompt in prompts) else str(token) for token in added)
+    # The last one is each prompt's own first token.
+    common = {prompt[0] for prompt in prompts}
+    names = (*map(str, added), f"{common.pop() if len(common) == 1 else 'its own first one'}, twice")
 
     def cause(key: str, said: str, change: Callable[[int, Ids], Ids], **given: Any) -> Cause:
         def predict(x: float, *, screen: bool = False) -> Floats:
@@ -51,8 +53,8 @@ def of_prompts(scorer: Scorer) -> list[Cause]:
         cause("truncated_prompt", "the engine's prompt is cut to its last {x} tokens",
               lambda x, ids: ids[-x:], grid=tuple(map(float, lengths))),
         cause("extra_token", "the engine's prompt begins with an extra token {x}",
-              lambda x, ids: (added[x], *ids),
-              grid=tuple(map(float, range(len(added)))), names=names),
+              lambda x, ids: ((*added, ids[0])[x], *ids),
+              grid=tuple(map(float, range(len(names)))), names=names),
         cause("extra_last", "the engine's prompt ends with an extra token {x}",
               lambda x, ids: (*ids, added[x]),
               grid=tuple(map(float, range(len(added)))), names=tuple(map(str, added))),
@@ -65,13 +67,8 @@ def _without(ids: tuple[int, ...], at: int) -> tuple[int, ...]:
     return ids[:at] + ids[at + 1 :]
 
 
-def _special(model: nn.Module, prompts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Return the tokens that a template or tokenizer may add: special ones, and the first of every prompt, a second time."""
+def _special(model: nn.Module) -> tuple[int, ...]:
+    """Return the special tokens that a template or tokenizer may add."""
     config: Any = getattr(model, "config", None)
     known = [getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")]
-    common = {prompt[0] for prompt in prompts}
-    return tuple(
-        dict.fromkeys(
-            [*(t for t in known if isinstance(t, int)), *end_tokens(model), *(common if len(common) == 1 else ())]
-        )
-    )
+    return tuple(dict.fromkeys([*(token for token in known if isinstance(token, int)), *end_tokens(model)]))

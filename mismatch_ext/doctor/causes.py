@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mismatch_ext.doctor.noise import Noise
+from mismatch_ext.doctor.rungs import FLOAT32
 from mismatch_ext.doctor.sample import Floats, Sample
 
 DRAWS = 400
@@ -23,6 +24,10 @@ LEAST_SHARE = 0.01
 SURE = 0.975
 # Nats per token by which the best parameter of the grid may lose before it is refined.
 NEARLY = 0.02
+# Nats of likelihood, over all tokens that fit, which a parameter's refinement has to be worth to go on, and the most steps then.
+TOLD, MORE_STEPS = 1.0, 8
+# Families of causes that change which tokens are drawn, and what is said of them.
+DRAWS_OR_REPORTS = ("sampling", "reporting")
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -37,7 +42,8 @@ class Cause:
         predict: Maps a parameter to the log-probabilities `[N]` that the oracle gives as if it had the cause;
             -inf for impossible.
         grid: Parameters that are tried; positive where they are refined.
-        steps: Steps of refinement between the neighbours on the grid; 0 for parameters that are counts or numbers of a list.
+        steps: Steps of refinement between the neighbours on the grid, and more where the tokens tell the parameters apart; 0 for
+            parameters that are counts or numbers of a list.
         neutral: The parameter at which nothing changes.
         decimals: Significant digits of the parameter in the sentence.
         names: What stands for the parameter in the sentence, by its place, where it is a number of a list.
@@ -108,6 +114,11 @@ class Fit:
         return np.where(np.isfinite(self.delta), self.delta, 0.0)
 
 
+def _as_good(other: Fit, best: Fit) -> bool:
+    """Tell whether a fit cannot be told from the best one."""
+    return other.hints and float(np.mean(best.drawn > other.drawn)) < SURE
+
+
 @dataclass
 class Search:
     """Looks for the causes of an error.
@@ -117,6 +128,7 @@ class Search:
         oracle: Log-probabilities that the causes start from `[N]`.
         noise: What rounding alone makes of them.
         rng: For the bootstrap over responses.
+        drawn_soundly: Whether the tokens were drawn from the oracle's distribution, as far as they tell.
         progress: Called with the key of each cause before it is tried.
     """
 
@@ -124,6 +136,7 @@ class Search:
     oracle: Floats
     noise: Noise
     rng: np.random.Generator
+    drawn_soundly: bool = False
     progress: Callable[[str], None] = lambda key: None
     _seen: dict[tuple[int, float], Floats] = field(default_factory=dict)
 
@@ -144,19 +157,31 @@ class Search:
         for _ in range(most):
             fits = sorted((self.fit(cause, error) for cause in causes), key=lambda found: -found.gain)
             first = first or fits
-            best = next(iter(fits), None)
+            best = self._by_tokens(fits)
             # The best one that is not good enough shows that the cause is not on the list: the next best would be a wrong name.
             if best is None or not best.holds or any(best.cause.key == found.cause.key for found in named):
                 break
             ties = tuple(
                 # Of one key are causes of several checkpoints.
                 other.cause.key if other.cause.key != best.cause.key else other.cause.sentence(other.x)
-                for other in fits[1:]
-                if other.hints and float(np.mean(best.drawn > other.drawn)) < SURE
+                for other in fits
+                if other is not best and _as_good(other, best)
             )
             named.append(Fit(**{**vars(best), "ties": ties}))
             error = error - best.finite
+            # What is left of a fitted parameter in float32 would look like something.
+            if float(np.abs(error).mean()) <= FLOAT32:
+                break
         return named, first, error
+
+    def _by_tokens(self, fits: Sequence[Fit]) -> Fit | None:
+        """Return the best fit; of other sampling and other reporting that fit as well, the one that the tokens speak for."""
+        best = next(iter(fits), None)
+        if best is None or best.cause.family not in DRAWS_OR_REPORTS:
+            return best
+        family = DRAWS_OR_REPORTS[self.drawn_soundly]
+        alike = (fit for fit in fits if fit.cause.family == family and fit.holds and _as_good(fit, best))
+        return best if best.cause.family == family else next(alike, best)
 
     def fit(self, cause: Cause, error: Floats) -> Fit:
         """Fit one cause on half of the responses, and judge it on the others."""
@@ -214,8 +239,11 @@ class Search:
         grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
         at = grid.index(best)
         low, high = math.log(grid[max(0, at - 1)]), math.log(grid[min(len(grid) - 1, at + 1)])
-        for _ in range(cause.steps):
+        tokens = int(half.sum())
+        for step in range(cause.steps + MORE_STEPS):
             a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+            if step >= cause.steps and abs(loss(math.exp(a)) - loss(math.exp(b))) * tokens < TOLD:
+                break
             if loss(math.exp(a)) < loss(math.exp(b)):
                 high = b
             else:

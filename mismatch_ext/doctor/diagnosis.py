@@ -277,7 +277,8 @@ def diagnose(
     error = sample.engine - table.logprob
     noise = Noise.of(arithmetic, table.spread)
     listed = [*of_logits(table, scores.end_tokens), *causes]
-    search = Search(sample, table.logprob, noise, rng, progress)
+    tokens = judge_tokens(table)
+    search = Search(sample, table.logprob, noise, rng, abs(tokens.z) < SURE, progress)
     named, fits, rest = search.select(listed, error)
     # Where no cause is the whole truth, and the decode is not the prefill: what only the decode does is measured, and causes
     # have to explain the prefill alone.
@@ -298,7 +299,6 @@ def diagnose(
         parts = {"decode_path": sample.engine - prefill} | parts
     shares = {part.name: part for part in split(parts, sample.row, rng)}
     trainer_ratio = noise.ratio(parts["trainer's arithmetic"])
-    tokens = judge_tokens(table)
     left, left_tail = noise.ratio(rest), noise.tail_ratio(rest)
     complete = _is_rounding(rest, arithmetic, noise)
     found = [_named(fit, shares[fit.cause.key], complete, scores.temperature) for fit in named]

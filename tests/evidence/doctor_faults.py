@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import EOS_ID, encode
-from mismatch_ext.doctor import Diagnosis, Sample
+from mismatch_ext.doctor import Diagnosis
 from mismatch_ext.routing import RoutingShape
 
 PROMPTS, RESPONSES, MAX_TOKENS = 192, 192, 112
@@ -40,6 +40,7 @@ class Planted:
         config: Edits the configuration that the engine reads.
         weights: Edits the weights that the engine reads.
         older: Edits of weights that the trainer's side is told of; the last one is what the engine serves.
+        kept: Part of the names of the tensors that the engine kept of it; the others are the trainer's.
         seen: Changes each prompt on its way to the engine.
         trainers: The edited checkpoint is the trainer's, and the engine serves the shipped one.
         said: What the sentence of the first name has to hold.
@@ -53,6 +54,7 @@ class Planted:
     config: Edit | None = None
     weights: Callable[[Tensors], None] | None = None
     older: tuple[Callable[[Tensors], None], ...] = ()
+    kept: str = ""
     seen: Callable[[list[int]], list[int]] | None = None
     trainers: bool = False
     said: str = ""
@@ -105,6 +107,25 @@ def _scaled(name: str, factor: float) -> Callable[[Tensors], None]:
         for found in weights:
             if found.endswith(name):
                 weights[found] *= factor
+
+    return edit
+
+
+def _keeping(older: str, part: str) -> Callable[[Tensors], None]:
+    """Keep another checkpoint's tensors whose names have a part."""
+
+    def edit(weights: Tensors) -> None:
+        theirs = load_file(Path(older) / "model.safetensors")
+        weights.update({name: theirs[name] for name in weights if part in name})
+
+    return edit
+
+
+def _lacking(name: str) -> Callable[[Tensors], None]:
+    """Leave a tensor out."""
+
+    def edit(weights: Tensors) -> None:
+        del weights[name]
 
     return edit
 
@@ -235,16 +256,24 @@ WEIGHTS = {
     "fp8 weights": Planted(expected=("weights_fp8",), weights=_rounded(_fp8)),
     "int8 weights, float16": Planted(expected=("weights_int8",), weights=_rounded(_int8), run=BOTH16),
     "4-bit weights, groups of 32": Planted(expected=("weights_int4",), near=(32, 32), weights=_rounded(_int4)),
-    "a head that is the embedding": Planted(expected=("head_tied",), config=_set(tie_word_embeddings=True)),
+    # With both tensors in the checkpoint vLLM does not believe its configuration.
+    "a head that is the embedding": Planted(
+        expected=("head_tied",), config=_set(tie_word_embeddings=True), weights=_lacking("lm_head.weight")
+    ),
     "the last of three older checkpoints": Planted(
         expected=("stale_weights",), older=(_moved(seed=1), _moved(seed=2), _moved()), said="older2"
     ),
-    "other weights in layer 2": Planted(
-        expected=("stale_layer",), near=(2, 2), older=(_moved(), _moved(".layers.2.", by=4e-3)), said="older1"
+    "older weights in layer 2": Planted(
+        expected=("stale_layer",),
+        near=(2, 2),
+        older=(_moved(seed=1), _moved(by=4e-3)),
+        kept=".layers.2.",
+        said="older1",
     ),
     "one tensor of older weights, float32": Planted(
         expected=("stale_tensor",),
-        older=(_moved(), _moved("layers.1.mlp.down_proj", by=2e-3)),
+        older=(_moved(seed=1), _moved(by=2e-3)),
+        kept="layers.1.mlp.down_proj",
         said="down_proj",
         run=BOTH32,
     ),
@@ -295,39 +324,25 @@ class Engines:
     def __init__(self) -> None:
         self._key: Any = None
         self._engine: DoctorsEngine | None = None
+        self._shutdown: Callable[[], None] = lambda: None
 
     def start(self, run: Run, shape: RoutingShape | None) -> DoctorsEngine:
         """Return a run's engine; what was started for another is ended first."""
         key = (run.engine_model or run.model, run.dtype, repr(sorted(run.arguments.items())), shape is None)
         if key != self._key:
             self.end()
-            self._engine, self._key = Run.start(run, shape), key
+            engine: Any = Run.start(run, shape)
+            self._engine, self._shutdown, self._key = engine, engine.shutdown, key
+            # Whoever borrows it does not end it.
+            engine.shutdown = lambda: None
         assert self._engine is not None
-        return Lent(self._engine)
+        return self._engine
 
     def end(self) -> None:
         """End what runs."""
         if self._engine is not None:
-            self._engine.shutdown()
+            self._shutdown()
         self._engine = self._key = None
-
-
-@dataclass(frozen=True)
-class Lent:
-    """An engine that whoever borrowed it does not end."""
-
-    engine: DoctorsEngine
-
-    def sample(self, *args: Any, **kwargs: Any) -> Sample:
-        """Sample by the engine."""
-        return self.engine.sample(*args, **kwargs)
-
-    def score(self, sample: Sample) -> Sample:
-        """Score by the engine."""
-        return self.engine.score(sample)
-
-    def shutdown(self) -> None:
-        """Leave it running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +389,8 @@ def plant(planted: Planted, folder: Path, engines: Engines) -> tuple[Run, Ids, I
         for number, edit in enumerate(planted.older)
     )
     served = older[-1] if older else served
+    if planted.kept:
+        served = edited(FOLDER / planted.kind, folder / "served", None, _keeping(older[-1], planted.kept))
     if planted.trainers:
         own, served = str(served), own
     settings = dict(planted.run)
