@@ -22,6 +22,8 @@ SLOPES = (0.8, 1.25)
 LEAST_SHARE = 0.01
 # Two causes are told apart when the better one is better in so many of the draws.
 SURE = 0.975
+# Or when what they predict is apart by more than this part of rounding: fitted parameters are never quite right.
+ALIKE = 0.1
 # Nats per token by which the best parameter of the grid may lose before it is refined.
 NEARLY = 0.02
 # Nats of likelihood, over all tokens that fit, which a parameter's refinement has to be worth to go on, and the most steps then.
@@ -114,11 +116,6 @@ class Fit:
         return np.where(np.isfinite(self.delta), self.delta, 0.0)
 
 
-def _as_good(other: Fit, best: Fit) -> bool:
-    """Tell whether a fit cannot be told from the best one."""
-    return other.hints and float(np.mean(best.drawn > other.drawn)) < SURE
-
-
 @dataclass
 class Search:
     """Looks for the causes of an error.
@@ -165,7 +162,7 @@ class Search:
                 # Of one key are causes of several checkpoints.
                 other.cause.key if other.cause.key != best.cause.key else other.cause.sentence(other.x)
                 for other in fits
-                if other is not best and _as_good(other, best)
+                if other is not best and self._as_good(other, best)
             )
             named.append(Fit(**{**vars(best), "ties": ties}))
             error = error - best.finite
@@ -180,8 +177,15 @@ class Search:
         if best is None or best.cause.family not in DRAWS_OR_REPORTS:
             return best
         family = DRAWS_OR_REPORTS[self.drawn_soundly]
-        alike = (fit for fit in fits if fit.cause.family == family and fit.holds and _as_good(fit, best))
+        alike = (fit for fit in fits if fit.cause.family == family and fit.holds and self._as_good(fit, best))
         return best if best.cause.family == family else next(alike, best)
+
+    def _as_good(self, other: Fit, best: Fit) -> bool:
+        """Tell whether a fit cannot be told from the best one: about as likely, or the same but for a part of rounding."""
+        if not other.hints:
+            return False
+        apart = other.finite - best.finite
+        return float(np.mean(best.drawn > other.drawn)) < SURE or self.noise.ratio(apart) < ALIKE
 
     def fit(self, cause: Cause, error: Floats) -> Fit:
         """Fit one cause on half of the responses, and judge it on the others."""

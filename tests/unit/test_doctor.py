@@ -221,12 +221,16 @@ def test_sampling_that_the_log_probabilities_hide_is_seen_in_the_tokens(
     assert found.verdict == "explained" and found.gap["logp_abs_diff_mean"] < 0.01
 
 
-def test_log_probabilities_from_before_the_temperature_are_named() -> None:
-    found = diagnose(*drawn(lambda z: z / 0.7, reported=lambda z: z, temperature=0.7))
-    assert len(found.causes) == 1 and remedy("temperature", 0.7).trl == "temperature: 0.7"
-    # A temperature of 1 says the same, and which of the two fits better is chance.
-    key, parameter = found.causes[0].key, found.causes[0].parameter
-    assert key == "raw_logprobs" or (key == "temperature" and parameter == pytest.approx(1, abs=0.01))
+@pytest.mark.parametrize(("change", "key"), [(lambda z: z / 0.7, "raw_logprobs"), (lambda z: z, "temperature")])
+def test_another_temperature_is_told_from_log_probabilities_before_it_by_the_tokens(
+    change: Callable[[Tensor], Tensor], key: str
+) -> None:
+    # What is reported is the same: which of the two fits it better is chance.
+    found = diagnose(*drawn(change, reported=lambda z: z, temperature=0.7))
+    (cause,) = found.causes
+    other = {"raw_logprobs": "temperature", "temperature": "raw_logprobs"}[key]
+    assert cause.key == key and cause.ties == (other,) and cause.parameter == pytest.approx(1, abs=0.01), report(found)
+    assert remedy("temperature", 0.7).trl == "temperature: 0.7"
 
 
 def drift(logits: Tensor, size: float) -> Tensor:
@@ -276,6 +280,33 @@ def test_a_changed_model_is_fitted_between_the_points_of_its_grid(x: float) -> N
     found = diagnose(sample, scores, [cause])
     assert [named.key for named in found.causes] == ["weights"] and found.verdict == "explained", report(found)
     assert found.causes[0].parameter == pytest.approx(x, rel=0.05)
+
+
+def finely(sample: Sample, scores: Scores, rounding: float) -> Scores:
+    """Return scores of a trainer that rounds as float32 does."""
+    exact = LogitTable.of(sample, scores.logits, scores.temperature).logprob
+    own = exact + np.random.default_rng(0).normal(0, rounding, len(exact))
+    return replace(scores, trainer=own, own=own)
+
+
+def test_a_parameter_is_as_exact_as_the_tokens_tell() -> None:
+    sample, scores = drawn(extra=lambda z: drift(z, 0.02), engine_rounding=1e-5)
+    cause = replace(changed_model(sample, scores, 0.02 / 1.07), neutral=None, steps=4)
+    found = diagnose(sample, finely(sample, scores, 1e-5), [cause])
+    # Four steps leave an interval of a tenth.
+    assert found.causes[0].parameter == pytest.approx(1.07, rel=5e-3), report(found)
+
+
+def test_what_a_fit_leaves_below_the_rounding_of_float32_is_not_named() -> None:
+    sample, scores = drawn(lambda z: z / 0.9, engine_rounding=1e-7)
+    left = 4e-6 * np.cos(sample.place)
+    said = iter((sample.engine + left).tolist())
+    logprobs = tuple(tuple(next(said) for _ in row) for row in sample.logprobs)
+    sample, scores = replace(sample, logprobs=logprobs), finely(sample, scores, 1e-7)
+    exact = LogitTable.of(sample, scores.logits, 1.0).logprob
+    other = Cause(key="other", family="weights", said="other", predict=lambda _: exact + left)
+    found = diagnose(sample, scores, [other])
+    assert [cause.key for cause in found.causes] == ["temperature"] and found.verdict == "explained", report(found)
 
 
 def test_two_causes_at_once_are_both_named() -> None:
