@@ -1,0 +1,148 @@
+"""The tokens that an engine could have sampled at each position of a response, as id lists.
+
+Shapes: T positions, M ids over all positions, K ids of the widest position, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import RecordError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSupport:
+    """Token ids that were left to sample from, position after position.
+
+    An id takes 2 bytes for a vocabulary of up to 32,768 tokens and 4 bytes above; a position takes 8 more. A bitmask would take
+    V/8 bytes per position: 19 kB for 152,000 tokens, where 64 ids take 264 bytes.
+
+    Args:
+        ids: Ids of all positions in order `[M]`, int16 or int32, ascending within a position.
+        offsets: First id of each position, and M `[T+1]`, int64. A position without ids, such as a tool's token or padding, was
+            not sampled.
+        vocabulary: V, the number of tokens that the logits are over.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    vocabulary: int
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[int]], vocabulary: int, name: str = "") -> TokenSupport:
+        """Store lists of token ids.
+
+        Args:
+            rows: Ids of each position, in any order; an empty list where nothing was sampled.
+            vocabulary: V.
+            name: The response's name, used in messages.
+
+        Raises:
+            RecordError: An id is not in the vocabulary, or twice at one position; names response and token.
+        """
+        for token, row in enumerate(rows):
+            found = set(row)
+            if len(found) != len(row) or not all(0 <= one < vocabulary for one in found):
+                bad = next((one for one in row if not 0 <= one < vocabulary), None)
+                wrong = "lists an id twice" if bad is None else f"lists id {bad}; allowed: 0 to {vocabulary - 1}"
+                raise RecordError(f"rollout {name}, token {token}: its sampling mask {wrong}.")
+        counts = torch.tensor([0, *map(len, rows)], dtype=torch.int64)
+        flat = [one for row in rows for one in sorted(row)]
+        return cls(ids=torch.tensor(flat, dtype=_narrow(vocabulary)), offsets=counts.cumsum(0), vocabulary=vocabulary)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> TokenSupport:
+        """Store a dense mask `[T, V]`, True at tokens that were left."""
+        places = mask.nonzero()
+        offsets = torch.zeros(len(mask) + 1, dtype=torch.int64)
+        offsets[1:] = mask.sum(-1).cumsum(0)
+        return cls(ids=places[:, 1].to(_narrow(mask.shape[1])).cpu(), offsets=offsets, vocabulary=mask.shape[1])
+
+    @classmethod
+    def empty(cls, positions: int, vocabulary: int) -> TokenSupport:
+        """Return positions at which nothing was sampled."""
+        return cls.from_lists([()] * positions, vocabulary)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> Tensor:
+        """Ids per position `[T]`, int64."""
+        return self.offsets.diff()
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of storage per position; 0 without positions."""
+        stored = self.ids.numel() * self.ids.element_size() + self.offsets.numel() * self.offsets.element_size()
+        return stored / len(self) if len(self) else 0.0
+
+    def slice(self, start: int, stop: int) -> TokenSupport:
+        """Return the positions from `start` up to, not including, `stop`."""
+        offsets = self.offsets[start : stop + 1]
+        ids = self.ids[int(offsets[0]) : int(offsets[-1])]
+        return TokenSupport(ids=ids, offsets=offsets - offsets[0], vocabulary=self.vocabulary)
+
+    def padded(self, length: int) -> TokenSupport:
+        """Return the positions followed by empty ones, or fewer of them, so that there are `length`."""
+        if length <= len(self):
+            return self.slice(0, length)
+        return join([self, TokenSupport.empty(length - len(self), self.vocabulary)])
+
+    def rows(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ids of some positions as a rectangle `[stop - start, K]`, int64, and where it holds ids, bool."""
+        counts = self.counts[start:stop].to(device)
+        width = max(int(counts.max()), 1) if len(counts) else 1
+        held = torch.arange(width, device=device) < counts[:, None]
+        ids = torch.zeros(held.shape, dtype=torch.int64, device=device)
+        ids[held] = self.ids[int(self.offsets[start]) : int(self.offsets[stop])].to(device).long()
+        return ids, held
+
+    def check_sampled(self, tokens: Sequence[int], mask: Sequence[bool], name: str) -> None:
+        """Refuse a response whose sampled tokens are not among those that were left to sample from.
+
+        Args:
+            tokens: The response `[T]`.
+            mask: True at tokens that the policy sampled `[T]`.
+            name: The response's name.
+
+        Raises:
+            RecordError: There are not as many positions as tokens, or a sampled token is outside; names response and token.
+        """
+        if len(tokens) != len(self):
+            raise RecordError(
+                f"rollout {name}: {len(tokens)} response tokens and sampling masks of {len(self)} positions; one of each is "
+                "needed."
+            )
+        sampled = torch.tensor(tokens, dtype=torch.int64)
+        inside = torch.zeros(len(self), dtype=torch.bool)
+        place = torch.repeat_interleave(torch.arange(len(self)), self.counts)
+        inside[place[self.ids.long() == sampled[place]]] = True
+        if bool((outside := torch.tensor(mask, dtype=torch.bool) & ~inside).any()):
+            token = int(outside.nonzero()[0])
+            held = int(self.counts[token])
+            raise RecordError(
+                f"rollout {name}, token {token} (id {tokens[token]}): it is not among the {held} tokens of its sampling mask, so "
+                "that it could not have been sampled; masks and tokens are of different requests or positions."
+            )
+
+
+def join(parts: Sequence[TokenSupport]) -> TokenSupport:
+    """Return the positions of several supports, one after the other.
+
+    Raises:
+        RecordError: There is none, or they are over different vocabularies.
+    """
+    sizes = sorted({part.vocabulary for part in parts})
+    if len(sizes) != 1:
+        raise RecordError(f"sampling masks over vocabularies of {sizes} tokens cannot be joined; allowed: one size.")
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.counts for part in parts)])
+    return TokenSupport(ids=torch.cat([part.ids for part in parts]), offsets=counts.cumsum(0), vocabulary=sizes[0])
+
+
+def _narrow(vocabulary: int) -> torch.dtype:
+    return torch.int16 if vocabulary <= 1 << 15 else torch.int32

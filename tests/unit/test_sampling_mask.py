@@ -1,0 +1,342 @@
+"""Sampling-mask replay: storage, log-probabilities over a support and their gradient, supports computed again, and the toy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.sampling_mask import (
+    TokenSupport,
+    head_logprobs,
+    join,
+    mass_error,
+    support_bounds,
+    support_logprobs,
+    support_of_top,
+    truncated_support,
+)
+
+pytestmark = pytest.mark.numeric
+ALL_THREE = SamplingSettings(temperature=0.8, top_p=0.9, top_k=8, min_p=0.05)
+SETTINGS = [
+    SamplingSettings(top_p=0.9),
+    SamplingSettings(top_k=8),
+    SamplingSettings(min_p=0.05),
+    ALL_THREE,
+]
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 2.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense(support: TokenSupport) -> Tensor:
+    mask = torch.zeros(len(support), support.vocabulary, dtype=torch.bool)
+    for row in range(len(support)):
+        mask[row, support.slice(row, row + 1).ids.long()] = True
+    return mask
+
+
+def drawn(logits: Tensor, mask: Tensor, seed: int = 1) -> Tensor:
+    """One token of each row's support, drawn from the renormalised policy."""
+    p = logits.masked_fill(~mask, -math.inf).softmax(-1)
+    return torch.multinomial(p, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
+
+
+def naive(logits: Tensor, tokens: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+    """The definition over a dense mask, as a float64 oracle; 0 where nothing was sampled."""
+    z = (logits.double() / temperature).masked_fill(~mask, -math.inf)
+    logp = z.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    return torch.where(mask.any(-1), logp, 0.0)
+
+
+rows_of_ids = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=9), min_size=1, max_size=7)
+
+
+@given(rows_of_ids, st.data())
+def test_storage_keeps_every_position(rows: list[list[int]], data: st.DataObject) -> None:
+    support = TokenSupport.from_lists(rows, 41)
+    assert dense(support).equal(dense(TokenSupport.from_mask(dense(support))))
+    start = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(start, len(rows)))
+    ids, held = support.rows(start, stop, torch.device("cpu"))
+    assert [sorted(row) for row in rows[start:stop]] == [i[h].tolist() for i, h in zip(ids, held, strict=True)]
+    whole = join([support.slice(0, start), support.slice(start, stop), support.slice(stop, len(rows))])
+    assert dense(whole).equal(dense(support))
+    assert (
+        dense(support.padded(9))[: len(rows)].equal(dense(support)) and not dense(support.padded(9))[len(rows) :].any()
+    )
+
+
+def test_storage_is_as_small_as_stated() -> None:
+    rows = [list(range(64))] * 1000
+    for vocabulary, bytes_per_token in ((32_000, 64 * 2 + 8), (152_000, 64 * 4 + 8)):
+        found = TokenSupport.from_lists(rows, vocabulary).bytes_per_token
+        assert bytes_per_token <= found < bytes_per_token + 0.1
+        assert found < vocabulary / 8 / 10  # a bitmask
+
+
+def test_ids_and_tokens_that_cannot_be_are_named() -> None:
+    with pytest.raises(RecordError, match=r"rollout a, token 1: .* id 7; allowed: 0 to 6"):
+        TokenSupport.from_lists([[0], [7]], 7, "a")
+    with pytest.raises(RecordError, match=r"token 0: .* twice"):
+        TokenSupport.from_lists([[3, 3]], 7, "a")
+    support = TokenSupport.from_lists([[0, 2], [], [5]], 7)
+    support.check_sampled([2, 6, 5], [True, False, True], "b")
+    with pytest.raises(RecordError, match=r"rollout b, token 2 \(id 2\): it is not among the 1 tokens"):
+        support.check_sampled([2, 6, 2], [True, False, True], "b")
+    with pytest.raises(RecordError, match=r"token 1 \(id 6\): it is not among the 0 tokens"):
+        support.check_sampled([2, 6, 5], [True, True, True], "b")
+    with pytest.raises(RecordError, match="2 response tokens and sampling masks of 3 positions"):
+        support.check_sampled([2, 6], [True, True], "b")
+    with pytest.raises(RecordError, match="vocabularies of"):
+        join([support, TokenSupport.from_lists([[0]], 8)])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 3, None])
+def test_value_and_gradient_are_those_of_a_dense_mask(temperature: float, chunk: int | None) -> None:
+    logits = normal(2, 5, 30).requires_grad_()
+    mask = normal(2, 5, 30, seed=3) > 1.5
+    mask[..., 4] = True
+    mask[1, 3:] = False  # padding
+    flat = mask.flatten(0, 1)
+    tokens = drawn(logits.detach().flatten(0, 1), flat | ~flat.any(-1, keepdim=True)).view(2, 5)
+    support = TokenSupport.from_mask(flat)
+    ours = support_logprobs(logits, tokens, support, temperature=temperature, chunk_tokens=chunk)
+    filled = mask | ~mask.any(-1, keepdim=True)
+    theirs = torch.where(mask.any(-1), naive(logits, tokens, filled, temperature), 0.0)
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+    outer = normal(2, 5, seed=9)
+    (a,), (b,) = (torch.autograd.grad((one * outer).sum(), logits) for one in (ours, theirs))
+    assert torch.allclose(a, b, rtol=1e-10, atol=1e-13) and not a[1, 3:].any()
+
+
+def test_gradient_is_that_of_finite_differences() -> None:
+    logits = normal(4, 20).requires_grad_()
+    support = truncated_support(logits.detach(), ALL_THREE)
+    tokens = drawn(logits.detach(), dense(support))
+    score = lambda x: support_logprobs(x, tokens, support, temperature=0.8)  # noqa: E731
+    assert torch.autograd.gradcheck(score, (logits,))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_head_gives_what_its_logits_give(softcap: float | None, biased: bool) -> None:
+    hidden = normal(6, 4, seed=1).requires_grad_()
+    weight = normal(25, 4, seed=2, scale=0.7).requires_grad_()
+    bias = normal(25, seed=4).requires_grad_() if biased else None
+    inputs = [one for one in (hidden, weight, bias) if one is not None]
+
+    def logits() -> Tensor:
+        z = 1.5 * (hidden @ weight.T + (0 if bias is None else bias))
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+    support = truncated_support(logits().detach(), ALL_THREE)
+    tokens = drawn(logits().detach(), dense(support))
+    ours = lambda h, w, b=None: head_logprobs(  # noqa: E731
+        h, w, b, tokens, support, temperature=0.8, scale=1.5, softcap=softcap
+    )
+    theirs = support_logprobs(logits(), tokens, support, temperature=0.8)
+    assert torch.allclose(ours(*inputs), theirs, rtol=1e-12, atol=1e-14)
+    outer = normal(6, seed=9)
+    for a, b in zip(
+        *(torch.autograd.grad((one * outer).sum(), inputs) for one in (ours(*inputs), theirs)), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert torch.autograd.gradcheck(ours, inputs)
+
+
+def test_the_head_computes_in_autocasts_dtype() -> None:
+    hidden, weight = normal(64, 32, seed=1).float(), normal(100, 32, seed=2, scale=0.1).float()
+    exact = hidden.double() @ weight.double().T
+    support = truncated_support(exact, SamplingSettings(top_k=20))
+    tokens = drawn(exact, dense(support))
+    plain = head_logprobs(hidden, weight, None, tokens, support)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = head_logprobs(hidden, weight, None, tokens, support)
+    truth = naive(exact, tokens, dense(support))
+    assert float((plain - truth).abs().max()) < 1e-5 < 1e-4 < float((half - truth).abs().max()) < 0.2
+
+
+def test_float32_is_close_to_the_truth_far_from_zero() -> None:
+    logits = normal(200, 500, scale=3.0) + 50
+    support = truncated_support(logits, SamplingSettings(top_p=0.95))
+    tokens = drawn(logits, dense(support))
+    truth = naive(logits, tokens, dense(support))
+    assert float((support_logprobs(logits.float(), tokens, support) - truth).abs().max()) < 5e-5
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits, support = normal(2, 5), TokenSupport.from_lists([[0, 1], [2]], 5)
+    with pytest.raises(RecordError, match=r"token 1 \(id 3\): it is not among the 1 tokens"):
+        support_logprobs(logits, torch.tensor([0, 3]), support)
+    with pytest.raises(RecordError, match="over 5 tokens"):
+        support_logprobs(logits[:, :4], torch.tensor([0, 2]), support)
+    with pytest.raises(RecordError, match="2 positions"):
+        head_logprobs(normal(3, 4), normal(5, 4), None, torch.tensor([0, 2, 2]), support)
+    logits[0, 1] = math.nan
+    with pytest.raises(NonFiniteLogprobError, match=r"position \[0\]"):
+        support_logprobs(logits, torch.tensor([0, 2]), support)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_the_ratio_is_one_only_over_the_support(sampling: SamplingSettings) -> None:
+    logits = normal(400, 60)
+    mask = dense(truncated_support(logits, sampling))
+    tokens = drawn(logits / sampling.temperature, mask)
+    engine = naive(logits, tokens, mask, sampling.temperature)
+    scored = support_logprobs(logits, tokens, TokenSupport.from_mask(mask), temperature=sampling.temperature)
+    plain = naive(logits, tokens, torch.ones_like(mask), sampling.temperature)
+    assert float((scored - engine).abs().max()) < 1e-12
+    assert 0.03 < float((plain - engine).abs().mean()) < 0.5
+
+
+# Supports computed again.
+
+
+def by_hand(logits: Tensor, sampling: SamplingSettings) -> list[int]:
+    """The tokens that are left of one row, one after the other."""
+    p = (logits / sampling.temperature).softmax(-1)
+    left = [v for v in range(len(p)) if p[v] >= sampling.min_p * p.max()]
+    if sampling.top_k > 0:
+        left = [v for v in left if sum(bool(p[u] > p[v]) for u in left) < sampling.top_k]
+    total = sum(float(p[v]) for v in left)
+    return [v for v in left if sum(float(p[u]) for u in left if p[u] > p[v]) < sampling.top_p * total]
+
+
+sampled_with = st.builds(
+    SamplingSettings,
+    temperature=st.sampled_from([0.6, 1.0, 1.3]),
+    top_p=st.sampled_from([0.3, 0.7, 0.95, 1.0]),
+    top_k=st.sampled_from([0, 1, 4, 11]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+)
+
+
+@settings(max_examples=60)
+@given(sampled_with, st.integers(0, 2**16))
+def test_supports_are_those_of_the_definition(sampling: SamplingSettings, seed: int) -> None:
+    logits = normal(3, 17, seed=seed)
+    logits[0, 3] = -math.inf
+    found = dense(truncated_support(logits, sampling))
+    expected = [by_hand(row, sampling) for row in logits]
+    expected[0] = [v for v in expected[0] if v != 3]
+    assert [row.nonzero()[:, 0].tolist() for row in found] == expected
+
+
+def test_ties_with_the_kth_are_kept_and_the_sampled_token_too() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
+    assert truncated_support(logits, SamplingSettings(top_k=2)).ids.tolist() == [0, 1, 2]
+    kept = truncated_support(logits, SamplingSettings(top_k=2), torch.tensor([3]))
+    assert kept.ids.tolist() == [0, 1, 2, 3]
+
+
+@settings(max_examples=60)
+@given(sampled_with, st.integers(0, 2**16), st.sampled_from([1e-6, 1e-2, 0.2]))
+def test_supports_of_wrong_logits_lie_within_the_bounds(sampling: SamplingSettings, seed: int, error: float) -> None:
+    logits = normal(5, 17, seed=seed)
+    noise = torch.rand(5, 17, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
+    engine = dense(truncated_support(logits + error * noise, sampling))
+    inner, outer = support_bounds(logits, sampling, error)
+    assert not (inner & ~engine).any() and not (engine & ~outer).any()
+    z = logits / sampling.temperature
+    ours = dense(truncated_support(logits, sampling))
+    masses = [z.masked_fill(~one, -math.inf).logsumexp(-1) for one in (ours, engine)]
+    assert bool(((masses[0] - masses[1]).abs() <= mass_error(logits, sampling, error) + 1e-12).all())
+
+
+def test_the_boundary_of_top_p_is_wider_than_that_of_top_k() -> None:
+    # What an engine's error of 1e-3 in every logit can change, in 1,000 tokens of a vocabulary of 1,000.
+    logits = normal(1000, 1000)
+    share = {
+        name: float((mass_error(logits, sampling, 1e-3) > 0).double().mean())
+        for name, sampling in (("top_k", SamplingSettings(top_k=20)), ("top_p", SamplingSettings(top_p=0.9)))
+    }
+    assert 0 < 4 * share["top_k"] < share["top_p"]
+    # Each such token's log-probability moves by the mass at the boundary alone.
+    assert float(mass_error(logits, SamplingSettings(top_p=0.9), 1e-3).mean()) < 0.01
+
+
+# What an engine's most likely tokens tell.
+
+
+def test_the_support_of_top_logprobs_is_exact_or_refused() -> None:
+    cut = -math.inf
+    found = support_of_top([[5, 2, 9], [1, 0, 2]], [[-0.1, -2.0, cut], [0.0, cut, cut]], asked=3, vocabulary=10)
+    assert dense(found).nonzero().tolist() == [[0, 2], [0, 5], [1, 1]]
+    with pytest.raises(
+        RecordError, match=r"rollout 4, token 1: at least 3 tokens .* asked for 3: .*max_support above 3"
+    ):
+        support_of_top([[1, 2, 3], [4, 5, 6]], [[0.0, cut, cut], [-1.0, -1.0, -1.1]], asked=3, vocabulary=10, name="4")
+    whole = support_of_top([[0, 1, 2]], [[-1.0, -1.1, -1.2]], asked=3, vocabulary=3)
+    assert whole.counts.tolist() == [3]
+    with pytest.raises(RecordError, match="no token that could be sampled"):
+        support_of_top([[1, 2]], [[cut, None]], asked=2, vocabulary=10)
+
+
+# The bias of the policy gradient, by enumeration of all responses.
+
+VOCABULARY, LENGTH = 7, 2
+
+
+class Toy:
+    """A policy over all responses of two tokens: a table of logits, a row for the first token and one per first token."""
+
+    def __init__(self) -> None:
+        self.logits = normal(1 + VOCABULARY, VOCABULARY, seed=5, scale=1.5).requires_grad_()
+        self.mask = dense(truncated_support(self.logits.detach(), SamplingSettings(top_p=0.8)))
+        self.responses = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
+        self.reward = normal(len(self.responses), seed=6)
+
+    def states(self, response: Sequence[int]) -> list[int]:
+        return [0, 1 + response[0]]
+
+    def logprobs(self, response: Sequence[int], *, truncated: bool) -> Tensor:
+        states, tokens = self.states(response), torch.tensor(response)
+        if not truncated:
+            return self.logits[states].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return support_logprobs(self.logits[states], tokens, TokenSupport.from_mask(self.mask[states]))
+
+    def sampled(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The responses that the engine can draw, with their places."""
+        return [
+            (place, response)
+            for place, response in enumerate(self.responses)
+            if all(self.mask[state, token] for state, token in zip(self.states(response), response, strict=True))
+        ]
+
+    def true_gradient(self) -> Tensor:
+        """That of the expected reward of the policy that samples, by the definition of both."""
+        tables = self.logits.masked_fill(~self.mask, -math.inf).softmax(-1)
+        both = tables[0][:, None] * tables[1:]
+        (found,) = torch.autograd.grad((both.flatten() * self.reward).sum(), self.logits)
+        return found
+
+    def estimate(self, *, replayed: bool) -> Tensor:
+        """The expectation of GRPO's first update, over all responses with the probability that they are drawn with."""
+        total = torch.zeros(())
+        for place, response in self.sampled():
+            behaviour = self.logprobs(response, truncated=True).detach()
+            scored = self.logprobs(response, truncated=replayed)
+            ratio = (scored - behaviour).exp()
+            total = total + behaviour.sum().exp() * self.reward[place] * ratio.sum()
+        (found,) = torch.autograd.grad(total, self.logits)
+        return found
+
+
+def test_replay_takes_the_bias_out_of_the_policy_gradient() -> None:
+    toy = Toy()
+    truth = toy.true_gradient()
+    error = {on: float((toy.estimate(replayed=on) - truth).norm() / truth.norm()) for on in (True, False)}
+    assert error[True] < 1e-12
+    assert error[False] > 0.1
