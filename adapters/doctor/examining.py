@@ -189,6 +189,7 @@ def _diagnosed(
         replays=sides.replays,
         layout=sides.layout,
         head=sides.head,
+        oracle=sides.oracle,
     )
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model))
     return diagnose(sample, scorer.scores, causes, engine=engine, seed=seed, progress=rung), scorer

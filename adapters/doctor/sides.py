@@ -62,6 +62,7 @@ class Run:
         server: A server that is asked in the place of an engine that is started.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
         head: What the trainer's head computes in, if not in what the rest does: float32.
+        oracle: What both are held against: float32 or float64.
         blocks: Whether engine and trainer are held against each other block by block where nothing is left, too.
     """
 
@@ -80,6 +81,7 @@ class Run:
     server: Address | None = None
     layout: str = "right"
     head: str = ""
+    oracle: str = "float32"
     blocks: bool = False
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.transformers import doctor_logits
 from mismatch_ext.adapters.transformers.doctor_head import head_of, in_float32
 from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, Laid, laid, own_noise
 from mismatch_ext.adapters.transformers.doctor_logits import Projected, is_head, passing_hidden
+from mismatch_ext.adapters.transformers.doctor_oracle import in_float64
 from mismatch_ext.adapters.transformers.peft_adapters import base_of, merged, whole
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.transformers.scoring import evaluating
@@ -109,6 +110,7 @@ class Scorer:
         replays: Whether the trainer replays the engine's routes.
         layout: How the trainer lays sequences into a batch, of `LAYOUTS`.
         head: What the trainer's head computes in, if not in what the rest of the model does: "float32".
+        oracle: What the oracle and the causes compute in: "float32" or "float64".
 
     Attributes:
         scores: What the trainer's side says; the oracle, from which causes start, is in it.
@@ -126,9 +128,11 @@ class Scorer:
         replays: bool = False,
         layout: str = "right",
         head: str = "",
+        oracle: str = "float32",
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
+        self._oracle = torch.float64 if oracle == "float64" else torch.float32
         self.shape = routing_shape(model)
         # As the run: no routes are replayed unless its block says so, and the doctor shows what they cost.
         kept = torch_dtype(trainer_weights)
@@ -145,7 +149,8 @@ class Scorer:
             trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
         rungs = tuple(own_noise(self))
         self._round(self.engine_dtype)
-        native = self._scored(taken) if taken is not None and sample.routes is not None else None
+        with self._as_oracle():
+            native = self._scored(taken) if taken is not None and sample.routes is not None else None
         self.scores = Scores(
             trainer=trainer,
             own=self._own(sample),
@@ -180,14 +185,14 @@ class Scorer:
         """
         routes = self.sample.routes if prompt is None else None
         if not screen:
-            return self._scored(routes, prompt=prompt)
+            with self._as_oracle():
+                return self._scored(routes, prompt=prompt)
         row = self.sample.row
         chosen = np.unique(row[self.sample.fits])[:SCREENED].tolist()
         scored = np.full(len(row), np.nan)
-        for at, values in (
-            self._picked(*found) for found in self._passes(self.sample, routes, prompt=prompt, only=chosen)
-        ):
-            scored[row == at] = values
+        with self._as_oracle():
+            for at, logits in self._passes(self.sample, routes, prompt=prompt, only=chosen):
+                scored[row == at] = self._picked(at, logits)[1]
         return scored
 
     def weighted(self, weights: Floats) -> Iterator[list[Tensor]]:
@@ -241,6 +246,14 @@ class Scorer:
         with cast, nullcontext() if kept == torch.float32 else self.cast(kept), in_float32(exact):
             yield
 
+    @contextmanager
+    def _as_oracle(self) -> Iterator[None]:
+        if self._oracle == torch.float32:
+            yield
+            return
+        with self.cast(self._oracle), in_float64(self.model):
+            yield
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -264,11 +277,11 @@ class Scorer:
         if starts[-1] * width <= doctor_logits.KEPT or not self._projects(head, sample):
             head = None
         kept = None
-        with nullcontext() if head is None else passing_hidden(head):
+        with self._as_oracle(), nullcontext() if head is None else passing_hidden(head):
             for row, found in self._passes(sample, sample.routes):
                 if kept is None:
-                    kept = torch.empty(int(starts[-1]), found.shape[-1])
-                kept[starts[row] : starts[row + 1]] = found[torch.tensor(sample.masks[row])].float().cpu()
+                    kept = torch.empty(int(starts[-1]), found.shape[-1], dtype=self._oracle)
+                kept[starts[row] : starts[row + 1]] = found[torch.tensor(sample.masks[row])].to(self._oracle).cpu()
         assert kept is not None  # a sample has responses
         return kept if head is None else Projected(head, kept, width)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 # Elements of logits that are kept as they are: 256 MiB in float32.
 KEPT = 2**26
@@ -19,7 +20,7 @@ class Projected:
 
     Args:
         head: Maps hidden states to logits; as it is when rows are read.
-        hidden: What the head was given at each token `[N, H]`, float32, on the CPU.
+        hidden: What the head was given at each token `[N, H]`, on the CPU; in its dtype logits are computed.
         width: V.
     """
 
@@ -31,10 +32,11 @@ class Projected:
         return len(self._hidden)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        weight = next(self._head.parameters())
+        weights = {name: weight.to(self._hidden.dtype) for name, weight in self._head.named_parameters()}
+        device = next(iter(weights.values())).device
         with torch.no_grad():
-            logits: Tensor = self._head(self._hidden[rows].to(weight.device, weight.dtype))
-        return logits.float().cpu()
+            logits: Tensor = functional_call(self._head, weights, self._hidden[rows].to(device))
+        return logits.cpu()
 
 
 def is_head(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from mismatch_ext.adapters.transformers.doctor_layouts import BATCH, LAYOUTS
 from mismatch_ext.adapters.transformers.doctor_logits import Projected
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from examples.arithmetic.tokenizer import EOS_ID
@@ -64,6 +66,50 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     (window,) = [cause for cause in causes if cause.key == "sliding_window"]
     assert window.predict(4096.0) == pytest.approx(picked, abs=1e-5), "a window beyond the sequences hides nothing"
+
+
+class Computed(TorchDispatchMode):
+    """Remembers which operations gave float32, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and not func.is_view:
+            self.single.add(str(func))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_an_oracle_in_float64_computes_nothing_in_float32(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(kind, tmp_path / "model")
+    single = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32")
+    double = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32", oracle="float64")
+    assert np.array_equal(double.scores.own, single.scores.own), "both sides stay as they are"
+    before = {name: tensor.clone() for name, tensor in double.model.state_dict().items()}
+    exact = double.logprobs()
+    assert 0 < np.abs(exact - single.logprobs()).max() < 1e-4
+    kept = double.scores.logits
+    monkeypatch.setattr(doctor_logits, "KEPT", 0)
+    projected = double.rescored(double.sample).logits
+    assert isinstance(kept, torch.Tensor) and isinstance(projected, Projected)
+    assert kept.dtype == torch.float64 and (kept - projected[slice(0, len(kept))]).abs().max() < 1e-12
+    with Computed() as inside, double._as_oracle():
+        inside.single.clear()
+        double.model(input_ids=torch.tensor([[5, 12, 7, 13]]), use_cache=False)
+        found = set(inside.single)
+    assert not found
+    # Every cause computes in it, too, and says what it says in float32.
+    for one, other in zip(of_model(double), of_model(single), strict=True):
+        assert one.key == other.key
+        if one.key != "experts_swapped":
+            # A few values of an 8-bit cache are rounded to the other side.
+            assert np.median(np.abs(one.predict(one.grid[0]) - other.predict(other.grid[0]))) < 1e-4, one.key
+    assert all(torch.equal(tensor, before[name]) for name, tensor in double.model.state_dict().items())
 
 
 def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
