@@ -13,6 +13,7 @@ from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import Run
 
+from mismatch_ext.doctor.diagnosis import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ MENDED = {
     "config": ("hf_overrides", "json_model_override_args"),
     "weights": ("quantization", "hf_overrides", "torchao_config", "json_model_override_args"),
 }
-# Causes that the engine's score of the same tokens as a prompt does not have: its settings then are mended already.
-SAMPLED = ("sampling", "reporting", "prompt")
 
 
 def examine(

@@ -33,6 +33,8 @@ MOST_LOGITS, MOST_ROWS = 2**26, 64
 # Responses by which a parameter is chosen; those that are differentiated, and how many at once.
 SCREENED = 64
 MOST_DERIVED, DERIVED_ROWS = 64, 8
+# What a run's own log-probabilities differ by from those of its weights in a plain pass.
+COMPUTED = "the run's own pass (its padding, positions, kernels, adapters)"
 Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
@@ -111,6 +113,8 @@ class Scorer:
         layout: How the trainer lays sequences into a batch, of `LAYOUTS`.
         head: What the trainer's head computes in, if not in what the rest of the model does: "float32".
         oracle: What the oracle and the causes compute in: "float32" or "float64".
+        computed: What a run's trainer itself said of the tokens `[N]`; then nothing is laid as it lays them, and its own noise is
+            not measured. None has the model say it.
 
     Attributes:
         scores: What the trainer's side says; the oracle, from which causes start, is in it.
@@ -129,6 +133,7 @@ class Scorer:
         layout: str = "right",
         head: str = "",
         oracle: str = "float32",
+        computed: Floats | None = None,
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
@@ -144,10 +149,12 @@ class Scorer:
         replayed = replays and self.shape is not None and sample.routes is not None
         with self._as_trainer():
             straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
-        trainer = straight
-        if layout != "right":
+        trainer, said = straight, "" if layout == "right" else LAYOUTS[layout]
+        if computed is not None:
+            trainer, said = computed, COMPUTED
+        elif layout != "right":
             trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
-        rungs = tuple(own_noise(self))
+        rungs = () if computed is not None else tuple(own_noise(self))
         self._round(self.engine_dtype)
         with self._as_oracle():
             native = self._scored(taken) if taken is not None and sample.routes is not None else None
@@ -157,8 +164,8 @@ class Scorer:
             logits=self._logits(sample),
             headed=None if self._head is None or self.engine_dtype == torch.float32 else self._own(sample, self._head),
             native=native,
-            straight=None if layout == "right" else straight,
-            layout="" if layout == "right" else LAYOUTS[layout],
+            straight=straight if said else None,
+            layout=said,
             rungs=rungs,
             temperature=temperature,
             end_tokens=end_tokens(model),

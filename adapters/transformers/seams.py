@@ -1,4 +1,4 @@
-"""The places in torch that replay of routing relies on; routers are found by structure in each model."""
+"""The places in torch and transformers that are relied on; routers are found by structure in each model."""
 
 from __future__ import annotations
 
@@ -49,5 +49,19 @@ SEAMS = (
             Has("torch.amp.grad_scaler:OptState"),
         ),
         upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py",
+    ),
+    Seam(
+        name="transformers/weights_at_hand",
+        peer="transformers",
+        features=("monitor.doctor",),
+        what="building a copy of a model from weights that are at hand, under a checkpoint's names",
+        claims=(
+            Takes(
+                "transformers.modeling_utils:PreTrainedModel.from_pretrained", "pretrained_model_name_or_path", "config"
+            ),
+            Says("transformers.modeling_utils", r"\bstate_dict\b"),
+            Says("transformers.modeling_utils", r"\boutput_loading_info\b"),
+        ),
+        upstream="https://github.com/huggingface/transformers/blob/v5.10.4/src/transformers/modeling_utils.py",
     ),
 )

@@ -66,6 +66,12 @@ class MismatchCallback(TrainerCallback, ExportableState):
                         f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, "
                         "monitor. Remove it, or use MismatchGRPOTrainer."
                     )
+        if self.block.monitor.doctor is not None:
+            with self._verdicts.checking("sections"):
+                raise ConfigError(
+                    f"mismatch.monitor.doctor={self.block.monitor.doctor!r} with MismatchCallback: a callback reaches no "
+                    "rollouts; allowed: none. Remove it, or use MismatchGRPOTrainer."
+                )
         with self._verdicts.checking("lr"):
             self._lr = self._control()
         Monitor(self.block.monitor, TRL)  # imports the functions that alarms call, before anything starts

@@ -120,6 +120,11 @@ class MismatchConfigMixin(_Host):
                 f"mismatch.monitor.keep_weights={block.monitor.keep_weights}: this trainer's rollouts are of the weights that "
                 "score them, so that there is nothing to keep; allowed: 0."
             )
+        if not self.use_vllm and block.monitor.doctor is not None:
+            raise ConfigError(
+                f"mismatch.monitor.doctor={block.monitor.doctor!r} with use_vllm=False: generation by transformers reports no "
+                "rollout log-probabilities, so that there are no two sides; set use_vllm=True or remove it."
+            )
         if not self.use_vllm:
             needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
             if block.lr is not None and block.lr.trigger in ("mismatch_kl", "f_tau"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.transformers.doctor_in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.engines import Engine, Named
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -33,6 +34,7 @@ class TrainerSide:
         on_sent: Receives the dtypes of the tensors of each weight update.
         event: Receives what is wrong with a weight update: level, name, message.
         compute_dtype: Dtype that its matrix products come out in.
+        examines: Returns whether the next batch is examined here, for which what is sent is copied.
     """
 
     named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -41,6 +43,7 @@ class TrainerSide:
     on_sent: Callable[[frozenset[str]], None]
     event: Callable[[str, str, str], None]
     compute_dtype: str
+    examines: Callable[[], bool] = lambda: False
 
     def fingerprint(self) -> str:
         """Return a digest of the present weights."""
@@ -60,6 +63,9 @@ class CheckedGeneration:
         patch_digest: Digest of the patches that are active.
         layout: Routers of the trainer's model, when the engine is to record its routing; None records none.
         verdicts: What becomes of checks that fail; None raises their errors.
+
+    Attributes:
+        sent: Copy of what the last weight update sent, where a batch is to be examined.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class CheckedGeneration:
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self._kept: list[RolloutRecord] | None = None
+        self.sent: SentWeights | None = None
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
@@ -166,9 +173,12 @@ class CheckedGeneration:
         the same twice.
         """
         self._sending = engine.Sending()
+        self.sent = SentWeights() if self.trainer.examines() else None
         for name, parameter in self._plain_parameters():
             with self.verdicts.checking("weight_sync"):
                 self._sending.note(name, parameter)
+            if self.sent is not None:
+                self.sent.note(name, parameter)
             yield name, parameter
 
     def provenance(self) -> Provenance:

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
+from mismatch_ext.adapters.trl.examining import check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
 from mismatch_ext.adapters.trl.readings import sampling_settings
@@ -135,6 +136,8 @@ class PreflightMixin(_Host):
     def _check_model(self) -> None:
         """Refuse a model that the block does not fit: TRL has loaded it, and has not started its engine."""
         args: Any = self.args  # TRL's, which transformers takes for its own
+        with self._verdicts.checking("doctor"):
+            check_examinable(self._config, self.model)
         with self._verdicts.checking("reference"):
             # As TRL decides whether it builds one.
             self._check_reference(args.beta != 0.0 and not is_peft_model(self.model))
@@ -208,6 +211,7 @@ class PreflightMixin(_Host):
                 on_sent=self._on_sent,
                 event=self._on_event,
                 compute_dtype=self._compute_dtype(),
+                examines=lambda: self._log.doctor is not None and self._log.doctor.due,
             ),
             monitor=self._verifiable(),
             sampling=self._sampling,

@@ -22,6 +22,7 @@ from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
+from mismatch_ext.adapters.trl.examining import ExaminingMixin
 from mismatch_ext.adapters.trl.forward_hooks import KEY
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lr import LrMixin
@@ -64,7 +65,9 @@ else:
 
 # In any order: no two of these override the same method but for `compute_loss`, where the routes must be in place before TRL's
 # runs, and its result is proven afterwards. `ArrivalMixin` derives from `RoutingMixin` for that.
-class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, ObjectiveMixin, LrMixin, _Host):
+class MismatchTrainerMixin(
+    PreflightMixin, CheckpointMixin, ObservingMixin, ObjectiveMixin, LrMixin, ExaminingMixin, _Host
+):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     Put it first among the bases: `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer): ...`. Without a block every
@@ -222,6 +225,7 @@ class MismatchTrainerMixin(PreflightMixin, CheckpointMixin, ObservingMixin, Obje
             split = "train" if training else self._eval_split
             gap = (old_logprobs, output[ROLLOUT], mask.bool())
             self._log.observe(split, *gap)
+            self._examine(output, gap, batch.records if records is not None else None)
             if self._routing is not None and self._routing.draws.native_gap():
                 with overridden(self, _routing=None):
                     native = self._score_again(output)

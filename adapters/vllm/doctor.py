@@ -22,7 +22,7 @@ from mismatch_ext.provenance import SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import LLM, RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
 
 
@@ -82,6 +82,13 @@ class VllmEngine:
             # Nobody else holds it yet.
             self.shutdown()
             raise
+
+    @classmethod
+    def around(cls, llm: LLM) -> VllmEngine:
+        """Return one that another program has started in this process, and ends; it is asked for no routes."""
+        found = cls.__new__(cls)
+        found._llm, found._shape, found.reading = llm, None, read_engine(llm)
+        return found
 
     def sample(
         self,

@@ -11,7 +11,10 @@ from mismatch_ext.compat.source import Sources
 from mismatch_ext.errors import PeerVersionError
 from mismatch_ext.versions import PEERS, Peer, accepted, installed, known_wrong, on_cpu_build
 
-FEATURES = ("monitor", "monitor.weight_sync", "precision", "lr", "kl", "correction", "routing.R2", "routing.R3")
+FEATURES = (
+    *("monitor", "monitor.weight_sync", "monitor.doctor"),
+    *("precision", "lr", "kl", "correction", "routing.R2", "routing.R3"),
+)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ class MismatchConfig:
         proof = () if self.monitor.weight_sync == "off" else ("monitor.weight_sync",)
         routing = () if self.routing is None else (f"routing.{self.routing.mode}",)
         sections = [name for name in ("precision", "lr", "kl", "correction") if getattr(self, name) is not None]
-        return ("monitor", *proof, *sections, *routing)
+        doctor = () if self.monitor.doctor is None else ("monitor.doctor",)
+        return ("monitor", *proof, *doctor, *sections, *routing)
 
     @property
     def acting(self) -> MismatchConfig:

@@ -74,6 +74,15 @@ class MonitorConfig:
     Evaluation metrics are not watched."""
     default_alarms: bool = True
     """Whether the built-in alarms are on that `alarms` does not name."""
+    doctor: Literal["first_batch", "on_alarm"] | None = None
+    """When a batch of the run is examined for why its two sides differ: the first one, or the next one after an alarm was raised,
+    once for each metric; None examines none. It needs a copy of the weights in the main process while it looks; see
+    docs/doctor.md."""
+    doctor_tokens: int = 4096
+    """Response tokens of a batch that are examined at most, in whole responses of the main process; below 2,000 there are no
+    shares."""
+    doctor_every: int = 50
+    """Steps that have to lie between two batches that are examined by `on_alarm`."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -82,6 +91,8 @@ class MonitorConfig:
             ("profile_every", 1),
             ("scatter_samples", 0),
             ("numerics_tokens", 1),
+            ("doctor_tokens", 2),
+            ("doctor_every", 1),
         ):
             value = getattr(self, name)
             _require(value >= least, f"mismatch.monitor.{name}", value, f"an integer >= {least}")
@@ -90,4 +101,11 @@ class MonitorConfig:
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
         from mismatch_ext.monitor.rules import resolve
 
-        resolve(self)
+        rules = resolve(self)
+        # Without a rule no alarm is ever raised.
+        _require(
+            bool(rules) or self.doctor != "on_alarm",
+            "mismatch.monitor.doctor",
+            self.doctor,
+            "'first_batch', or 'on_alarm' with an alarm: name one in mismatch.monitor.alarms, or leave default_alarms on",
+        )

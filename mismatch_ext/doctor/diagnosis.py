@@ -35,7 +35,10 @@ HEADS = 1.5
 MOST = 0.75
 # The part of the gap that the trainer's padding makes.
 LAYOUT = "layout"
+# Families of causes that the engine's score of the same tokens as a prompt does not have: its settings then are mended already.
+SAMPLED = ("sampling", "reporting", "prompt")
 SCHEMA = 1
+DOCTOR_FILE = "doctor.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,9 @@ MEASURES: dict[str, Measure] = {
 
 MITIGATION_MEASURES = {
     "weight_sync_gap": "mean |engine's prefill - trainer| of probe tokens after the last weight update, nats; verl: of the worst server",
+    "doctor/unexplained": "mean size of what the doctor could not explain of an examined batch, nats per token; logged with that batch alone",
+    "doctor/engine_ratio": "the engine's error there in units of the trainer's own rounding, by medians; 1 is healthy",
+    "doctor/trainer_ratio": "the trainer's error in the same units",
     "loss_scale": "float16 loss scale after the last step",
     "overflow_steps": "steps whose float16 gradients overflowed, since training began",
     "overflow_streak": "of these the last ones in a row",

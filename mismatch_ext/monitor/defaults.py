@@ -127,6 +127,9 @@ def table() -> str:
         "they watch `mismatch/numerics/...`, of tokens that the very weights sampled which score them, and nothing in a log",
         "without such tokens. Naming one in `alarms` changes nothing of that; for stale tokens give `stale/k3_kl` a threshold.",
         "",
+        "With `mismatch.monitor.doctor: on_alarm` the next batch after an alarm is examined for why the two sides differ "
+        "(docs/doctor.md).",
+        "",
         "Some metrics have another name in each host, and may be named by their role in all of them (a metric of that very name "
         "goes first):",
         "",

@@ -17,6 +17,7 @@ from mismatch_ext.monitor import ANEW, Monitor
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.recorder import PREFIX, RunRecorder, ensure_writable
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.run.doctor import RunDoctor
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
@@ -63,6 +64,7 @@ class RunLog:
         recorder: What writes the metrics file.
         monitor: The alarms.
         stopped: Message of the alarm that stopped training; None while none has.
+        doctor: What examines batches in the main process; None on others, and where the block asks for none.
 
     Raises:
         RunDirectoryError: The folder cannot be written.
@@ -98,6 +100,9 @@ class RunLog:
             gather=lambda values: [value for found in ranks.gather(values) for value in found],
         )
         self.stopped: str | None = None
+        self.doctor: RunDoctor | None = None
+        if block.monitor.doctor is not None and ranks.rank == 0:
+            self.doctor = RunDoctor(block.monitor, run_dir, self.event)
         self._looked = False
         if ranks.rank == 0:
             self.verdicts.report_to(self.recorder.event)
@@ -211,6 +216,8 @@ class RunLog:
             self.event(alarm.level, "alarm", alarm.message, alarm.to_dict(), step=step)
             if alarm.status == "raised":
                 self._tell(alarm.message)
+                if self.doctor is not None:
+                    self.doctor.raised(alarm)
             if alarm.stops and self.verdicts.observes:
                 self.verdicts.found("alarm", alarm.message, step=step)
             elif alarm.stops:

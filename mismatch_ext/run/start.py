@@ -37,6 +37,12 @@ def check_block(block: MismatchConfig) -> None:
             f"mismatch.monitor.keep_weights={block.monitor.keep_weights}: the rollouts of a loop are of the weights that score "
             "them, so that there is nothing to keep; allowed: 0."
         )
+    if block.monitor.doctor is not None:
+        raise ConfigError(
+            f"mismatch.monitor.doctor={block.monitor.doctor!r}: a loop of one's own is not asked for its model's class and "
+            "configuration; allowed: none. Write its rollouts with mismatch_ext.rollouts.write_rollouts, and give them to "
+            "`mismatch-ext doctor --rollouts`."
+        )
     if block.kl is not None and block.kl.preset is not None:
         raise ConfigError(
             f"mismatch.kl.preset={block.kl.preset!r} leaves the KL term to a host, and a loop of one's own has none; allowed: an "

@@ -15,6 +15,7 @@ import ray
 from mismatch_ext.adapters.verl.block import active_block, early_findings
 from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, check_turns, sampled_rows, versions
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
+from mismatch_ext.adapters.verl.driver.examining import ExaminingMixin
 from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
@@ -41,7 +42,9 @@ from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
 
-class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin):
+class MismatchTrainer(
+    PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin, ExaminingMixin
+):
     """Chosen by `settings.prepare` for a configuration with a block; verl's own trainer runs those without."""
 
     host_mode: ClassVar[str] = SYNC
@@ -219,6 +222,7 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
+        metrics.update(self._examine(batch))
         return batch
 
     def _has_routes(self) -> bool:

@@ -90,12 +90,34 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
     if block.monitor.keep_weights and run_mode(config).name == SYNC:
         why = "with trainer_mode='sync' no rollout is of older weights"
         raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", why)
+    if block.monitor.doctor is not None:
+        _check_doctor(config, block.monitor.doctor)
     length, limit = block.monitor.weight_sync_probe_length, config.actor_rollout_ref.rollout.max_model_len
     if limit and length >= limit:
         why = "a probe and one token have to fit"
         raise refused(
             "mismatch.monitor.weight_sync_probe_length", length, f"less than rollout.max_model_len ({limit})", why
         )
+
+
+def _check_doctor(config: DictConfig, when: str) -> None:
+    """Refuse to examine batches whose rollouts, or whose weights, are not those that the doctor asks about."""
+    lora = max(
+        int(OmegaConf.select(config, f"actor_rollout_ref.model.{key}") or 0) for key in ("lora_rank", "lora.rank")
+    )
+    qat = bool(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"))
+    strategy, mode = config.actor_rollout_ref.actor.strategy, run_mode(config).name
+    for setting, value, allowed, wrong, why in (
+        ("actor.strategy", strategy, "fsdp or fsdp2", strategy not in FSDP, "weights are not gathered"),
+        ("trainer_mode", mode, SYNC, mode != SYNC, "rollouts may be of older weights than those that are at hand"),
+        ("model.lora_rank", lora, "0", lora > 0, "the rollout is sent adapters, and no weights that they are merged into"),
+        ("fsdp_config.qat.enable", qat, "False", qat, "the rollout is sent quantised weights"),
+    ):  # fmt: skip
+        if wrong:
+            said = f"with {setting}={value!r} (allowed: {allowed}) {why}"
+            raise refused(
+                "mismatch.monitor.doctor", when, "none there", said, "Remove it, or use `mismatch-ext doctor --verl`"
+            )
 
 
 def _check_turns(config: DictConfig) -> None:
@@ -144,6 +166,8 @@ def check_bypass(config: DictConfig, block: MismatchConfig) -> None:
     if not OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
         return
     why = "bypass mode takes no pass of the trainer over fresh rollouts"
+    if block.monitor.doctor is not None:
+        raise refused("mismatch.monitor.doctor", block.monitor.doctor, "none there", why)
     if block.monitor.keep_weights:
         more = f"{why}, so that numerics and drift are not told apart"
         raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.transformers.doctor_in_run import unexaminable
 from mismatch_ext.adapters.transformers.scoring import Autocast
 from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
+from mismatch_ext.adapters.verl.worker.doctor import examined, fetched, sent_weights
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
 from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, device_of_rank, fields_of, measured
@@ -29,6 +32,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor import Diagnosis
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.kl import KlTerm
@@ -110,6 +114,12 @@ class MismatchWorker(ActorRolloutRefWorker):
         super().init_model()
         if "actor" not in self.role:
             return
+        why = unexaminable(self._engine.model_config.hf_config)
+        if block.monitor.doctor is not None and why is not None:
+            raise ConfigError(
+                f"mismatch.monitor.doctor={block.monitor.doctor!r} with {self._engine.model_config.path}: {why}; allowed: none. "
+                "Remove it."
+            )
         engine: object = self._actor.engine
         if not isinstance(engine, expected):
             raise ConfigError(
@@ -164,6 +174,27 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Return what this rank has measured by version in the last pass that asked for it; None where another one did."""
         found, self._stale = self._stale, None
         return found
+
+    @on_all_ranks
+    def mismatch_doctor(self, keys: list[str], partition: str, **asked: Any) -> Diagnosis | str | None:
+        """Examine rows of a batch on a copy of the actor's present weights: what is found, or what failed; None on other ranks.
+
+        Args:
+            keys: Of the rows, which these weights have scored.
+            partition: The batch's.
+            **asked: As `examined` takes them.
+        """
+        sent = sent_weights(self._engine)
+        if sent is None:
+            return None
+        try:
+            replay = self._fsdp._replay
+            routes = replay is not None and replay.config.mode == "R3"
+            # What a fit foretells of each token stays here: it is for remedies, and none is tried.
+            found = examined(self._engine, sent, fetched(keys, partition, routes=routes), **asked)
+            return dataclasses.replace(found, foretold=None)
+        except Exception as error:  # noqa: BLE001 - the run goes on, and the driver writes it
+            return f"{type(error).__name__}: {error}"
 
     @on_all_ranks
     def mismatch_keep_weights(self, version: int, count: int) -> list[int]:

@@ -100,7 +100,7 @@ def sections(model: str, out: str) -> dict[str, Any]:
     block = {
         "precision": {"dtype": "float32"}, "routing": {"mode": "R3", "agreement_rate": 1.0},
         "correction": {"preset": "token_truncate", "upper": 2.0, "veto": 1e-4}, "kl": {"coef": 0.1},
-        "lr": {"period": 2}, "monitor": {"weight_sync": "error"},
+        "lr": {"period": 2}, "monitor": {"weight_sync": "error", "doctor": "first_batch"},
     }  # fmt: skip
     with cpu():
         return pair(model, out, block, beta=0.1)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.rundata import read_run
 from tests.peers.trl.scenarios_training import arguments, graded, rows
 
 R3, R2 = {"mode": "R3", "agreement_rate": 1.0}, {"mode": "R2", "agreement_rate": 1.0}
@@ -320,7 +321,7 @@ def engines(model: str, out: str) -> dict[str, Any]:
         "routing": R3,
         "kl": {"coef": 0.05},
         # This release verifies weights of unsharded models only.
-        "monitor": {"weight_sync": "off" if SHARDED else "error"},
+        "monitor": {"weight_sync": "off" if SHARDED else "error", "doctor": "first_batch"},
     }
     trainer = build(model, out, block, use_vllm=True, bf16=None)
     heard, scales = listen(trainer), []
@@ -328,7 +329,9 @@ def engines(model: str, out: str) -> dict[str, Any]:
         overflow_on_one(trainer, scales)
     result = outcome(trainer, heard=heard, scales=scales)
     verdict = None if trainer._verdict is None else trainer._verdict.status
-    return {**result, "verdict": verdict, "weight_version": trainer.vllm_generation.weight_version}
+    examined = [event.data for event in read_run(trainer._log.run_dir).events if event.name == "doctor"]
+    version = trainer.vllm_generation.weight_version
+    return {**result, "verdict": verdict, "weight_version": version, "examined": examined}
 
 
 def overflow_on_one(trainer: Any, scales: list[Any]) -> None:

@@ -144,7 +144,8 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
     """Train LoRA adapters, on the embeddings too, which TRL merges for each weight update and unmerges after it."""
     from peft import LoraConfig
 
-    block = {"precision": {"dtype": "float32"}} if dtype == "float32" else {}
+    block: dict[str, Any] = {"precision": {"dtype": "float32"}} if dtype == "float32" else {}
+    block["monitor"] = {"doctor": "first_batch"}
     trainer = MismatchGRPOTrainer(
         model=model,
         reward_funcs=graded,

@@ -74,6 +74,8 @@ def test_every_section_observes_and_none_acts(run: Run, moe: Path, tmp_path: Pat
         assert entry["mismatch/routing/compared_tokens"] > 0
         assert 0 < entry["mismatch/k3_kl"] and entry["mismatch/enforce/rollout_is_mean"] > 0
     assert ours[1]["mismatch/enforce/kl_ref_k1"] != 0 and ours[1]["mismatch/enforce/kl_coef"] == 0.1
+    # A batch was examined beside the run.
+    assert "no cause is named" in dict(found["events"])["doctor"] and "Why the two sides differ" in found["report"]
     sets = dict(found["events"])["enforce_sets"]
     assert "vllm_importance_sampling_clip_max=1e+30 (is 3.0)" in sets
 

@@ -252,6 +252,9 @@ def test_an_engine_for_each_rank(kind: str, engines: list[dict[str, Any]]) -> No
         # Weights of sharded models are not verified.
         assert rank["verdict"] == ("in_sync" if kind == "ddp" else None)
         assert rank["forwards"] == 6
+        # By the main process alone, on a copy of whole weights.
+        ((because, causes),) = [(found["because"], found["causes"]) for found in rank["examined"]]
+        assert (because, causes) == ("the first batch", [])
 
 
 def test_an_overflow_in_one_shard_stops_the_step_of_both(engines: list[dict[str, Any]], kind: str) -> None:

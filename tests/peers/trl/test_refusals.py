@@ -29,6 +29,7 @@ from mismatch_ext.errors import (
 from mismatch_ext.versions import PEERS
 
 Make = Callable[..., Any]
+DOCTOR = {"monitor": {"doctor": "on_alarm"}}
 R3 = {"routing": {"mode": "R3"}}
 FP16 = {"precision": {"dtype": "float16"}}
 SURGE = {"lr": {}}
@@ -121,6 +122,7 @@ def construct(peers: Any, configure: Make) -> Make:
         ({}, {"top_p": 1.5}, RecordError, ["sampling top_p=1.5", "allowed: 0 < x <= 1"]),
         ({}, {"vllm_enable_sleep_mode": True}, ConfigError, ["vllm_enable_sleep_mode=True", "weight_sync='off'"]),
         ({}, {"use_vllm": False}, ConfigError, ["use_vllm=False with a mismatch block without"]),
+        (DOCTOR, {"use_vllm": False}, ConfigError, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
         (FP16, {"bf16": True}, ConfigError, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
         (
             FP16,
@@ -363,6 +365,18 @@ def test_routing_refuses_a_dense_model_before_the_engine(
         assert words in str(refusal.value)
 
 
+def test_a_model_that_cannot_be_copied_is_not_examined_and_refused_before_the_engine(
+    construct: Make, dense: Path
+) -> None:
+    model = changed(dense, "model.layers.1.mlp.up_proj", 0.0)
+    model.config.quantization_config = {"quant_method": "int8"}
+    with pytest.raises(ConfigError) as refusal:
+        construct(model, DOCTOR)
+    assert "mismatch.monitor.doctor='on_alarm' with Qwen3ForCausalLM: a model with quantised weights" in str(
+        refusal.value
+    )
+
+
 def test_a_checkpoint_that_does_not_fit_float16_is_refused_before_the_engine(construct: Make, dense: Path) -> None:
     model = changed(dense, "model.layers.1.mlp.up_proj", 1e5)  # float16 ends at 65504
     with pytest.raises(ReadinessError) as refusal:
@@ -455,6 +469,7 @@ def test_the_callback_refuses_a_trainer_before_the_engine(
     [
         (R3, ["mismatch.routing with MismatchCallback", "allowed: lr, monitor"]),
         ({"lr": {"trigger": "f_tau"}}, ["mismatch.lr.trigger='f_tau' with MismatchCallback", "grad_norm"]),
+        (DOCTOR, ["mismatch.monitor.doctor='on_alarm' with MismatchCallback", "use MismatchGRPOTrainer"]),
     ],
 )
 def test_the_callback_refuses_what_no_trainer_logs(peers: Any, block: Any, words: list[str]) -> None:

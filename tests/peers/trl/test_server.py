@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mismatch_ext.rundata import read_run
 from tests.oracle import expect_float32
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Run, named
@@ -39,6 +40,7 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
         "kl": {"coef": 0.01},
         "lr": {},
         "routing": {"mode": "R3", "agreement_rate": 1.0},
+        "monitor": {"doctor": "first_batch"},
     }
     ran = run(scenarios.train, model=moe, out=tmp_path, url=server, block=block)
     result = ran.expect()
@@ -52,6 +54,8 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
     assert result["engine"]["model_dtype"] == result["engine"]["kv_cache_dtype"] == "float32"
     assert set(result["engine"]["parameter_dtypes"]) == {"float32"}
     assert "uniform float32: audited on both sides" in ran.stdout and "trl/server_client" in ran.stdout
+    (examined,) = (event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor")
+    assert examined.data["causes"] == [], examined.message  # type: ignore[index]
 
 
 def test_without_a_block_and_observed_runs_are_stock(run: Run, moe: Path, server: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
 from examples.arithmetic.tokenizer import make_tokenizer
+from mismatch_ext.report import render
 from mismatch_ext.rundata import read_run
 from tests.cpu import packs_linears, without_float16_packing
 from tests.models import tiny_model
@@ -81,13 +82,42 @@ def test_without_a_block_an_engine_that_packs_fails_as_stock_does(
 
 def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> None:
     measured, unchecked = (
-        run(scenarios.train, model=dense, out=tmp_path / sync, block={"monitor": {"weight_sync": sync}}).expect()
-        for sync in ("error", "off")
+        run(
+            scenarios.train, model=dense, out=tmp_path / sync, block={"monitor": {"weight_sync": sync, **more}}
+        ).expect()
+        for sync, more in (("error", {"doctor": "first_batch"}), ("off", {}))
     )
     assert measured["parameters"] == unchecked["parameters"]
+    # The first batch was examined on the way, and no other.
+    assert [path.parent.name for path in tmp_path.glob("*/mismatch/*/doctor.json")] == ["doctor_step_0"]
+    examined = json.loads((tmp_path / "error/mismatch/doctor_step_0/doctor.json").read_text(encoding="utf-8"))
+    assert examined["causes"] == [] and examined["tokens"] == measured["history"][0]["mismatch/tokens"]
+    assert ["mismatch/doctor/engine_ratio" in logged for logged in measured["history"]] == [True, False, False]
     assert measured["verdict"] == "in_sync" and unchecked["verdict"] is None
     # The trap that uniform precision closes: "auto" makes the engine bfloat16 whatever the checkpoint is.
     assert measured["engine_dtype"] == "bfloat16"
+
+
+@pytest.mark.numeric
+def test_an_alarm_has_the_next_batch_examined_and_its_cause_named(run: Run, dense: Path, tmp_path: Path) -> None:
+    """TRL's engine reports log-probabilities of what top_p has left, and its trainer knows nothing of top_p."""
+    alarms = {name: {"above": 1e-3, "patience": 1} for name in ("logp_abs_diff_mean", "k3_kl")}
+    ran = run(scenarios.train, model=dense, out=tmp_path, block={"monitor": {"doctor": "on_alarm", "alarms": alarms}},
+        top_p=0.9, per_device_train_batch_size=64, num_generations=8,
+    )  # fmt: skip
+    ran.expect()
+    # Two alarms at the first step, of which one is enough; those of later steps come too soon after it.
+    (path,) = (tmp_path / "mismatch").glob("*/doctor.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert path.parent.name == "doctor_step_1" and found["run"]["because"] in {f"mismatch/{name}" for name in alarms}
+    (cause,) = found["causes"]
+    assert (cause["key"], cause["status"], round(cause["parameter"], 2)) == ("top_p", "confirmed", 0.9), cause
+    assert cause["remedy"]["trl"] == "top_p: 1.0" and "the engine samples with top_p 0.9" in ran.stdout
+    events = [event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor"]
+    assert [(event.level, event.step, event.data["causes"]) for event in events] == [("warning", 1, ["top_p"])]  # type: ignore[index]
+    assert (
+        "Why the two sides differ" in render(tmp_path / "mismatch").read_text(encoding="utf-8").partition("<script>")[0]
+    )
 
 
 @pytest.mark.numeric
@@ -138,6 +168,9 @@ def test_lora_adapters_reach_the_engine_and_are_left_unmerged(
 ) -> None:
     result = run(scenarios.lora, model=dense, out=tmp_path, dtype=dtype).expect()
     assert result["verdict"] == "in_sync" and result["moved"] > 1e-2 and result["merged"] == []
+    # Examined on what the engine was sent, which is merged.
+    (event,) = (event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor")
+    assert event.data["causes"] == [], event.message  # type: ignore[index]
     if dtype == "float32":
         expect_float32(result["history"], result["float32_errors"])
 

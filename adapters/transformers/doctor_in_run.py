@@ -1,0 +1,213 @@
+"""`monitor.doctor`: a batch of a run, examined while the run waits, by the rungs that need no engine to be started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from mismatch_ext.adapters.transformers.doctor import Scorer
+from torch import Tensor, nn
+
+from mismatch_ext.doctor import Diagnosis, Sample, diagnose, rescored
+from mismatch_ext.doctor.diagnosis import SAMPLED
+from mismatch_ext.errors import MismatchError, RecordError
+from mismatch_ext.routing import RoutingTrace
+
+# Of the copy's own size on an accelerator, what has to be free there beside the run: the copy in float32, a half of it in another
+# dtype, and activations.
+ROOM = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a batch as its host has them; B of them, R tokens of a response.
+
+    Args:
+        prompts: Token ids of each prompt.
+        responses: Token ids of each response `[R]`.
+        masks: True at tokens that the policy sampled `[R]`.
+        engine: The engine's log-probabilities `[R]`.
+        trainer: The trainer's own, as the run computed them `[R]`.
+        routes: The engine's experts of each row; None where they are not known.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    responses: Sequence[Sequence[int]]
+    masks: Sequence[Sequence[bool]]
+    engine: Sequence[Sequence[float]]
+    trainer: Sequence[Sequence[float]]
+    routes: Sequence[RoutingTrace] | None = None
+
+    def sample(self) -> Sample:
+        """Return what the doctor asks about.
+
+        Raises:
+            RecordError: As in `Sample`.
+        """
+        return Sample(
+            prompts=tuple(map(tuple, self.prompts)),
+            responses=tuple(map(tuple, self.responses)),
+            masks=tuple(map(tuple, self.masks)),
+            logprobs=tuple(map(tuple, self.engine)),
+            routes=None if self.routes is None else tuple(self.routes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """How the two sides of a run compute.
+
+    Args:
+        trainer_dtype: The trainer's, under autocast unless it is float32.
+        trainer_weights: Dtype that it holds its weights in while it computes.
+        engine_dtype: The engine's.
+        temperature: What the trainer divides logits by.
+        replays: Whether it replays the engine's routes.
+        head: What its head computes in, if in something else.
+    """
+
+    trainer_dtype: str
+    trainer_weights: str
+    engine_dtype: str
+    temperature: float
+    replays: bool = False
+    head: str = ""
+
+
+class SentWeights:
+    """A copy of what the engine is sent, in host memory; taken in the main process while a weight update goes by.
+
+    What a rank holds may be a shard, or an adapter beside its base: what is sent is the whole model under a checkpoint's names.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._failure: Exception | None = None
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor that goes by; where that fails, as for want of memory, `take` says so."""
+        if self._failure is not None:
+            return
+        try:
+            self._held[name] = tensor.detach().to("cpu", torch.float32, copy=True)
+        except RuntimeError as error:
+            self._held, self._failure = {}, error
+
+    def take(self) -> dict[str, Tensor]:
+        """Hand the copy out, and keep none.
+
+        Raises:
+            RecordError: It could not be made.
+        """
+        found, self._held = self._held, {}
+        if self._failure is not None or not found:
+            raise RecordError(f"no copy of the weights that were sent: {self._failure or 'none was sent'}.")
+        return found
+
+
+def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device: torch.device) -> nn.Module:
+    """Build a model of its own from weights, in float32, where there is room; the run's random numbers stay where they are.
+
+    Args:
+        weights: By a checkpoint's names, as the engine is sent them.
+        kind: Class of the model.
+        config: Its configuration.
+        device: Where the run's is; the copy is made in host memory unless there is room beside it.
+
+    Raises:
+        RecordError: The weights are not those of such a model.
+    """
+    plain = type(config).from_dict(
+        config.to_dict()
+    )  # attention and other kernels are chosen anew: float32 has not all of them
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model, loaded = kind.from_pretrained(
+            None, config=plain, state_dict=dict(weights), dtype=torch.float32, output_loading_info=True
+        )
+    wrong = {name: sorted(map(str, loaded[name]))[:3] for name in ("missing_keys", "mismatched_keys") if loaded[name]}
+    if wrong:
+        raise RecordError(f"the weights that the engine is sent do not make a {kind.__name__}: {wrong}.")
+    found: nn.Module = model.requires_grad_(False).eval()
+    return found.to(device) if _fits(weights, device) else found
+
+
+def class_of(model: nn.Module) -> type[Any]:
+    """Return the class of a model of transformers, which FSDP2 puts one of its own over."""
+    homes = ("transformers.", "transformers_modules.")
+    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith(homes))
+
+
+def unexaminable(config: Any) -> str | None:
+    """Say why a model of some configuration cannot be examined in a run; None where it can.
+
+    Args:
+        config: Of transformers.
+    """
+    if hasattr(config, "vision_config"):
+        return "a model with images, which the doctor does not score"
+    if getattr(config, "quantization_config", None) is not None:
+        return "a model with quantised weights, of which the engine is sent no whole ones"
+    return None
+
+
+def _fits(weights: Mapping[str, Tensor], device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return free > ROOM * sum(4 * tensor.numel() for tensor in weights.values())
+
+
+def examine_batch(
+    rows: Rows, computing: Computing, model: nn.Module, again: Callable[[Sample], Sample] | None = None
+) -> Diagnosis:
+    """Say why the two sides differ on rows of a run's batch, by what the logits alone can tell.
+
+    Args:
+        rows: The rows.
+        computing: How both sides compute.
+        model: A copy of the trainer's, which is changed for good.
+        again: Returns the engine's score of the same tokens as a prompt, which confirms causes of sampling; None where it cannot
+            be asked.
+
+    Raises:
+        RecordError: The rows are malformed.
+        NonFiniteLogprobError: A side is not finite.
+    """
+    sample = rows.sample()
+    computed = np.concatenate(
+        [
+            np.asarray(row, dtype=np.float64)[np.asarray(mask)]
+            for row, mask in zip(rows.trainer, rows.masks, strict=True)
+        ]
+    )
+    scorer = Scorer(
+        model,
+        sample,
+        trainer_dtype=computing.trainer_dtype,
+        engine_dtype=computing.engine_dtype,
+        temperature=computing.temperature,
+        trainer_weights=computing.trainer_weights,
+        replays=computing.replays,
+        head=computing.head,
+        computed=computed,
+    )
+    found = diagnose(sample, scorer.scores)
+    found = replace(found, notes=(*found.notes, LIMITS))
+    families = {cause.family for cause in found.mendable if cause.family in SAMPLED}
+    if again is None or not families:
+        return found
+    try:
+        scored = replace(again(sample), routes=sample.routes)
+    except MismatchError as error:
+        return replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+    left, after = rescored(scored, scorer.rescored(scored))
+    return found.confirmed(families, left, after)
+
+
+LIMITS = (
+    "examined in a run: causes that need a forward pass each were not tried (weights, configuration, cache, prompts); for those "
+    "run `mismatch-ext doctor`"
+)

@@ -1,0 +1,136 @@
+"""`monitor.doctor` in TRL: a measured batch is examined in the main process, on a copy of the weights that were sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.transformers.doctor_in_run import (
+    Computing,
+    Rows,
+    class_of,
+    copy_of,
+    examine_batch,
+    unexaminable,
+)
+from mismatch_ext.adapters.vllm.doctor import VllmEngine
+from torch import Tensor, nn
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor import Diagnosis, Sample
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.recorder import PREFIX
+from mismatch_ext.records import RolloutRecord
+from mismatch_ext.run.doctor import rows_within
+from mismatch_ext.run.log import RunLog
+from mismatch_ext.verdicts import Verdicts
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.generation import CheckedGeneration
+    from trl import GRPOTrainer as _Host
+else:
+    _Host = object
+
+Gap = tuple[Tensor, Tensor, Tensor]
+
+
+class ExaminingMixin(_Host):
+    """Examines batches of `MismatchTrainerMixin`, which sets what is used here."""
+
+    _block: MismatchConfig | None
+    _acting: MismatchConfig
+    _verdicts: Verdicts
+    _log: RunLog
+    _readings: dict[str, Any]
+    vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
+    model: nn.Module
+
+    if TYPE_CHECKING:
+
+        @property
+        def _verified(self) -> bool: ...
+        def _compute_dtype(self) -> str: ...
+
+    def _examine(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> None:
+        """Examine a training batch where one is due; no other rank takes part, and nothing of the run is touched.
+
+        Args:
+            output: What TRL made of the batch.
+            gap: The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens `[B, T]`.
+            records: The engine's rollouts row by row; None where completions are stitched from several.
+        """
+        doctor = self._log.doctor
+        if doctor is None or not doctor.due or not self.model.training or not self._verified:
+            return
+        if self.vllm_generation.sent is None:
+            return  # the next weight update is copied, and the batch after it examined
+        found = doctor.examine(self.state.global_step, lambda: self._found(output, gap, records))
+        for name, value in found.items():
+            self._metrics["train"][PREFIX + name].append(value)
+
+    def _found(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> Diagnosis:
+        generation, routing = self.vllm_generation, self._acting.routing
+        sent, generation.sent = generation.sent, None
+        assert sent is not None
+        policy = self.accelerator.unwrap_model(self.model)
+        policy = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+        held: Mapping[str, int] = self._readings["trainer"].parameter_dtypes
+        computing = Computing(
+            trainer_dtype=self._compute_dtype(),
+            trainer_weights=max(held, key=held.__getitem__),
+            engine_dtype=generation.reading.model_dtype,
+            temperature=self.temperature,
+            replays=routing is not None and routing.mode == "R3",
+            head="float32" if getattr(self.args, "cast_lm_head_to_fp32", False) else "",
+        )
+        assert self._block is not None
+        rows = rows_of(output, gap, records, self._block.monitor.doctor_tokens)
+        copy = copy_of(sent.take(), class_of(policy), policy.config, self.accelerator.device)
+        return examine_batch(rows, computing, copy, self._scored_again())
+
+    def _scored_again(self) -> Callable[[Sample], Sample] | None:
+        """Return what asks the engine again, where it is this process's alone and awake; `observe` leaves it in peace."""
+        args: Any = self.args
+        alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 and not args.sleeps
+        if self._verdicts.observes or not alone:
+            return None
+        return VllmEngine.around(self.vllm_generation.llm).score
+
+
+def check_examinable(block: MismatchConfig, model: nn.Module) -> None:
+    """Refuse to examine a model whose copy cannot be made of what the engine is sent.
+
+    Raises:
+        ConfigError: It sees images, or its weights are quantised.
+    """
+    why = unexaminable(model.config)
+    if block.monitor.doctor is not None and why is not None:
+        raise ConfigError(
+            f"mismatch.monitor.doctor={block.monitor.doctor!r} with {type(model).__name__}: {why}; allowed: none. Remove it."
+        )
+
+
+def rows_of(output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None, most: int) -> Rows:
+    """Return the rows of a batch of TRL's that are examined.
+
+    Args:
+        output: What TRL made of the batch: prompts are padded on the left, completions on the right.
+        gap, records: As `ExaminingMixin._examine` takes them.
+        most: Most sampled tokens of all of them.
+    """
+    old, rollout, mask = (values.detach().cpu() for values in gap)
+    ids = {
+        name: output[name].detach().cpu() for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    }
+    chosen = rows_within(mask.sum(1).tolist(), most)
+    lengths = {row: int(ids["completion_mask"][row].sum()) for row in chosen}
+    routes = None if records is None else [records[row].routing for row in chosen]
+    known = None if routes is None else [trace for trace in routes if trace is not None]
+    return Rows(
+        prompts=[ids["prompt_ids"][row][ids["prompt_mask"][row].bool()].tolist() for row in chosen],
+        responses=[ids["completion_ids"][row, : lengths[row]].tolist() for row in chosen],
+        masks=[mask[row, : lengths[row]].bool().tolist() for row in chosen],
+        engine=[rollout[row, : lengths[row]].double().tolist() for row in chosen],
+        trainer=[old[row, : lengths[row]].double().tolist() for row in chosen],
+        routes=known if known is not None and len(known) == len(chosen) else None,
+    )

@@ -1,0 +1,107 @@
+"""`monitor.doctor`: at which batch a run is examined for why its two sides differ, and what becomes of what was found."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.doctor import Diagnosis, report
+from mismatch_ext.doctor.diagnosis import DOCTOR_FILE
+from mismatch_ext.monitor import Alarm
+from mismatch_ext.terminal import say
+
+logger = logging.getLogger(__name__)
+
+FIRST_BATCH = "the first batch"
+EVENT = "doctor"
+"""Name of the events that say what was found, or why nothing was."""
+METRICS = "doctor/"
+Look = Callable[[], Diagnosis]
+
+
+class RunDoctor:
+    """Decides which batches of a run are examined, and writes what is found; in the main process alone.
+
+    A run goes on whatever becomes of an examination. What cannot be examined at all is refused before the first step, by the
+    adapters.
+
+    Args:
+        monitor: The `monitor` section.
+        run_dir: Folder of the run: each examination writes `doctor.json` into a sub-folder.
+        event: Writes an event: level, name, message, data.
+    """
+
+    def __init__(self, monitor: MonitorConfig, run_dir: Path, event: Callable[..., None]) -> None:
+        self._monitor, self._run_dir, self._event = monitor, run_dir, event
+        self._why = FIRST_BATCH if monitor.doctor == "first_batch" else None
+        self._examined: set[str] = set()
+        self._last: int | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether the next batch is to be examined."""
+        return self._why is not None
+
+    def raised(self, alarm: Alarm) -> None:
+        """Take note of an alarm: the first one on a metric asks for an examination, unless the last one was a few steps ago."""
+        if self._monitor.doctor != "on_alarm" or alarm.metric in self._examined:
+            return
+        if self.due or (self._last is not None and alarm.step - self._last < self._monitor.doctor_every):
+            return  # not counted: the next alarm on this metric may ask again
+        self._why = alarm.metric
+
+    def examine(self, step: int, look: Look) -> dict[str, float]:
+        """Examine a batch, print the table, write `doctor.json` and an event; return metrics, by name without prefix.
+
+        Args:
+            step: Finished optimizer steps.
+            look: Does it. Whatever it raises is an event, and there are no metrics.
+        """
+        assert self._why is not None
+        why, self._why, self._last = self._why, None, step
+        self._examined.add(why)
+        folder = self._run_dir / f"doctor_step_{step}"
+        try:
+            found = look()
+            folder.mkdir(parents=True, exist_ok=True)
+            data = {"run": {"step": step, "because": why}, **found.data()}
+            (folder / DOCTOR_FILE).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        except Exception as error:  # training goes on, whatever it is: memory, a disk, a model that is new
+            message = f"the batch of step {step} could not be examined ({why}): {type(error).__name__}: {error}"
+            logger.warning(message, exc_info=error)
+            self._event("warning", EVENT, message, {"because": why})
+            return {}
+        say(f"mismatch-ext: batch of step {step} examined ({why})\n{report(found)}\n{folder / DOCTOR_FILE}")
+        self._event(*_said(found, step, why))
+        return {
+            METRICS + "unexplained": found.unexplained,
+            METRICS + "engine_ratio": found.ratio,
+            METRICS + "trainer_ratio": found.trainer_ratio,
+        }
+
+
+def rows_within(tokens: Sequence[int], most: int) -> list[int]:
+    """Return rows of a batch in their order, drawn over all of it, whose tokens are at most so many; two rows in any case.
+
+    Args:
+        tokens: Sampled tokens of each row; rows without any are left out.
+        most: Most tokens together.
+    """
+    drawn = [int(row) for row in np.random.default_rng(0).permutation(len(tokens)) if tokens[row]]
+    total = np.cumsum([tokens[row] for row in drawn])
+    count = max(2, int(np.searchsorted(total, most, side="right")))
+    return sorted(drawn[:count])
+
+
+def _said(found: Diagnosis, step: int, why: str) -> tuple[str, str, str, dict[str, Any]]:
+    """Return level, name, message and data of the event of an examination."""
+    causes = "; ".join(cause.said for cause in found.causes) or "no cause is named"
+    message = f"batch of step {step}, {found.tokens} tokens, examined ({why}): {found.verdict}: {causes}."
+    level = "info" if found.verdict == "clean" else "warning"
+    return level, EVENT, message, {"because": why, "verdict": found.verdict, "causes": [c.key for c in found.causes]}
