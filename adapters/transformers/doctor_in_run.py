@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.transformers.doctor import Scorer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from mismatch_ext.doctor import Diagnosis, Sample, diagnose, rescored
 from mismatch_ext.doctor.diagnosis import SAMPLED
@@ -19,6 +20,10 @@ from mismatch_ext.routing import RoutingTrace
 # Of the copy's own size on an accelerator, what has to be free there beside the run: the copy in float32, a half of it in another
 # dtype, and activations.
 ROOM = 2.0
+LIMITS = (
+    "examined in a run: causes that need a forward pass each were not tried (weights, configuration, cache, prompts); for those "
+    "run `mismatch-ext doctor`"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ class SentWeights:
             return
         try:
             self._held[name] = tensor.detach().to("cpu", torch.float32, copy=True)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self._held, self._failure = {}, error
 
     def take(self) -> dict[str, Tensor]:
@@ -120,9 +125,8 @@ def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device:
     Raises:
         RecordError: The weights are not those of such a model.
     """
-    plain = type(config).from_dict(
-        config.to_dict()
-    )  # attention and other kernels are chosen anew: float32 has not all of them
+    # Attention and other kernels are chosen anew: float32 has not all of them.
+    plain = type(config).from_dict(config.to_dict())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model, loaded = kind.from_pretrained(
             None, config=plain, state_dict=dict(weights), dtype=torch.float32, output_loading_info=True
@@ -135,9 +139,8 @@ def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device:
 
 
 def class_of(model: nn.Module) -> type[Any]:
-    """Return the class of a model of transformers, which FSDP2 puts one of its own over."""
-    homes = ("transformers.", "transformers_modules.")
-    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith(homes))
+    """Return the class that a model was built as, which FSDP2 puts one of its own over."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def unexaminable(config: Any) -> str | None:
@@ -173,9 +176,11 @@ def examine_batch(
             be asked.
 
     Raises:
-        RecordError: The rows are malformed.
+        RecordError: The rows are malformed, or lack the routes that the trainer replays.
         NonFiniteLogprobError: A side is not finite.
     """
+    if computing.replays and rows.routes is None:
+        raise RecordError("the trainer replays the engine's routes, and those of the examined responses are not known.")
     sample = rows.sample()
     computed = np.concatenate(
         [
@@ -205,9 +210,3 @@ def examine_batch(
         return replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
     left, after = rescored(scored, scorer.rescored(scored))
     return found.confirmed(families, left, after)
-
-
-LIMITS = (
-    "examined in a run: causes that need a forward pass each were not tried (weights, configuration, cache, prompts); for those "
-    "run `mismatch-ext doctor`"
-)

@@ -72,13 +72,14 @@ class RunDoctor:
             folder.mkdir(parents=True, exist_ok=True)
             data = {"run": {"step": step, "because": why}, **found.data()}
             (folder / DOCTOR_FILE).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            table, event = report(found), _said(found, step, why)
         except Exception as error:  # training goes on, whatever it is: memory, a disk, a model that is new
             message = f"the batch of step {step} could not be examined ({why}): {type(error).__name__}: {error}"
             logger.warning(message, exc_info=error)
             self._event("warning", EVENT, message, {"because": why})
             return {}
-        say(f"mismatch-ext: batch of step {step} examined ({why})\n{report(found)}\n{folder / DOCTOR_FILE}")
-        self._event(*_said(found, step, why))
+        say(f"mismatch-ext: batch of step {step} examined ({why})\n{table}\n{folder / DOCTOR_FILE}")
+        self._event(*event)
         return {
             METRICS + "unexplained": found.unexplained,
             METRICS + "engine_ratio": found.ratio,

@@ -31,10 +31,15 @@ class ExaminingMixin(_Host):
     _checked: Checked
     _measured: Measured | None
 
+    if TYPE_CHECKING:
+
+        @property
+        def _first_update(self) -> bool: ...
+
     def _examine(self, batch: Any) -> dict[str, float]:
         """Examine a batch where one is due, and return its metrics; whatever fails is an event."""
         doctor = self._log.doctor
-        if doctor is None or not doctor.due or self._measured is None:
+        if doctor is None or not doctor.due or self._measured is None or not self._first_update:
             return {}
         self._watchdog.phase(f"examining rollouts of step {self.global_steps}")
         found = doctor.examine(self.global_steps, lambda: self._found(batch))

@@ -108,16 +108,20 @@ def _check_doctor(config: DictConfig, when: str) -> None:
     qat = bool(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"))
     strategy, mode = config.actor_rollout_ref.actor.strategy, run_mode(config).name
     for setting, value, allowed, wrong, why in (
-        ("actor.strategy", strategy, "fsdp or fsdp2", strategy not in FSDP, "weights are not gathered"),
-        ("trainer_mode", mode, SYNC, mode != SYNC, "rollouts may be of older weights than those that are at hand"),
+        ("actor.strategy", strategy, "'fsdp' or 'fsdp2'", strategy not in FSDP, "it does not gather such an engine's weights"),
+        ("trainer_mode", mode, repr(SYNC), mode != SYNC, "rollouts may be of older weights than those that are at hand"),
         ("model.lora_rank", lora, "0", lora > 0, "the rollout is sent adapters, and no weights that they are merged into"),
         ("fsdp_config.qat.enable", qat, "False", qat, "the rollout is sent quantised weights"),
     ):  # fmt: skip
         if wrong:
-            said = f"with {setting}={value!r} (allowed: {allowed}) {why}"
-            raise refused(
-                "mismatch.monitor.doctor", when, "none there", said, "Remove it, or use `mismatch-ext doctor --verl`"
-            )
+            raise _without_doctor(when, setting, value, allowed, why)
+
+
+def _without_doctor(when: str, setting: str, value: object, allowed: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"mismatch.monitor.doctor={when!r} with {setting}={value!r}: {why}; allowed: {setting}={allowed}. Set that, or remove "
+        "mismatch.monitor.doctor and use `mismatch-ext doctor --verl`."
+    )
 
 
 def _check_turns(config: DictConfig) -> None:
@@ -167,7 +171,7 @@ def check_bypass(config: DictConfig, block: MismatchConfig) -> None:
         return
     why = "bypass mode takes no pass of the trainer over fresh rollouts"
     if block.monitor.doctor is not None:
-        raise refused("mismatch.monitor.doctor", block.monitor.doctor, "none there", why)
+        raise _without_doctor(block.monitor.doctor, "rollout_correction.bypass_mode", True, "False", why)
     if block.monitor.keep_weights:
         more = f"{why}, so that numerics and drift are not told apart"
         raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", more)

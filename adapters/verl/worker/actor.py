@@ -114,12 +114,9 @@ class MismatchWorker(ActorRolloutRefWorker):
         super().init_model()
         if "actor" not in self.role:
             return
-        why = unexaminable(self._engine.model_config.hf_config)
-        if block.monitor.doctor is not None and why is not None:
-            raise ConfigError(
-                f"mismatch.monitor.doctor={block.monitor.doctor!r} with {self._engine.model_config.path}: {why}; allowed: none. "
-                "Remove it."
-            )
+        doctor, kind = block.monitor.doctor, self._engine.model_config
+        if doctor is not None and (why := unexaminable(kind.hf_config)) is not None:
+            raise ConfigError(f"mismatch.monitor.doctor={doctor!r} with {kind.path}: {why}; allowed: none. Remove it.")
         engine: object = self._actor.engine
         if not isinstance(engine, expected):
             raise ConfigError(

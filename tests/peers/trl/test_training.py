@@ -242,16 +242,23 @@ def test_killed_and_resumed_equals_never_stopped(run: Run, dense: Path, tmp_path
     block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0, "growth_interval": 2}}}
     whole = run(scenarios.killed, model=dense, out=tmp_path / "whole", block=block, kill_after=None).expect()
     out = tmp_path / "killed"
-    died = run(scenarios.killed, model=dense, out=out, block=block, kill_after=3)
+    # Nor does a batch cost anything that was to be examined and could not be.
+    block["monitor"] = {"doctor": "first_batch"}
+    died = run(scenarios.killed, model=dense, out=out, block=block, kill_after=3, room=False)
     assert died.code == -9
     checkpoint = out / "checkpoint-2"
-    resumed = run(scenarios.killed, model=dense, out=out, block=block, kill_after=None, resume=checkpoint).expect()
+    resumed = run(
+        scenarios.killed, model=dense, out=out, block=block, kill_after=None, resume=checkpoint, room=False
+    ).expect()
     assert resumed["scaler"] == whole["scaler"] and whole["scaler"]["scale"] > 1024
     data = read_run(out / "mismatch")
     steps, scales = data.series("mismatch/loss_scale")
     assert steps == [1, 2, 3, 4]
     assert scales == read_run(tmp_path / "whole" / "mismatch").series("mismatch/loss_scale")[1]
     assert [h.get("resume_step") for h in data.headers] == [None, 2]
+    events = [event for event in data.events if event.name == "doctor"]
+    assert [event.step for event in events] == [0, 2], events
+    assert all("could not be examined (the first batch): OutOfMemoryError: no room" in e.message for e in events)
 
 
 def test_an_evaluation_before_resuming_joins_the_resumed_run(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ EVERYTHING_DENSE = (
     "actor_rollout_ref.actor.use_kl_loss=False",
     "+mismatch.correction={level:geometric,upper:2.0,veto:0.0001}",
     "+mismatch.lr.trigger=response_length",
+    "+mismatch.monitor.doctor=first_batch",
 )
 
 
@@ -107,7 +108,10 @@ class Example:
 
 @pytest.fixture(scope="module")
 def example(risky: Path, tmp_path_factory: pytest.TempPathFactory) -> Example:
-    """Return four steps of the example with every section, in float16; a fault hangs it after the second."""
+    """Return four steps of the example with every section, in float16; a fault hangs it after the second.
+
+    Up to there nothing can be examined, for want of memory.
+    """
     work = tmp_path_factory.mktemp("example")
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS)
     script = ["bash", str(ROOT / "examples/verl_grpo.sh"), *cpu_paths(work, data, risky), *DEVICE, *GRPO]
@@ -116,7 +120,7 @@ def example(risky: Path, tmp_path_factory: pytest.TempPathFactory) -> Example:
     saving = [*lasting(4), "trainer.save_freq=2", "trainer.resume_mode=auto"]
     hung, resumed = (
         run_command(work, [*script, *EVERYTHING_DENSE, *saving], timeout=420, env={**env, **fault})
-        for fault in ({FAULT: "failing_weight_update@2"}, {})
+        for fault in ({FAULT: "failing_weight_update@2,no_room_for_a_copy"}, {})
     )
     return Example(hung=hung, resumed=resumed, work=work)
 
@@ -267,6 +271,18 @@ def test_every_section_of_a_dense_model_by_the_example(example: Example) -> None
     assert all(abs(step["mismatch/rollout_is_mean"] - 1.0) < 0.01 for step in steps)
     assert all(step["mismatch/lr_multiplier"] == 1.0 and step["mismatch/skipped_steps"] == 0.0 for step in steps)
     assert all(step["mismatch/loss_scale"] == 64.0 and step["actor/grad_norm"] > 0 for step in steps)
+
+
+def test_a_batch_that_cannot_be_examined_is_an_event_and_nothing_of_the_run_is_lost(example: Example) -> None:
+    failed, examined = (
+        event for event in read_run(example.work / "checkpoints/mismatch").events if event.name == "doctor"
+    )
+    assert (failed.step, failed.level) == (1, "warning") and "MemoryError: injected" in failed.message
+    # Each start has a first batch.
+    assert examined.step == 3 and examined.data["causes"] == [], examined.message
+    logged = ["mismatch/doctor/engine_ratio" in step for step in example.steps()]
+    assert logged == [False, True, False] and all("mismatch/k3_kl" in step for step in example.steps())
+    assert (example.work / "checkpoints/global_step_2/mismatch.json").is_file()
 
 
 def test_a_hang_is_ended_and_what_was_saved_is_there(example: Example) -> None:

@@ -286,15 +286,15 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
         ),
         (("+mismatch.monitor.keep_weights=1",), "mismatch.monitor.keep_weights=1"),
         *(
-            (("+mismatch.monitor.doctor=first_batch", *overrides), f"doctor='first_batch' with a mismatch block: {why}")
+            (("+mismatch.monitor.doctor=first_batch", *overrides), f"mismatch.monitor.doctor='first_batch' with {why}")
             for overrides, why in (
-                (("trainer.v1.trainer_mode=colocate_async",), "with trainer_mode='colocate_async' (allowed: sync)"),
-                (("actor_rollout_ref.model.lora_rank=8",), "with model.lora_rank=8 (allowed: 0)"),
+                (("trainer.v1.trainer_mode=colocate_async",), "trainer_mode='colocate_async'"),
+                (("actor_rollout_ref.model.lora_rank=8",), "model.lora_rank=8"),
                 (
                     ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"),
-                    "with actor.strategy='megatron' (allowed: fsdp or fsdp2)",
+                    "actor.strategy='megatron'",
                 ),
-                (("algorithm.rollout_correction.bypass_mode=True",), "bypass mode takes no pass"),
+                (("algorithm.rollout_correction.bypass_mode=True",), "rollout_correction.bypass_mode=True"),
             )
         ),
         (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),

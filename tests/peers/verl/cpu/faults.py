@@ -192,6 +192,18 @@ def between_updates() -> None:
     AfterImport("mismatch_ext.adapters.verl.driver.trainer", change)
 
 
+def no_room_for_a_copy() -> None:
+    """Let the worker have no memory for the copy of its model on which a batch is examined."""
+
+    def change(module: Any) -> None:
+        def copy_of(*_: Any) -> None:
+            raise MemoryError(f"{MESSAGE}: no room")
+
+        module.copy_of = copy_of
+
+    AfterImport("mismatch_ext.adapters.verl.worker.doctor", change)
+
+
 def null_logprob() -> None:
     """Let the second token of one of SGLang's answers come without its log-probability, as one that is not a number does."""
 
@@ -231,6 +243,7 @@ FAULTS = {
         between_updates,
         many_turns,
         null_logprob,
+        no_room_for_a_copy,
     )
 }
 
