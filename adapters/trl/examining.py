@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.run.doctor import rows_within
@@ -42,11 +43,15 @@ class ExaminingMixin(_Host):
     _verdicts: Verdicts
     _log: RunLog
     _readings: dict[str, Any]
+    _ranks: Ranks
+    _examined: Mapping[str, float] = {}
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
     model: nn.Module
 
     if TYPE_CHECKING:
 
+        @property
+        def _config(self) -> MismatchConfig: ...
         @property
         def _verified(self) -> bool: ...
         def _compute_dtype(self) -> str: ...
@@ -65,8 +70,15 @@ class ExaminingMixin(_Host):
         if self.vllm_generation.sent is None:
             return  # the next weight update is copied, and the batch after it examined
         found = doctor.examine(self.state.global_step, lambda: self._found(output, gap, records))
-        for name, value in found.items():
-            self._metrics["train"][PREFIX + name].append(value)
+        self._examined = {PREFIX + name: value for name, value in found.items()}
+
+    def _examined_metrics(self) -> dict[str, float]:
+        """Return what the main process has found since the last log, on every rank: all of them log the same."""
+        found, self._examined = dict(self._examined), {}
+        if self._config.monitor.doctor is None or self._ranks.size == 1:
+            return found
+        shared: dict[str, float] = self._ranks.gather(found)[0]
+        return shared
 
     def _found(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> Diagnosis:
         generation, routing = self.vllm_generation, self._acting.routing

@@ -384,6 +384,8 @@ class MismatchTrainerMixin(
                 extra |= {PREFIX + name: value for name, value in self._other_passes(split).items()}
         if of_training:
             with self._verdicts.checking("metrics"):
+                extra |= self._examined_metrics()
+            with self._verdicts.checking("metrics"):
                 extra |= self._training_metrics()
             extra |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
         return extra, by_layer
