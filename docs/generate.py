@@ -23,6 +23,7 @@ SECTIONS = {
     "KlConfig": "mismatch.kl",
     "KlControllerConfig": "mismatch.kl.controller",
     "RoutingConfig": "mismatch.routing",
+    "SamplingMaskConfig": "mismatch.sampling_mask",
     "LrConfig": "mismatch.lr",
     "SurgeConfig": "mismatch.lr.surge",
     "MonitorConfig": "mismatch.monitor",

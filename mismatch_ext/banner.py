@@ -107,6 +107,10 @@ def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) 
                 f"recorded by {source}, compared with the trainer's" if r3 else "the trainer's own, nothing to compare"
             )
         lines.append(f"  routing    {block.routing.mode}: {done}   [{integration.trainer}]")
+    if block.sampling_mask is not None:
+        where = "old-logprob pass, update" + (", reference" if block.sampling_mask.reference else "")
+        done = "not replayed" if block.level == "observe" else f"of {sampler}, replayed in {where}"
+        lines.append(f"  sampling   masks {done}   [{integration.trainer}]")
     if block.lr is not None:
         lines.append(f"  lr         {rule_of(block.lr)}   [{integration.lr}]")
     if block.kl is not None:

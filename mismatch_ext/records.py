@@ -17,6 +17,7 @@ from torch import Tensor
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.provenance import Provenance, SamplingSettings, one_provenance, to_provenance
 from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.sampling_mask.support import TokenSupport
 
 __all__ = [
     "Provenance",
@@ -43,9 +44,11 @@ class RolloutRecord:
         provenance: Where the record comes from.
         request_id: The engine's or caller's name for the request, used in messages.
         routing: Experts of every token but the last, or of the response's alone; None when they were not recorded.
+        support: What was left to sample from at each response token; None when it was not recorded.
 
     Raises:
-        RecordError: Lengths differ, a token id is negative, or the routing is of other tokens.
+        RecordError: Lengths differ, a token id is negative, the routing is of other tokens, or a sampled token was not left to
+            sample from.
         NonFiniteLogprobError: An unmasked log-probability is NaN or infinite; names request and token.
         ProvenanceError: There is no provenance.
     """
@@ -58,6 +61,7 @@ class RolloutRecord:
     provenance: Provenance
     request_id: str | None = None
     routing: RoutingTrace | None = None
+    support: TokenSupport | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout_logprobs, tuple):
@@ -86,6 +90,8 @@ class RolloutRecord:
             raise non_finite(str(self.request_id), bad, self.rollout_logprobs[bad], self.response_ids[bad])
         one_provenance([(str(self.request_id), self.provenance)])
         self._check_routing()
+        if self.support is not None:
+            self.support.check_sampled(self.response_ids, self.response_mask, str(self.request_id))
 
     def _check_routing(self) -> None:
         tokens = len(self.prompt_ids) + len(self.response_ids)
@@ -132,6 +138,7 @@ def to_records(
     *,
     provenance: Provenance,
     routing: Sequence[RoutingTrace | None] | None = None,
+    supports: Sequence[TokenSupport | None] | None = None,
     finish_reasons: Sequence[str | None] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[RolloutRecord]:
@@ -143,6 +150,7 @@ def to_records(
         rollout_logprobs: Natural-log probability of each sampled token, as the engine reported it; None where it is NaN.
         provenance: Where the rollouts come from.
         routing: One trace per rollout, or None when the engine did not record any.
+        supports: What was left to sample from, one per rollout, or None when the engine did not tell.
         finish_reasons: Why each ended; None when unknown.
         names: What to call each in messages; None numbers them.
 
@@ -150,7 +158,7 @@ def to_records(
         RecordError: Lengths differ, or a log-probability is missing or not finite; names rollout and token.
     """
     counts = len(prompt_ids), len(response_ids), len(rollout_logprobs)
-    columns = [[None] * counts[1] if column is None else column for column in (routing, finish_reasons)]
+    columns = [[None] * counts[1] if column is None else column for column in (routing, supports, finish_reasons)]
     if {*counts, *map(len, columns)} != {counts[0]}:
         raise RecordError(
             f"{counts[0]} prompts, {counts[1]} responses, {counts[2]} lists of log-probabilities and {len(columns[0])} routing "
@@ -166,8 +174,9 @@ def to_records(
             provenance=provenance,
             request_id=str(row) if names is None else names[row],
             routing=trace,
+            support=support,
         )
-        for row, (prompt, response, logprobs, trace, reason) in enumerate(
+        for row, (prompt, response, logprobs, trace, support, reason) in enumerate(
             zip(prompt_ids, response_ids, rollout_logprobs, *columns, strict=True)
         )
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mismatch_ext.patches.torch.checkpoint import NON_REENTRANT, REENTRANT
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
@@ -21,6 +22,7 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
         OWN_LOSS,
         "while a TRL trainer with `kl` or `correction` computes its loss; for other trainers it calls TRL's own",
     ),
+    (FUSED_HEAD, "while a TRL trainer with `sampling_mask` scores a batch"),
     (SERVER_CLIENT, "while TRL builds its trainer with `vllm_mode: server`; only with a `mismatch` block"),
     (CPU_MOE_REPACK, "during weight updates on a CPU: `update_weights`, and those of a server with the plugin"),
     (CPU_ROUTES, "while TRL builds its trainer with `routing.mode: R3`, on a CPU with vLLM 0.31 or later"),

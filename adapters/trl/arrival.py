@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.trl.aggregation import OwnLoss
 from mismatch_ext.adapters.trl.correction import native_options
-from mismatch_ext.adapters.trl.forward_hooks import RoutingMixin
 from mismatch_ext.adapters.trl.overridden import shadowed
+from mismatch_ext.adapters.trl.sampling_mask import SamplingMaskMixin
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from torch import Tensor
 from transformers import TrainerCallback
@@ -44,7 +44,7 @@ def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-class ArrivalMixin(RoutingMixin):
+class ArrivalMixin(SamplingMaskMixin):
     """Overrides the methods of Trainer between which a loss is made and stepped."""
 
     # Sections that stand in TRL's own loss; () where nothing has to be proven.

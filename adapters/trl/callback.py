@@ -34,7 +34,7 @@ from mismatch_ext.versions import installed
 
 logger = logging.getLogger(__name__)
 
-NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing")
+NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing", "sampling_mask")
 OWN_RATE = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.transformers.lr import check_optimizer
 from mismatch_ext.adapters.trl.options import GrpoOptions
 from mismatch_ext.adapters.trl.readings import sampling_settings
-from mismatch_ext.adapters.trl.refusals import check_sharding
+from mismatch_ext.adapters.trl.refusals import check_sampling_mask, check_sharding
 from transformers import Trainer
 from trl import GRPOConfig, RLOOConfig
 
@@ -126,7 +126,9 @@ class MismatchConfigMixin(_Host):
                 "rollout log-probabilities, so that there are no two sides; set use_vllm=True or remove it."
             )
         if not self.use_vllm:
-            needing = [name for name in ("precision", "correction") if getattr(block, name) is not None]
+            needing = [
+                name for name in ("precision", "correction", "sampling_mask") if getattr(block, name) is not None
+            ]
             if block.lr is not None and block.lr.trigger in ("mismatch_kl", "f_tau"):
                 needing.append(f"lr.trigger={block.lr.trigger!r}")
             if needing or not (block.kl or block.routing or block.lr or block.monitor.alarms):
@@ -178,6 +180,7 @@ class MismatchConfigMixin(_Host):
         given: Any = self.generation_kwargs or {}
         kwargs: Any = self.model_init_kwargs or {}
         sampling_settings(self, given)
+        check_sampling_mask(self, block, given)
         if block.precision is not None and canonical(kwargs.get("dtype") or "float32") != "float32":
             raise ConfigError(
                 f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's "
@@ -198,7 +201,7 @@ class MismatchConfigMixin(_Host):
 
     def _follow_objective(self, block: MismatchConfig) -> None:
         """Refuse what changes the objective of a trainer that has no seam for it."""
-        for name in ("kl", "correction"):
+        for name in ("kl", "correction", "sampling_mask"):
             if getattr(block, name) is not None:
                 raise ConfigError(
                     f"mismatch.{name} with {type(self).__name__}, whose trainer's loss is not known to have a seam for it; "

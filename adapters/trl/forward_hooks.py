@@ -131,7 +131,7 @@ class RoutingMixin(_Host):
         routing = self._routing
         assert routing is not None
         self._take_engines_routes(batch)
-        rows, recorded = _rows(output), routing.config.mode == "R2"
+        rows, recorded = rows_of_batch(output), routing.config.mode == "R2"
         if (routes := batch.routes_of(*rows)) is None and recorded:
             # TRL took no pass over the batch's tokens that R2 could record.
             batch.policy = self._score_again(output)
@@ -176,7 +176,7 @@ class RoutingMixin(_Host):
                 f"mismatch.routing.mode={routing.config.mode!r}, but the micro-batch has no {KEY!r}: something between "
                 "_generate_and_score_completions and compute_loss dropped it. Pass it on with the other inputs."
             )
-        if matching(inputs[KEY], *_rows(inputs)) is None:
+        if matching(inputs[KEY], *rows_of_batch(inputs)) is None:
             raise RoutingError(_OTHER_TOKENS.format("that travelled with the micro-batch", routing.config.mode))
         before = routing.forwards
         micro_batch = RolloutPass(fresh=False, routes=[inputs[KEY]])
@@ -210,7 +210,7 @@ class RoutingMixin(_Host):
         return None if routing is None else routing.take_agreement(split, self._ranks)
 
 
-def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+def rows_of_batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
     """Return tokens and attention mask `[B, S]` of a batch as TRL scores it, and its completion positions."""
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     return (

@@ -10,6 +10,7 @@ from typing import Any
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.doctor_in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
+from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Engine, Named
 from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
@@ -63,6 +64,7 @@ class CheckedGeneration:
         patch_digest: Digest of the patches that are active.
         layout: Routers of the trainer's model, when the engine is to record its routing; None records none.
         verdicts: What becomes of checks that fail; None raises their errors.
+        masks: Makes sampling masks of what the engine is then asked for; None makes none.
 
     Attributes:
         sent: Copy of what the last weight update sent, where a batch is to be examined.
@@ -80,6 +82,7 @@ class CheckedGeneration:
         patch_digest: str,
         layout: MoeLayout | None = None,
         verdicts: Verdicts | None = None,
+        masks: EngineMasks | None = None,
     ) -> None:
         self.inner = inner
         self.engine = rollout
@@ -97,6 +100,9 @@ class CheckedGeneration:
         self.reading = rollout.reading()
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
+        self.masks = masks
+        if masks is not None:
+            inner.logprobs = masks.asked
         self._kept: list[RolloutRecord] | None = None
         self.sent: SentWeights | None = None
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
@@ -210,6 +216,9 @@ class CheckedGeneration:
         ours = self.verdicts.around("engine", self.engine.generating())
         with self._engine_failures_named("generating"), ours, self.verdicts.around("routes", capture) as outputs:
             result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
+        supports = None
+        if self.masks is not None:
+            supports, result = self.masks.of(result)
         with self.verdicts.checking("records"):
             prompt_ids, completion_ids, logprobs, _ = result
             routing = None
@@ -221,6 +230,7 @@ class CheckedGeneration:
                 [[top[0] for top in row] for row in logprobs],
                 provenance=self.provenance(),
                 routing=routing,
+                supports=supports,
             )
             if self._kept is not None:
                 self._kept += records

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
@@ -26,6 +28,7 @@ from mismatch_ext.adapters.trl.server_client import ClientOf
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
@@ -33,6 +36,7 @@ from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import Tensor, nn
 
 from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
@@ -56,6 +60,7 @@ class PreflightMixin(_Host):
     _block: MismatchConfig | None
     # The sections that may change something: under `observe` none.
     _acting: MismatchConfig
+    _sampling: SamplingSettings
     _verdicts: Verdicts
     _watched_routing: ScoreReplay | None
     _log: RunLog
@@ -94,11 +99,15 @@ class PreflightMixin(_Host):
         if not config.use_vllm:
             return []
         arguments: dict[str, Any] = {}
+        given: Any = config.generation_kwargs  # a mapping, since the configuration has settled
         patches: list[Patch] = []
         if self._config.precision is not None:
             arguments["dtype"] = self._config.precision.dtype
         if r3:
             arguments[FLAG] = True
+        if self._config.sampling_mask is not None:
+            # The sampled token comes besides.
+            arguments["max_logprobs"] = self._config.sampling_mask.asked(sampling_settings(config, given))
         if config.device.type == "cpu":
             # Compiling costs a CPU engine far more at its start than it saves in a short run.
             arguments["enforce_eager"] = True
@@ -111,6 +120,7 @@ class PreflightMixin(_Host):
             return []
         patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
         patches += CHECKPOINTS if self._config.routing is not None else ()
+        patches += [FUSED_HEAD] if self._config.sampling_mask is not None else []
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 
@@ -161,7 +171,7 @@ class PreflightMixin(_Host):
         self._sampling = SamplingSettings()
         with self._verdicts.checking("sampling"):
             self._sampling = sampling_settings(self, args.generation_kwargs)
-        self._log.sampled_with(self._sampling)
+        self._log.sampled_with(self._scored_sampling)
         self._verdicts.at(lambda: self.state.global_step)
         self.add_callback(self._alarms)
         with self._verdicts.checking("reference"):
@@ -180,6 +190,13 @@ class PreflightMixin(_Host):
                 self._wrap_engine(patch_digest)
         with self._verdicts.checking("banner"):
             self._log.announce(INTEGRATION, measured="at every generation")
+
+    @property
+    def _scored_sampling(self) -> SamplingSettings:
+        """The sampling settings as far as the trainer's log-probabilities do not follow them."""
+        if self._acting.sampling_mask is None:
+            return self._sampling
+        return dataclasses.replace(self._sampling, top_p=1.0, top_k=0, min_p=0.0)
 
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -219,8 +236,21 @@ class PreflightMixin(_Host):
             patch_digest=patch_digest,
             layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
             verdicts=self._verdicts,
+            masks=self._engine_masks(),
         )
         self._check_vocabulary(vocabulary)
+
+    def _engine_masks(self) -> EngineMasks | None:
+        """Return what makes sampling masks of the engine's answers; None where none are asked for."""
+        if self._acting.sampling_mask is None:
+            return None
+        vocabulary = logits_width(self.accelerator.unwrap_model(self.model))
+        if vocabulary is None:
+            raise ConfigError(
+                "mismatch.sampling_mask: the model's configuration has no vocab_size: it is not known what its logits are "
+                "over; remove mismatch.sampling_mask."
+            )
+        return EngineMasks(min(self._acting.sampling_mask.asked(self._sampling), vocabulary), vocabulary)
 
     def _verifiable(self) -> MonitorConfig:
         """Return the `monitor` section; without the weight check where it cannot be done, which enforce has refused."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.trl.readings import sampling_settings
 
 from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, ReplayError, RoutingError
@@ -52,7 +53,7 @@ def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, se
 
 
 def check_stitching(block: MismatchConfig, given: Mapping[str, Any]) -> None:
-    """Refuse what routing cannot follow.
+    """Refuse what routing and sampling masks cannot follow.
 
     Args:
         block: The block.
@@ -61,14 +62,48 @@ def check_stitching(block: MismatchConfig, given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Completions would be stitched from several generations.
     """
-    if block.routing is None:
+    for section, what in (("routing", "routes"), ("sampling_mask", "masks")):
+        for key in STITCHING:
+            if getattr(block, section) is not None and given.get(key):
+                raise ConfigError(
+                    f"mismatch.{section} with {key}: completions are stitched from several generations, whose {what} are not "
+                    f"joined yet; remove mismatch.{section}."
+                )
+
+
+def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, Any]) -> None:
+    """Refuse ways of sampling and scoring whose masks are not known, or would not be replayed.
+
+    Args:
+        args: TRL's configuration, settled.
+        block: The block.
+        given: `generation_kwargs`.
+
+    Raises:
+        ConfigError: Names the setting, and what is allowed.
+    """
+    masking = block.sampling_mask
+    if masking is None:
         return
-    for key in STITCHING:
-        if given.get(key):
-            raise ConfigError(
-                f"mismatch.routing with {key}: completions are stitched from several generations, whose routes are not "
-                "joined yet; remove mismatch.routing."
-            )
+    for name, value, wrong, why, instead in (
+        ("use_vllm", args.use_vllm, not args.use_vllm, "the engine's masks are replayed", "use_vllm=True"),
+        (
+            "vllm_mode", args.vllm_mode, args.vllm_mode != "colocate",
+            "a server's answers have no number for what was cut off", "vllm_mode='colocate'",
+        ),
+        ("temperature", args.temperature, not args.temperature > 0, "greedy decoding samples nothing", "a value > 0"),
+        (
+            "mismatch.kl.estimator", "full", block.kl is not None and block.kl.estimator == "full",
+            "the exact KL is over the whole vocabulary", "k1, k2 or k3",
+        ),
+        (
+            "deepspeed", args.deepspeed, args.deepspeed_plugin is not None,
+            "replay was not run where the output projection is sharded", "DDP",
+        ),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(f"mismatch.sampling_mask with {name}={value!r}: {why}; allowed: {instead}.")
+    masking.asked(sampling_settings(args, given))
 
 
 def check_sharding(block: MismatchConfig, *, use_vllm: bool, deepspeed: bool, fsdp: bool) -> None:
@@ -94,6 +129,11 @@ def check_sharding(block: MismatchConfig, *, use_vllm: bool, deepspeed: bool, fs
         raise ConfigError(
             "mismatch.lr with DeepSpeed: its optimizer's steps cannot be counted from outside; use DDP or FSDP2, or "
             "remove mismatch.lr."
+        )
+    if fsdp and block.sampling_mask is not None:
+        raise ConfigError(
+            "mismatch.sampling_mask with FSDP: replay was not run where the output projection is sharded; use DDP, or remove "
+            "mismatch.sampling_mask."
         )
     if use_vllm and (deepspeed or fsdp) and block.monitor.weight_sync != "off":
         raise ConfigError(

@@ -14,7 +14,7 @@ _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
 _BASE = "transformers.trainer:Trainer"
 _SCORED = ("self", "model", "input_ids", "attention_mask", "logits_to_keep")
-_IN_OBJECTIVE = ("kl", "correction", "routing")
+_IN_OBJECTIVE = ("kl", "correction", "routing", "sampling_mask")
 
 # Digests of what no check at run time could see a change of, in the versions that were run.
 _SCORING = {
@@ -210,11 +210,38 @@ SEAMS = (
     Seam(
         name="trl/engine_arguments",
         peer="trl",
-        features=("precision", "routing.R3"),
-        what="giving the engine a dtype and the flag that records routes",
+        features=("precision", "routing.R3", "sampling_mask"),
+        what="giving the engine a dtype, the flag that records routes, and the number of log-probabilities",
         claims=(Says(_ENGINE, r"\bLLM\("), Says("trl.generation.vllm_generation", r"import .*\bLLM\b")),
         upstream="https://github.com/huggingface/trl/pull/6774",
         where=("vllm",),
+    ),
+    Seam(
+        name="trl/fused_head",
+        peer="trl",
+        features=("sampling_mask",),
+        what="log-probabilities over sampling masks, from what the fused output projection takes",
+        claims=(
+            Says("trl.trainer.utils:add_fused_lm_head", r"_ChunkedLogProbFunction\.apply\("),
+            Says("trl.trainer.utils", r"import ChunkedLogProbFunction as _ChunkedLogProbFunction"),
+            Takes(
+                "trl.kernels.chunked_logprob:ChunkedLogProbFunction.forward",
+                "ctx",
+                "hidden",
+                "weight",
+                "bias",
+                "targets",
+                "temperature",
+                "chunk_size",
+                "final_logit_softcapping",
+                "logit_scale",
+                "outputs",
+                first=True,
+            ),
+            Says("trl.generation.vllm_generation:extract_logprobs", r"\.rank"),
+        ),
+        upstream=_SOURCE + "trainer/utils.py",
+        where=("GRPOTrainer",),
     ),
     Seam(
         name="transformers/accelerator",

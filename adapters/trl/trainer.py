@@ -33,6 +33,7 @@ from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.readings import ratio_bias
 from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_peers, check_stitching
+from mismatch_ext.adapters.trl.sampling_mask import KEY as MASKS
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -105,6 +106,7 @@ class MismatchTrainerMixin(
             ranks=self._ranks,
             verdicts=self._verdicts,
         )
+        self._masking = self._acting.sampling_mask
         self._alarms = AlarmCallback(lambda: self._log)
         self._eval_split = "eval/default"
         self._audit_report = None
@@ -212,6 +214,10 @@ class MismatchTrainerMixin(
             output = super()._generate_and_score_completions(inputs)
         if self._routing is not None:
             output[KEY] = self._batch_routes(batch, output)
+        if self._masking is not None:
+            output[MASKS] = masks = self._batch_masks(batch, output)
+            size = sum(mask.support.ids.numel() for mask in masks) / max(sum(len(mask.support) for mask in masks), 1)
+            self._metrics["train" if self.model.training else "eval"][PREFIX + "sampling_mask_size"].append(size)
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
@@ -354,7 +360,7 @@ class MismatchTrainerMixin(
         with self._verdicts.checking("metrics"):
             if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
                 self._log.write(step, names | by_layer, split)
-            bias = ratio_bias(self, self._sampling)
+            bias = ratio_bias(self, self._scored_sampling)
             if extra and bias is not None and not getattr(self, "_bias_told", False):
                 self._bias_told = True
                 self._warn("ratio_bias", bias)

@@ -13,7 +13,7 @@ from mismatch_ext.versions import PEERS, Peer, accepted, installed, known_wrong,
 
 FEATURES = (
     *("monitor", "monitor.weight_sync", "monitor.doctor"),
-    *("precision", "lr", "kl", "correction", "routing.R2", "routing.R3"),
+    *("precision", "lr", "kl", "correction", "sampling_mask", "routing.R2", "routing.R3"),
 )
 
 

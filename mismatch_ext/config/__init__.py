@@ -11,6 +11,7 @@ from mismatch_ext.config.lr import LrConfig, SurgeConfig, Trigger
 from mismatch_ext.config.monitor import AlarmConfig, MonitorConfig
 from mismatch_ext.config.precision import LossScaleConfig, PrecisionConfig
 from mismatch_ext.config.routing import RoutingConfig
+from mismatch_ext.config.sampling_mask import SamplingMaskConfig
 from mismatch_ext.strict import Action
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "MonitorConfig",
     "PrecisionConfig",
     "RoutingConfig",
+    "SamplingMaskConfig",
     "SurgeConfig",
     "Trigger",
 ]

@@ -13,6 +13,7 @@ from mismatch_ext.config.lr import LrConfig
 from mismatch_ext.config.monitor import MonitorConfig
 from mismatch_ext.config.precision import PrecisionConfig
 from mismatch_ext.config.routing import RoutingConfig
+from mismatch_ext.config.sampling_mask import SamplingMaskConfig
 from mismatch_ext.loading import load_mapping
 from mismatch_ext.strict import build, plain
 from mismatch_ext.verdicts import Level
@@ -33,6 +34,8 @@ class MismatchConfig:
     """KL regularisation; absent leaves the host's own KL term alone."""
     routing: RoutingConfig | None = None
     """Expert routing replay; absent lets every forward pass route for itself."""
+    sampling_mask: SamplingMaskConfig | None = None
+    """Sampling-mask replay; absent scores sampled tokens over the whole vocabulary."""
     lr: LrConfig | None = None
     """Learning-rate control; absent leaves the host's schedule alone."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -43,7 +46,9 @@ class MismatchConfig:
         """What the block asks for, by section; routing with its mode: ("monitor", "monitor.weight_sync", "routing.R3")."""
         proof = () if self.monitor.weight_sync == "off" else ("monitor.weight_sync",)
         routing = () if self.routing is None else (f"routing.{self.routing.mode}",)
-        sections = [name for name in ("precision", "lr", "kl", "correction") if getattr(self, name) is not None]
+        sections = [
+            name for name in ("precision", "lr", "kl", "correction", "sampling_mask") if getattr(self, name) is not None
+        ]
         doctor = () if self.monitor.doctor is None else ("monitor.doctor",)
         return ("monitor", *proof, *doctor, *sections, *routing)
 
@@ -52,7 +57,7 @@ class MismatchConfig:
         """The block with the sections that may change something: all of them, or under `observe` none."""
         if self.level == "enforce":
             return self
-        return replace(self, precision=None, correction=None, kl=None, routing=None, lr=None)
+        return replace(self, precision=None, correction=None, kl=None, routing=None, sampling_mask=None, lr=None)
 
     @classmethod
     def parse(cls, value: MismatchConfig | Mapping[str, Any] | str | Path | None) -> MismatchConfig | None:

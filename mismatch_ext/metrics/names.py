@@ -58,7 +58,7 @@ MEASURES: dict[str, Measure] = {
     "rollout_probs_diff_mean": Measure("mean |e^old - e^rollout|", "mean difference of probabilities", verl="training/rollout_probs_diff_mean"),
     "rollout_probs_diff_max": Measure("max |e^old - e^rollout|", "largest difference of probabilities", verl="training/rollout_probs_diff_max"),
     "rollout_probs_pearson": Measure("corr(e^old, e^rollout)", "correlation of probabilities; 1 when either is constant", verl="training/rollout_actor_probs_pearson_corr"),
-    "support_truncated": Measure("1[top_p < 1 or top_k > 0 or min_p > 0]", "1 when the ratio is biased by truncated sampling, not by numerics alone"),
+    "support_truncated": Measure("1[top_p < 1 or top_k > 0 or min_p > 0]", "1 when the ratio is biased by truncated sampling, not by numerics alone; 0 under `mismatch.sampling_mask`"),
 }  # fmt: skip
 
 
@@ -67,6 +67,7 @@ MITIGATION_MEASURES = {
     "doctor/unexplained": "mean size of what the doctor could not explain of an examined batch, nats per token; logged with that batch alone",
     "doctor/engine_ratio": "the engine's error there in units of the trainer's own rounding, by medians; 1 is healthy",
     "doctor/trainer_ratio": "the trainer's error in the same units",
+    "sampling_mask_size": "TRL: tokens that were left to sample from, mean over the sampled tokens of a batch",
     "loss_scale": "float16 loss scale after the last step",
     "overflow_steps": "steps whose float16 gradients overflowed, since training began",
     "overflow_streak": "of these the last ones in a row",

@@ -43,6 +43,11 @@ def check_block(block: MismatchConfig) -> None:
             "configuration; allowed: none. Write its rollouts with mismatch_ext.rollouts.write_rollouts, and give them to "
             "`mismatch-ext doctor --rollouts`."
         )
+    if block.sampling_mask is not None:
+        raise ConfigError(
+            "mismatch.sampling_mask in a loop of one's own, which scores its batches itself: it takes log-probabilities over the "
+            "masks with mismatch_ext.sampling_mask.support_logprobs (docs/sampling-mask.md); remove the section."
+        )
     if block.kl is not None and block.kl.preset is not None:
         raise ConfigError(
             f"mismatch.kl.preset={block.kl.preset!r} leaves the KL term to a host, and a loop of one's own has none; allowed: an "

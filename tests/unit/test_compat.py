@@ -338,6 +338,7 @@ def test_all_seams_of_the_installed_peers_hold() -> None:
 def test_features_of_the_table_are_those_that_blocks_ask_for() -> None:
     sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {}, "kl": {"preset": "trl"}}
     sections["monitor"] = {"doctor": "first_batch"}
+    sections["sampling_mask"] = {}
     both = {feature for mode in ("R2", "R3") for feature in asked(**sections, routing={"mode": mode})}
     assert both == set(FEATURES)
 

@@ -78,7 +78,11 @@ def test_configuration_is_frozen() -> None:
     [
         (
             {"precission": {"dtype": "float16"}},
-            ["'precission'", "precision, correction, kl, routing, lr, monitor", "Did you mean 'precision'?"],
+            [
+                "'precission'",
+                "precision, correction, kl, routing, sampling_mask, lr, monitor",
+                "Did you mean 'precision'?",
+            ],
         ),
         ({"precision": {"dtyp": "float16"}}, ["mismatch.precision", "'dtyp'", "'float16'", "Did you mean 'dtype'?"]),
         ({"precision": {"dtype": "float8"}}, ["mismatch.precision.dtype", "'float8'", "'float16', 'bfloat16'"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
+from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
+from mismatch_ext.provenance import Provenance, SamplingSettings
+from mismatch_ext.records import to_records
 from mismatch_ext.sampling_mask import (
     TokenSupport,
     head_logprobs,
@@ -241,11 +244,11 @@ def test_ties_with_the_kth_are_kept_and_the_sampled_token_too() -> None:
     assert kept.ids.tolist() == [0, 1, 2, 3]
 
 
-@settings(max_examples=60)
-@given(sampled_with, st.integers(0, 2**16), st.sampled_from([1e-6, 1e-2, 0.2]))
+@settings(max_examples=100)
+@given(sampled_with, st.integers(0, 2**16), st.sampled_from([1e-6, 0.2, 1.0]))
 def test_supports_of_wrong_logits_lie_within_the_bounds(sampling: SamplingSettings, seed: int, error: float) -> None:
     logits = normal(5, 17, seed=seed)
-    noise = torch.rand(5, 17, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
+    noise = torch.randint(2, (5, 17), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1  # as wrong as can be
     engine = dense(truncated_support(logits + error * noise, sampling))
     inner, outer = support_bounds(logits, sampling, error)
     assert not (inner & ~engine).any() and not (engine & ~outer).any()
@@ -340,3 +343,38 @@ def test_replay_takes_the_bias_out_of_the_policy_gradient() -> None:
     error = {on: float((toy.estimate(replayed=on) - truth).norm() / truth.norm()) for on in (True, False)}
     assert error[True] < 1e-12
     assert error[False] > 0.1
+
+
+# The section, and records.
+
+
+def test_how_many_tokens_the_engine_is_asked_for() -> None:
+    asked = lambda sampling, **given: SamplingMaskConfig(**given).asked(SamplingSettings(**sampling))  # noqa: E731
+    assert asked({"top_k": 8, "top_p": 0.9}) == 24 and asked({"top_p": 0.9}, max_support=100) == 100
+    for sampling, words in (({}, "nothing is cut off"), ({"min_p": 0.1}, "max_support is absent.* min_p=0.1")):
+        with pytest.raises(ConfigError, match=words):
+            asked(sampling)
+
+
+def test_hosts_without_replay_refuse_the_section() -> None:
+    from mismatch_ext.run.start import check_block
+
+    block = MismatchConfig.parse({"sampling_mask": {}})
+    assert block is not None and "sampling_mask" in block.features and block.acting is block
+    with pytest.raises(ConfigError, match=r"mismatch.sampling_mask in a loop of one's own.*support_logprobs"):
+        check_block(block)
+    watched = MismatchConfig.parse({"level": "observe", "sampling_mask": {}})
+    assert watched is not None and watched.acting.sampling_mask is None
+
+
+def test_a_record_refuses_a_token_that_was_not_left() -> None:
+    provenance = Provenance(
+        engine="vllm", engine_version="0.30.0", dtype="float32", kv_cache_dtype=None, weight_version=0, patch_digest="none",
+        sampling=SamplingSettings(top_k=2), logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    good = TokenSupport.from_lists([[3, 4], [5, 6]], 7)
+    rows: Any = {"prompt_ids": [[1]], "response_ids": [[3, 6]], "rollout_logprobs": [[-0.5, -0.5]]}
+    (record,) = to_records(**rows, provenance=provenance, supports=[good])
+    assert record.support is good
+    with pytest.raises(RecordError, match=r"rollout 0, token 1 \(id 6\): it is not among the 1 tokens"):
+        to_records(**rows, provenance=provenance, supports=[TokenSupport.from_lists([[3], [5]], 7)])

@@ -31,6 +31,7 @@ from mismatch_ext.versions import PEERS
 Make = Callable[..., Any]
 DOCTOR = {"monitor": {"doctor": "on_alarm"}}
 R3 = {"routing": {"mode": "R3"}}
+MASKS: dict[str, Any] = {"sampling_mask": {}}
 FP16 = {"precision": {"dtype": "float16"}}
 SURGE = {"lr": {}}
 NOWHERE = "/nowhere/model"  # whoever loads it fails with an OSError
@@ -152,6 +153,29 @@ def construct(peers: Any, configure: Make) -> Make:
             ConfigError,
             ["native_gap_rate=0.5 with use_vllm=False"],
         ),
+        (MASKS, {}, ConfigError, ["top_p=1, top_k=0 and min_p=0", "nothing is cut off"]),
+        (MASKS, {"top_p": 0.9}, ConfigError, ["mismatch.sampling_mask.max_support is absent", "set max_support"]),
+        (MASKS, {"generation_kwargs": {"min_p": 0.1}}, ConfigError, ["max_support is absent", "min_p=0.1"]),
+        (
+            MASKS,
+            {"top_k": 4, "vllm_mode": "server"},
+            ConfigError,
+            ["vllm_mode='server'", "allowed: vllm_mode='colocate'"],
+        ),
+        (MASKS, {"top_k": 4, "use_vllm": False}, ConfigError, ["use_vllm=False with mismatch.sampling_mask"]),
+        (
+            MASKS,
+            {"top_k": 4, "kind": "MismatchRLOOConfig"},
+            ConfigError,
+            ["mismatch.sampling_mask with MismatchRLOOConfig"],
+        ),
+        (
+            {**MASKS, "kl": {"coef": 0.1, "estimator": "full"}},
+            {"top_k": 4},
+            ConfigError,
+            ["mismatch.sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"],
+        ),
+        ({"sampling_mask": {"max_support": 1}}, {}, ConfigError, ["max_support", "an integer >= 2"]),
         ({"routing": {"mode": "R3", "reference": True}}, {}, ConfigError, ["reference=True with beta=0"]),
         *(
             (R3, {"generation_kwargs": given}, ConfigError, ["generation_kwargs['routed_experts_prompt_start']=3"])
@@ -223,6 +247,7 @@ def test_a_section_with_nothing_after_it_through_trls_own_parser(peers: Any, tmp
         (FP16, {"deepspeed": True}, PrecisionError, ["float16", "DeepSpeed", "loss scaler of its own"]),
         (SURGE, {"deepspeed": True}, ConfigError, ["mismatch.lr with DeepSpeed"]),
         ({}, {"deepspeed": True}, ConfigError, ["mismatch.monitor.weight_sync='error' with sharded parameters"]),
+        (MASKS, {"fsdp": True}, ConfigError, ["mismatch.sampling_mask with FSDP"]),
         ({}, {"fsdp": True}, ConfigError, ["mismatch.monitor.weight_sync='error' with sharded parameters"]),
     ],
 )
@@ -287,6 +312,7 @@ def test_the_callback_asks_whether_deepspeed_trains(peers: Any, tmp_path: Path) 
     ("block", "options", "overrides", "words"),
     [
         (R3, {"tools": [len]}, {}, ["mismatch.routing with tools"]),
+        (MASKS, {"tools": [len]}, {"top_k": 4}, ["mismatch.sampling_mask with tools"]),
         (R3, {"rollout_func": len}, {}, ["mismatch.routing with rollout_func"]),
         (R3, {"environment_factory": dict}, {}, ["mismatch.routing with environment_factory"]),
         (

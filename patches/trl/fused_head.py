@@ -1,0 +1,91 @@
+"""Let log-probabilities be computed beside TRL's, from what its fused output projection takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from mismatch_ext.patching import Patch, swapped
+
+Score = Callable[..., Tensor | None]
+"""Takes hidden states `[N, H]`, weight `[V, H]`, bias or None, labels `[N]`, and by keyword temperature, scale and softcap;
+returns log-probabilities `[N]`, or None to leave TRL's."""
+
+_SCORES: list[Score] = []  # of the contexts that are open
+_TAKEN = (
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+
+
+def _make(original: Any) -> Any:
+    class ChunkedLogProbFunction(original):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            found = original.apply(*args)
+            if not _SCORES:
+                return found
+            given = dict(zip(_TAKEN[1:], args, strict=True))
+            logprobs = _SCORES[-1](
+                *(given[name] for name in ("hidden", "weight", "bias", "targets")),
+                temperature=given["temperature"],
+                scale=given["logit_scale"],
+                softcap=given["final_logit_softcapping"],
+            )
+            return found if logprobs is None else (logprobs, *found[1:])
+
+    return ChunkedLogProbFunction
+
+
+def _probe(original: Any) -> str | None:
+    """Tell whether it is the function that TRL's fused head calls, with the arguments that are read here."""
+    import trl.trainer.utils as module
+
+    if not (isinstance(original, type) and issubclass(original, Function)):
+        return "it is no autograd Function."
+    found = tuple(inspect.signature(original.forward).parameters)
+    if found != _TAKEN:
+        return f"its parameters are {found}, not {_TAKEN}."
+    called = "_ChunkedLogProbFunction.apply(" in inspect.getsource(module.add_fused_lm_head)
+    return None if called else "add_fused_lm_head no longer calls it."
+
+
+FUSED_HEAD = Patch(
+    name="trl/fused_head",
+    peer="trl",
+    supports=">=1.16.0,<=1.16.0",
+    target="trl.trainer.utils:_ChunkedLogProbFunction",
+    binding_only=True,
+    make=_make,
+    probe=_probe,
+    upstream="https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py",
+    reason=(
+        "GRPOTrainer never holds the logits: what log-probabilities over the tokens that truncation left are made of is known "
+        "inside its fused output projection alone."
+    ),
+    not_covered="Losses that do not go through add_fused_lm_head; an update without such a pass is refused.",
+    remove_when="TRL's fused head takes a mask of the vocabulary.",
+)
+
+
+@contextmanager
+def scoring_with(score: Score) -> Iterator[None]:
+    """Take the log-probabilities of TRL's fused head from a function, for the time of a block.
+
+    Args:
+        score: Computes them; see `Score`.
+
+    Raises:
+        PatchError: TRL's fused head is not what it was.
+    """
+    _SCORES.append(score)
+    try:
+        with swapped(FUSED_HEAD):
+            yield
+    finally:
+        _SCORES.remove(score)

@@ -1,0 +1,111 @@
+"""Runs of the real TRL and vLLM with a `sampling_mask` section."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers.logits import completion_logits
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl.overridden import overridden
+from torch import Tensor
+from transformers import TrainerCallback
+
+from tests.peers.trl.scenarios_training import arguments, graded, history, rows
+
+SETTINGS: dict[str, dict[str, float]] = {
+    "top_p": {"top_p": 0.9, "top_k": 0, "min_p": 0.0},
+    "top_k": {"top_p": 1.0, "top_k": 8, "min_p": 0.0},
+    "min_p": {"top_p": 1.0, "top_k": 0, "min_p": 0.05},
+    "all": {"top_p": 0.9, "top_k": 8, "min_p": 0.05},
+}
+BLOCK = {"precision": {"dtype": "float32"}, "sampling_mask": {"max_support": 1000}}
+
+
+class NextSettings(TrainerCallback):
+    """Lets the engine sample with other settings in each step: what is left then is what its answers say."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set those of the step."""
+        for name, value in list(SETTINGS.values())[state.global_step].items():
+            setattr(self.trainer.vllm_generation, name, value)
+
+
+class Measured(MismatchGRPOTrainer):
+    """Measures each batch over its masks and over the vocabulary, and compares gradients with those of dense masks."""
+
+    found: list[dict[str, Any]]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        mask = output["completion_mask"].bool()
+        engine, masks = output["sampling_per_token_logps"][mask], output["sampling_mask"]
+        with overridden(self, _micro_masks=masks):
+            replayed = self._score_again(output)[mask]
+        plain = self._score_again(output)[mask]
+        sizes = torch.cat([one.support.counts for one in masks]).double()
+        self.found.append(
+            {
+                "replayed": float((replayed - engine).abs().mean()),
+                "plain": float((plain - engine).abs().mean()),
+                "ratio": float((plain - engine).exp().mean()),
+                "old": float((output["old_per_token_logps"][mask] - engine).abs().mean()),
+                "reference": float((output["ref_per_token_logps"][mask] - replayed).abs().mean()),
+                "size": [float(sizes.min()), float(sizes.mean()), float(sizes.max())],
+                "gradient": self._gradient_error(output),
+            }
+        )
+        return output
+
+    def _gradient_error(self, output: Any) -> float:
+        """Return how far the gradient through TRL's fused head is from that of dense masks, relative to its length."""
+        tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        real = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        ids, mask = output["completion_ids"], output["completion_mask"]
+        logits = completion_logits(self.model, tokens, real, ids.size(1)) / self.temperature
+        dense = torch.zeros_like(logits, dtype=torch.bool)
+        for row, one in enumerate(output["sampling_mask"]):
+            for place in range(len(one.support)):
+                dense[row, place, one.support.slice(place, place + 1).ids.long()] = True
+        dense |= ~dense.any(-1, keepdim=True)
+        theirs = logits.masked_fill(~dense, -math.inf).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        with overridden(self, _micro_masks=output["sampling_mask"]):
+            ours, _, _ = self._get_per_token_logps_and_entropies(self.model, tokens, real, ids.size(1))
+        a, b = (self._gradient((one * mask).sum() / mask.sum()) for one in (ours, theirs))
+        return float((a - b).norm() / b.norm())
+
+    def _gradient(self, value: Tensor) -> Tensor:
+        found = torch.autograd.grad(value, [p for p in self.model.parameters() if p.requires_grad])
+        return torch.cat([one.flatten().double() for one in found])
+
+
+def settings(model: str, out: str) -> dict[str, Any]:
+    """Sample with each kind of truncation, a step each, and one more with none of them replayed in the reference."""
+    callback = NextSettings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Measured.found = []
+        trainer = Measured(
+            model=model,
+            reward_funcs=graded,
+            args=MismatchGRPOConfig(
+                **arguments(out, mismatch=BLOCK, max_steps=len(SETTINGS), beta=0.1, bf16=False, **SETTINGS["top_p"])
+            ),
+            train_dataset=rows(),
+            callbacks=[callback],
+        )
+        callback.trainer = trainer
+        trainer.train()
+    return {
+        "found": dict(zip(SETTINGS, trainer.found, strict=True)),
+        "history": history(trainer),
+        "kl": [entry["kl"] for entry in trainer.state.log_history if "kl" in entry],
+        "warned": [str(one.message) for one in caught if "renormalises" in str(one.message)],
+        "patches": [patch["name"] for patch in trainer._patches],
+        "passes": trainer._masked_passes,
+    }

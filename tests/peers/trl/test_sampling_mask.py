@@ -1,0 +1,36 @@
+"""The `sampling_mask` section in the real TRL with vLLM: gap, gradient, reference and warning under each kind of truncation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_sampling_mask as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_sampling_mask")
+
+pytestmark = [pytest.mark.engine, pytest.mark.numeric]
+
+
+def test_the_ratio_is_one_over_what_the_engine_sampled_from(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.settings, model=dense, out=tmp_path).expect()
+    for name, one in found["found"].items():
+        # The pass that TRL takes, one of our own, and the gradient: over the masks all are the engine's and those of dense ones.
+        assert max(one["replayed"], one["old"], one["gradient"]) < 1e-5, (name, one)
+        assert 0.02 < one["plain"] < 0.5 and 0.6 < one["ratio"] < 0.98, (name, one)
+        least, mean, most = one["size"]
+        assert 1 <= least <= mean <= most, (name, one)
+    assert found["found"]["top_k"]["size"] == [8, 8, 8] and found["found"]["all"]["size"][2] <= 8
+    # The gap that is logged, corrected and watched is that over the masks.
+    for entry, one in zip(found["history"], found["found"].values(), strict=True):
+        assert entry["mismatch/logp_abs_diff_mean"] < 1e-5 and entry["mismatch/support_truncated"] == 0.0
+        assert entry["mismatch/sampling_mask_size"] == pytest.approx(one["size"][1])
+    # The reference is scored over the same tokens: equal models have a KL of 0, and others another.
+    assert found["kl"][0] == pytest.approx(0.0, abs=1e-9) and min(found["kl"][1:]) > 1e-3
+    assert not found["warned"] and "trl/fused_head" in found["patches"]
+    assert found["passes"] >= 4 * len(found["found"])
