@@ -97,6 +97,10 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
             "the exact KL is over the whole vocabulary", "k1, k2 or k3",
         ),
         (
+            "mismatch.monitor.doctor", block.monitor.doctor, block.monitor.doctor is not None,
+            "it examines log-probabilities over the whole vocabulary", "none",
+        ),
+        (
             "deepspeed", args.deepspeed, args.deepspeed_plugin is not None,
             "replay was not run where the output projection is sharded", "DDP",
         ),

@@ -175,6 +175,12 @@ def construct(peers: Any, configure: Make) -> Make:
             ConfigError,
             ["mismatch.sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"],
         ),
+        (
+            {**MASKS, "monitor": {"doctor": "first_batch"}},
+            {"top_k": 4},
+            ConfigError,
+            ["mismatch.sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"],
+        ),
         ({"sampling_mask": {"max_support": 1}}, {}, ConfigError, ["max_support", "an integer >= 2"]),
         ({"routing": {"mode": "R3", "reference": True}}, {}, ConfigError, ["reference=True with beta=0"]),
         *(
