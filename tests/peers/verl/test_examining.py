@@ -21,9 +21,16 @@ def found(request: pytest.FixtureRequest, run: Run, dense: Path) -> dict[str, An
 
 
 def test_nothing_is_named_on_clean_rollouts_and_the_gap_is_the_runs_own(found: dict[str, Any]) -> None:
-    clean = found["clean"]
-    assert clean["causes"] == [] and clean["tokens"] > 500
-    assert clean["mean"] == pytest.approx(clean["measured"], rel=1e-6)
+    assert found["clean"]["causes"] == [] and found["clean"]["tokens"] > 500
+    for name in ("clean", "own"):
+        assert found[name]["mean"] == pytest.approx(found[name]["measured"], rel=1e-6)
+
+
+def test_what_the_runs_own_pass_differs_by_from_a_plain_one_is_named(found: dict[str, Any]) -> None:
+    own = found["own"]
+    assert [key for key, _ in own["causes"]] == ["layout"], own
+    # Beside what a tiny model's pass differs by in any case.
+    assert own["parts"]["layout"] == pytest.approx(0.05, abs=0.02)
 
 
 @pytest.mark.parametrize(("fault", "value"), [("top_p", 0.9), ("temperature", 0.9)])

@@ -15,6 +15,8 @@ from tests.peers.verl.in_process.routes import nested
 from tests.peers.verl.in_process.workers import parameters, scored, update, worker
 
 ROWS, PROMPT, LENGTH, END = 64, 6, 16, 1
+OWN = 0.05
+"""Nats that the run's own pass is let differ by from a plain pass of its weights."""
 
 
 def rollouts(model: str, sampled: dict[str, Any]) -> TensorDict:
@@ -69,17 +71,23 @@ def looked_at(built: Any, data: TensorDict) -> dict[str, Any]:
     return {
         "untouched": before[0] == after[0] and torch.equal(before[1], after[1]) and before[2] == after[2],
         "causes": [(cause.key, cause.parameter) for cause in found.causes], "verdict": found.verdict,
+        "parts": {part.name: part.mean for part in found.parts},
         "ratio": found.ratio, "tokens": found.tokens, "mean": found.gap["logp_abs_diff_mean"],
         "measured": float((data["old_log_probs"].values() - data["rollout_log_probs"].values()).abs().mean()),
     }  # fmt: skip
 
 
 def examine(model: str) -> dict[str, Any]:
-    """Examine clean rollouts, rollouts of two planted settings, rollouts of weights that training has left, and broken ones."""
+    """Examine clean rollouts, planted settings, a pass of the run's own kind, weights that training has left, and broken rows."""
     built = worker(model, {"monitor": {"doctor": "first_batch"}}, dtype="bfloat16", micro_batch=16)
     faults: dict[str, dict[str, Any]] = {"clean": {}, "top_p": {"top_p": 0.9}, "temperature": {"temperature": 0.9}}
     batches = {name: scored(built, ready(rollouts(model, sampled))) for name, sampled in faults.items()}
     found: dict[str, Any] = {name: looked_at(built, data) for name, data in batches.items()}
+    own = batches["clean"].clone()
+    signs = torch.ones(len(own["old_log_probs"].values()))
+    signs[::2] = -1
+    own["old_log_probs"].values().add_(OWN * signs)
+    found["own"] = looked_at(built, own)
     broken = batches["clean"].clone()
     broken["rollout_log_probs"].values()[3] = torch.nan
     try:
