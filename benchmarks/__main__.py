@@ -16,6 +16,7 @@ from benchmarks import (
     bench_replay,
     bench_report,
     bench_routing,
+    bench_sampling_mask,
     bench_trl_step,
     bench_verl_scale,
 )
@@ -26,6 +27,7 @@ MODULES = (
     bench_correction,
     bench_kl_full,
     bench_routing,
+    bench_sampling_mask,
     bench_replay,
     bench_report,
     bench_doctor,

@@ -25,6 +25,9 @@ class Remedy:
     sglang: str = ""
 
 
+# As a comment, so that the line stays one of the file.
+_MASKS = "# or keep it, with a top_k, and set mismatch: {sampling_mask: {}}"
+
 _MODEL = Remedy(
     trl="give trainer and engine the same checkpoint folder",
     verl="leave out what overrides actor_rollout_ref.model.override_config, and hf_overrides in rollout.engine_kwargs",
@@ -106,19 +109,19 @@ REMEDIES: dict[str, Remedy] = {
         sglang="unset SGLANG_RETURN_ORIGINAL_LOGPROB",
     ),
     "top_p": Remedy(
-        trl="top_p: 1.0",
+        trl=f"top_p: 1.0  {_MASKS}",
         verl=f"{_ROLLOUT}top_p=1",
         vllm="--generation-config vllm, and top_p 1 in the requests",
         sglang="--sampling-defaults openai, and top_p 1 in the requests",
     ),
     "top_k": Remedy(
-        trl="top_k: 0",
+        trl="top_k: 0  # or keep it, and set mismatch: {sampling_mask: {}}",
         verl=f"{_ROLLOUT}top_k=-1",
         vllm="--generation-config vllm, and top_k -1 in the requests",
         sglang="--sampling-defaults openai, and top_k -1 in the requests",
     ),
     "min_p": Remedy(
-        trl="min_p: null",
+        trl=f"min_p: null  {_MASKS}",
         vllm="--generation-config vllm, and min_p 0 in the requests",
         sglang="--sampling-defaults openai, and min_p 0 in the requests",
     ),

@@ -175,7 +175,10 @@ def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
     if trainer and engine and trainer != engine:
         return f"its trainer computes in {trainer} and its engine in {engine}, so give both one dtype"
     if any((pooled(run, "support_truncated", split) or 0) > 0 for split in run.splits):
-        return f"{PREFIX}support_truncated is set, so switch top_p, top_k and min_p off for an unbiased ratio"
+        return (
+            f"{PREFIX}support_truncated is set, so switch top_p, top_k and min_p off for an unbiased ratio, or set "
+            "mismatch.sampling_mask in TRL"
+        )
     return None
 
 

@@ -112,7 +112,10 @@ def test_an_alarm_has_the_next_batch_examined_and_its_cause_named(run: Run, dens
     assert path.parent.name == "doctor_step_1" and found["run"]["because"] in {f"mismatch/{name}" for name in alarms}
     (cause,) = found["causes"]
     assert (cause["key"], cause["status"], round(cause["parameter"], 2)) == ("top_p", "confirmed", 0.9), cause
-    assert cause["remedy"]["trl"] == "top_p: 1.0" and "the engine samples with top_p 0.9" in ran.stdout
+    assert (
+        cause["remedy"]["trl"].startswith("top_p: 1.0  # or keep it")
+        and "the engine samples with top_p 0.9" in ran.stdout
+    )
     events = [event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor"]
     assert [(event.level, event.step, event.data["causes"]) for event in events] == [("warning", 1, ["top_p"])]  # type: ignore[index]
     assert (
