@@ -10,9 +10,12 @@ import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit
 from torch import Tensor
 from transformers import TrainerCallback
 
+from mismatch_ext.errors import ReplayError
+from mismatch_ext.sampling_mask import TokenSupport
 from tests.peers.trl.scenarios_training import arguments, graded, history, rows
 
 SETTINGS: dict[str, dict[str, float]] = {
@@ -109,3 +112,56 @@ def settings(model: str, out: str) -> dict[str, Any]:
         "patches": [patch["name"] for patch in trainer._patches],
         "passes": trainer._masked_passes,
     }
+
+
+def orders() -> dict[str, Any]:
+    """Score a batch as TRL's fused head comes to it: by all positions or by those that count, in chunks of rows."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, width, length = 11, 6, 4
+    prompts, completions = ((1,), (2, 3), (4, 5), (6,)), ((3, 4, 5), (0, 1, 2, 3), (5, 6), (7, 8, 9))
+    tokens, real = torch.zeros(4, width, dtype=torch.int64), torch.zeros(4, width, dtype=torch.int64)
+    masks = []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        start, end = width - length - len(prompt), width - length + len(completion)
+        tokens[row, start:end], real[row, start:end] = torch.tensor([*prompt, *completion]), 1
+        left = [sorted({one, 1, one % 5 + 2}) for one in completion]
+        masks.append(RowMask(prompt, completion, TokenSupport.from_lists(left, vocabulary)))
+    real[2, -length:] = 0  # as mask_truncated_completions does
+    hidden = torch.randn(4, width - 1, 8, generator=generator)
+    weight = torch.randn(vocabulary, 8, generator=generator)
+    counts = real[:, 1:].bool()
+    counts[:, : width - 1 - length] = False
+    labels, scaling = tokens[:, 1:], {"temperature": 0.7}
+    found: dict[str, Any] = {
+        "fits": fit(masks, tokens, real, length),
+        "swapped": fit(masks[::-1], tokens, real, length),
+    }
+    for size in (1, 3, 4):
+        for compact in (False, True):
+            score = MaskedPass(masks, tokens, real, length)
+            for repeat in range(2):  # a pass that scores twice, as where R2 records before the reference is scored
+                parts = []
+                for first in range(0, 4, size):
+                    part, where = slice(first, first + size), counts[first : first + size]
+                    given = (hidden[part], labels[part])
+                    h, y = (one[where] if compact else one.flatten(0, 1) for one in given)
+                    scored = score(h, weight, None, y, **scaling)
+                    whole = torch.zeros(where.shape)
+                    if scored is not None:
+                        whole[where] = scored if compact else scored.view(where.shape)[where]
+                    parts.append(whole)
+                found[f"{size} {compact} {repeat}"] = torch.cat(parts).tolist()
+            found[f"{size} {compact} done"] = score.done
+    try:
+        MaskedPass(masks, tokens, real, length)(hidden[0], weight, None, labels[0].roll(1), **scaling)
+    except ReplayError as error:
+        found["refused"] = str(error)
+    logits = (hidden @ weight.T / 0.7).double()
+    for row, mask in enumerate(masks):
+        for place in range(len(mask.completion)):
+            at = width - 1 - length + place
+            kept = mask.support.slice(place, place + 1).ids.long()
+            logits[row, at] = torch.full_like(logits[row, at], -math.inf).index_put((kept,), logits[row, at, kept])
+    dense = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    found["dense"] = torch.where(counts, dense, 0.0).tolist()
+    return found

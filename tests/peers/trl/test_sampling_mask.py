@@ -34,3 +34,19 @@ def test_the_ratio_is_one_over_what_the_engine_sampled_from(run: Run, dense: Pat
     assert found["kl"][0] == pytest.approx(0.0, abs=1e-9) and min(found["kl"][1:]) > 1e-3
     assert not found["warned"] and "trl/fused_head" in found["patches"]
     assert found["passes"] >= 4 * len(found["found"])
+
+
+def test_masks_follow_their_tokens_however_the_head_comes_to_them(run: Run) -> None:
+    # All positions, as on a CPU, or those that count, as with Triton; a truncated row has none.
+    found = run(scenarios.orders).expect()
+    assert found["fits"] and not found["swapped"]
+    for rows in (1, 3, 4):
+        for compact in (False, True):
+            assert found[f"{rows} {compact} done"] == 2
+            for repeat in range(2):
+                for ours, dense in zip(found[f"{rows} {compact} {repeat}"], found["dense"], strict=True):
+                    assert ours == pytest.approx(dense, abs=1e-5), (rows, compact)
+    assert (
+        "mismatch.sampling_mask: TRL's fused head is given 5 tokens that are not those which come next"
+        in found["refused"]
+    )
