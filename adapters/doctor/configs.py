@@ -64,6 +64,12 @@ def differences(sides: Run) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def engines_own(sides: Run, field: str) -> tuple[int, ...]:
+    """Return the numbers that the engine's configuration has in a field where the trainer's has others."""
+    found = (engine for path, (engine, _) in differences(sides).items() if _field(path) == field)
+    return tuple(value for value in found if isinstance(value, int))
+
+
 def _read(cause: NamedCause, differing: Mapping[str, tuple[Any, Any]]) -> NamedCause:
     if cause.key not in FIELDS:
         return cause

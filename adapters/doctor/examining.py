@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.doctor.block_by_block import held_blocks, with_blocks
-from mismatch_ext.adapters.doctor.configs import with_configs
+from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import Run
@@ -29,6 +29,8 @@ MENDED = {
     "config": ("hf_overrides", "json_model_override_args"),
     "weights": ("quantization", "hf_overrides", "torchao_config", "json_model_override_args"),
 }
+# Fields of a configuration whose values are tried as they are.
+WINDOW, EXPERTS = "sliding_window", "num_experts_per_tok"
 
 
 def examine(
@@ -62,7 +64,8 @@ def examine(
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model, config=sides.trainer_config)
     _ensure_known("--prompts", sides.model, model, prompts)
-    shape = routing_shape(model)
+    # Routes of another number of experts cannot be replayed.
+    shape = None if engines_own(sides, EXPERTS) else routing_shape(model)
     with _Rungs() as rung:
         rung("engine")
         engine = sides.start(shape)
@@ -111,6 +114,9 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
         raise ConfigError(f"--dtype: {sides.dtype}, and {logged.path} was sampled in {dtype}; give --dtype {dtype}.")
+    # What the file does not say of its sampling, nobody knows.
+    known = {name: logged.settings[name] for name in ("temperature",) if name in logged.settings}
+    sides = replace(sides, sampling=known)
     model = load_model(sides.model, config=sides.trainer_config)
     shape = routing_shape(model)
     sample = logged.sample(shape)
@@ -190,8 +196,10 @@ def _diagnosed(
         head=sides.head,
         oracle=sides.oracle,
     )
-    causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model))
-    return diagnose(sample, scorer.scores, causes, engine=engine, seed=seed, progress=rung), scorer
+    own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
+    causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
+    asked = sides.sampling.get("temperature")
+    return diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung), scorer
 
 
 def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:

@@ -49,16 +49,25 @@ CAPS = (5.0, 20.0, 50.0)
 GROUPS = (32.0, 64.0, 128.0)
 
 
-def of_model(scorer: Scorer, older: Sequence[str | Path] = (), base: str | None = None) -> list[Cause]:
+def of_model(
+    scorer: Scorer,
+    older: Sequence[str | Path] = (),
+    base: str | None = None,
+    windows: Sequence[int] = (),
+    counts: Sequence[int] = (),
+) -> list[Cause]:
     """Return the causes that a changed model shows.
 
     Args:
         scorer: Of the sample; its model is changed while a cause is tried, and restored.
         older: Checkpoints or adapters whose weights an engine may have kept.
         base: Base model of the trainer's adapter, whose weights an engine without the adapter has.
+        windows: Sizes of a sliding window to try beside the usual ones, in tokens.
+        counts: Numbers of experts for each token, likewise.
     """
     model = scorer.model
     longest = max(map(len, scorer.sample.responses))
+    seen = tuple(sorted({w for w in (*WINDOWS, *map(float, windows)) if w < longest}))
 
     formats, kinds = tuple(FP8.values()), tuple(map(float, range(len(FP8))))
 
@@ -79,7 +88,7 @@ def of_model(scorer: Scorer, older: Sequence[str | Path] = (), base: str | None 
         cause("qk_norm_eps", "config", "the engine's epsilon of query and key norms is {x} times the trainer's",
               lambda x: _epsilon(model, x, "attn"), grid=EPSILONS, neutral=1.0, steps=6),
         cause("sliding_window", "config", "the engine's attention sees {x} tokens",
-              lambda x: Windowed(int(x)), grid=tuple(w for w in WINDOWS if w < longest) or WINDOWS[:1]),
+              lambda x: Windowed(int(x)), grid=seen or WINDOWS[:1]),
         cause("attention_scale", "config", "the engine's scale of attention is {x} times the trainer's",
               AttentionScaled, grid=ATTENTION, neutral=1.0, steps=6),
         cause("attention_softcap", "config", "the engine caps attention's scores softly at {x}",
@@ -114,7 +123,7 @@ def of_model(scorer: Scorer, older: Sequence[str | Path] = (), base: str | None 
     if scorer.shape is None and not older and base is None:
         return found
     first = FirstOrder.of(scorer)
-    found += of_experts(scorer, first)
+    found += of_experts(scorer, first, counts)
     for path in older:
         found += of_older(scorer, path, first)
     return found if base is None else found + of_older(scorer, base, first, base=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,8 +19,14 @@ FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 NORMALISED = "norm_topk_prob"
 
 
-def of_experts(scorer: Scorer, first: FirstOrder) -> list[Cause]:
-    """Return the causes that experts show; none for a model without."""
+def of_experts(scorer: Scorer, first: FirstOrder, counts: Sequence[int] = ()) -> list[Cause]:
+    """Return the causes that experts show; none for a model without.
+
+    Args:
+        scorer: Of the sample.
+        first: Chooses the pairs of experts that are tried.
+        counts: Numbers of experts for each token to try beside those near the trainer's.
+    """
     if scorer.shape is None:
         return []
     layout = moe_layout(scorer.model)
@@ -41,11 +47,11 @@ def of_experts(scorer: Scorer, first: FirstOrder) -> list[Cause]:
         )  # fmt: skip
     # An engine that recorded its routes has as many as the trainer, or its routes were refused.
     if scorer.sample.routes is None and all(hasattr(r.module, "top_k") for r in layout.routers):
-        near = [k for k in (1, layout.top_k // 2, layout.top_k - 1, layout.top_k + 1, layout.top_k * 2)
+        near = [k for k in (*counts, 1, layout.top_k // 2, layout.top_k - 1, layout.top_k + 1, layout.top_k * 2)
                 if 0 < k <= layout.num_experts and k != layout.top_k]  # fmt: skip
-        counts = [(r.module, "top_k") for r in layout.routers]
+        chooses = [(r.module, "top_k") for r in layout.routers]
         found.append(
-            scored_under(scorer, lambda x: attributes(counts, lambda _: int(x)), key="experts_per_token", family="config",
+            scored_under(scorer, lambda x: attributes(chooses, lambda _: int(x)), key="experts_per_token", family="config",
                          said="the engine chooses {x} experts for each token", grid=tuple(map(float, dict.fromkeys(near))))
         )  # fmt: skip
     return [*found, *_swapped(scorer, chosen, first)]

@@ -28,8 +28,8 @@ ALIKE = 0.1
 NEARLY = 0.02
 # Nats of likelihood, over all tokens that fit, which a parameter's refinement has to be worth to go on, and the most steps then.
 TOLD, MORE_STEPS = 1.0, 8
-# Families of causes that change which tokens are drawn, and what is said of them.
-DRAWS_OR_REPORTS = ("sampling", "reporting")
+# Causes that report the same: one draws other tokens, one does not.
+OTHER_HEAT, BEFORE_HEAT = "temperature", "raw_logprobs"
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -125,7 +125,7 @@ class Search:
         oracle: Log-probabilities that the causes start from `[N]`.
         noise: What rounding alone makes of them.
         rng: For the bootstrap over responses.
-        drawn_soundly: Whether the tokens were drawn from the oracle's distribution, as far as they tell.
+        drawn_at: Tells whether the tokens were drawn at a temperature rather than at the trainer's; None where nobody knows.
         progress: Called with the key of each cause before it is tried.
     """
 
@@ -133,7 +133,7 @@ class Search:
     oracle: Floats
     noise: Noise
     rng: np.random.Generator
-    drawn_soundly: bool = False
+    drawn_at: Callable[[float], bool | None] = lambda temperature: None
     progress: Callable[[str], None] = lambda key: None
     _seen: dict[tuple[int, float], Floats] = field(default_factory=dict)
 
@@ -172,13 +172,15 @@ class Search:
         return named, first, error
 
     def _by_tokens(self, fits: Sequence[Fit]) -> Fit | None:
-        """Return the best fit; of other sampling and other reporting that fit as well, the one that the tokens speak for."""
+        """Return the best fit; of another temperature and log-probabilities from before it, the one that tokens speak for."""
         best = next(iter(fits), None)
-        if best is None or best.cause.family not in DRAWS_OR_REPORTS:
+        found = {fit.cause.key: fit for fit in fits if fit.holds and fit.cause.key in (OTHER_HEAT, BEFORE_HEAT)}
+        if best is None or best.cause.key not in found or len(found) < 2:
             return best
-        family = DRAWS_OR_REPORTS[self.drawn_soundly]
-        alike = (fit for fit in fits if fit.cause.family == family and fit.holds and self._as_good(fit, best))
-        return best if best.cause.family == family else next(alike, best)
+        if not all(fit is best or self._as_good(fit, best) for fit in found.values()):
+            return best
+        drawn = self.drawn_at(found[OTHER_HEAT].x)
+        return best if drawn is None else found[OTHER_HEAT if drawn else BEFORE_HEAT]
 
     def _as_good(self, other: Fit, best: Fit) -> bool:
         """Tell whether a fit cannot be told from the best one: about as likely, or the same but for a part of rounding."""

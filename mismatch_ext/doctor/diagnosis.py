@@ -33,6 +33,8 @@ HEADS = 1.5
 # A name that leaves something is confirmed where it foretold this part of what the remedy mends: a remedy takes back settings of
 # a kind together, and so mends what another of them did, too.
 MOST = 0.75
+# How near a temperature that fits is to the one that was asked for.
+NEAR = 0.01
 # The part of the gap that the trainer's padding makes.
 LAYOUT = "layout"
 # Families of causes that the engine's score of the same tokens as a prompt does not have: its settings then are mended already.
@@ -244,6 +246,7 @@ def diagnose(
     causes: Sequence[Cause] = (),
     *,
     engine: Engine | None = None,
+    asked: float | None = None,
     seed: int = 0,
     progress: Callable[[str], None] = lambda key: None,
 ) -> Diagnosis:
@@ -254,6 +257,7 @@ def diagnose(
         scores: What the trainer's side says of the same tokens.
         causes: Those that need a forward pass of a changed model each; those that are functions of logits are always tried.
         engine: What the engine says of itself; None where it cannot be asked.
+        asked: Temperature that the engine was asked for, as far as known: decides where the tokens cannot.
         seed: Of the bootstrap over responses.
         progress: Called with the key of each cause before it is tried.
 
@@ -281,7 +285,12 @@ def diagnose(
     noise = Noise.of(arithmetic, table.spread)
     listed = [*of_logits(table, scores.end_tokens), *causes]
     tokens = judge_tokens(table)
-    search = Search(sample, table.logprob, noise, rng, abs(tokens.z) < SURE, progress)
+
+    def drawn_at(temperature: float) -> bool | None:
+        said = tokens.drawn_at(temperature / scores.temperature)
+        return said if said is not None or asked is None else abs(asked / temperature - 1) < NEAR
+
+    search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
     named, fits, rest = search.select(listed, error)
     # Where no cause is the whole truth, and the decode is not the prefill: what only the decode does is measured, and causes
     # have to explain the prefill alone.

@@ -73,11 +73,22 @@ class TokensTest:
         temperature: What the tokens were drawn at, over the trainer's temperature; one Newton step from 1. None where that
             leads nowhere: then they were drawn from another distribution.
         outside: Counts at a few truncations.
+        spread: :math:`\sqrt{\sum Var}`: what z would move by if the inverse temperature doubled.
     """
 
     z: float
     temperature: float | None
     outside: tuple[Outside, ...]
+    spread: float = 0.0
+
+    def drawn_at(self, ratio: float) -> bool | None:
+        """Tell whether the tokens were drawn at so many times the trainer's temperature, and not at it; None where z cannot tell.
+
+        Args:
+            ratio: Of the other temperature to the trainer's.
+        """
+        expected = (1 / ratio - 1) * self.spread
+        return None if abs(expected) < SURE else self.z / expected > 0.5
 
     @property
     def truncated(self) -> Outside | None:
@@ -133,6 +144,7 @@ def judge_tokens(table: LogitTable) -> TokensTest:
         z=total / math.sqrt(spread) if spread else 0.0,
         temperature=1 / (1 + total / spread) if spread and total > -spread / 2 else None,
         outside=tuple(found),
+        spread=math.sqrt(spread),
     )
 
 

@@ -317,6 +317,33 @@ EXPERTS = {
 }
 EXPERTS = {name: replace(planted, kind="moe") for name, planted in EXPERTS.items()}
 
+# Tried when the doctor was done, to see what it says of faults that nobody had in mind.
+LATER = {
+    "presence_penalty 0.4": Planted(
+        expected=("presence_penalty",), near=(0.38, 0.42), run=_sampled(presence_penalty=0.4)
+    ),
+    "min_tokens 20": Planted(expected=("min_tokens",), near=(20, 20), run=_sampled(min_tokens=20)),
+    "top_k 6 and top_p 0.85": Planted(expected=("top_p", "top_k"), run=_sampled(top_p=0.85, top_k=6)),
+    "two biases": Planted(expected=("logit_bias", "logit_bias"), run=_sampled(logit_bias={7: 0.8, 9: -0.8})),
+    "the trainer's temperature 0.9": Planted(
+        expected=("temperature",), near=(0.99, 1.01), run={"temperature": 0.9} | _sampled(temperature=1.0)
+    ),
+    "a sliding window of 24": Planted(
+        expected=("sliding_window",),
+        near=(24, 24),
+        config=_set(
+            use_sliding_window=True, sliding_window=24, max_window_layers=0, layer_types=["sliding_attention"] * 4
+        ),
+    ),
+    "older weights and temperature 0.95": Planted(
+        expected=("temperature", "stale_weights"), near=(0.94, 0.96), older=(_moved(),), run=_sampled(temperature=0.95)
+    ),
+    "one expert for each token": Planted(
+        kind="moe", expected=("experts_per_token",), near=(1, 1), config=_set(num_experts_per_tok=1)
+    ),
+}
+UNKNOWN = Planted(weights=_moved("layers.1.mlp.down_proj", by=0.02, seed=3))
+
 
 class Engines:
     """Keeps the engine of a run for the next one, where that would start the same."""

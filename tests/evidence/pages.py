@@ -219,6 +219,7 @@ NOT_YET_RECORDED = (
     "doctor_engine",
     "doctor_weights",
     "doctor_experts",
+    "doctor_later",
     "doctor_http_requests",
     "doctor_http_stock",
     "doctor_http_engine",

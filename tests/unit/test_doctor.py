@@ -233,6 +233,14 @@ def test_another_temperature_is_told_from_log_probabilities_before_it_by_the_tok
     assert remedy("temperature", 0.7).trl == "temperature: 0.7"
 
 
+@pytest.mark.parametrize(("asked", "key"), [(0.97, "raw_logprobs"), (1.0, "temperature")])
+def test_where_the_tokens_cannot_tell_a_temperature_it_is_the_one_that_was_asked_for(asked: float, key: str) -> None:
+    sample, scores = drawn(lambda z: z / 0.97, reported=lambda z: z, temperature=0.97)
+    assert judge_tokens(LogitTable.of(sample, scores.logits, 0.97)).drawn_at(1 / 0.97) is None
+    found = diagnose(sample, scores, asked=asked)
+    assert [cause.key for cause in found.causes] == [key] and len(found.causes[0].ties) == 1, report(found)
+
+
 def drift(logits: Tensor, size: float) -> Tensor:
     """Return an error that nothing on the list makes."""
     made = torch.Generator().manual_seed(3)

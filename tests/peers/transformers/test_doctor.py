@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.doctor import Run
+from mismatch_ext.adapters.doctor.configs import engines_own
+from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.transformers import doctor_logits
 from mismatch_ext.adapters.transformers.doctor import Scorer, load_model
 from mismatch_ext.adapters.transformers.doctor_blocks import compared
@@ -66,6 +70,20 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     (window,) = [cause for cause in causes if cause.key == "sliding_window"]
     assert window.predict(4096.0) == pytest.approx(picked, abs=1e-5), "a window beyond the sequences hides nothing"
+
+
+def test_what_an_engines_configuration_has_otherwise_is_tried_as_it_is(tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"sliding_window": 24, "use_sliding_window": True, "num_experts_per_tok": 3}
+    (tmp_path / "other/config.json").write_text(json.dumps(config), encoding="utf-8")
+    sides = Run(model=str(folder), engine_model=str(tmp_path / "other"))
+    windows, counts = engines_own(sides, WINDOW), engines_own(sides, EXPERTS)
+    assert (windows, counts) == ((24,), (3,)) and not engines_own(Run(model=str(folder)), WINDOW)
+    scorer = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32")
+    grids = {cause.key: cause.grid for cause in of_model(scorer, windows=windows, counts=counts)}
+    assert grids["sliding_window"] == (8.0, 16.0, 24.0) and grids["experts_per_token"][0] == 3.0
 
 
 class Computed(TorchDispatchMode):
