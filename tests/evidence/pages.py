@@ -214,16 +214,6 @@ QUOTED_IN = {"demo": README, "replay_gap": ROOT / "docs/routing.md", "cost": ROO
 # Evidence that a test writes and whose slice has not been recorded on the present models; where a page would quote it, it says
 # so instead.
 NOT_YET_RECORDED = (
-    "doctor_clean_experts",
-    "doctor_prompts",
-    "doctor_engine",
-    "doctor_weights",
-    "doctor_experts",
-    "doctor_later",
-    "doctor_http_requests",
-    "doctor_http_stock",
-    "doctor_http_engine",
-    "doctor_http_experts",
     "demo_moe_trained",
     "example_dense_fp16",
     "example_moe_r3",
