@@ -30,6 +30,8 @@ from mismatch_ext.routing import RoutingShape, RoutingTrace, align, align_packed
 
 # Elements of a batch's logits: 256 MiB in float32. Rows of a batch are as many as tests of this size run with.
 MOST_LOGITS, MOST_ROWS = 2**26, 64
+# Rows of logits that are in float64 at once.
+PICKED = 512
 # Responses by which a parameter is chosen; those that are differentiated, and how many at once.
 SCREENED = 64
 MOST_DERIVED, DERIVED_ROWS = 64, 8
@@ -333,7 +335,12 @@ class Scorer:
     def _picked(self, row: int, logits: Tensor, sample: Sample | None = None) -> tuple[int, Floats]:
         sample = sample or self.sample
         tokens = torch.tensor(sample.responses[row], device=logits.device)[:, None]
-        logp = (logits.double() / self.temperature).log_softmax(-1).gather(-1, tokens)[:, 0]
+        logp = torch.cat(
+            [
+                (part.double() / self.temperature).log_softmax(-1).gather(-1, ids)[:, 0]
+                for part, ids in zip(logits.split(PICKED), tokens.split(PICKED), strict=True)
+            ]
+        )
         return row, logp[torch.tensor(sample.masks[row])].cpu().numpy()
 
     def _joined(self, found: list[tuple[int, Floats]]) -> Floats:

@@ -11,6 +11,7 @@ import torch
 from mismatch_ext.adapters.transformers.doctor import Scorer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from mismatch_ext.doctor import Diagnosis, Sample, diagnose, rescored
 from mismatch_ext.doctor.diagnosis import SAMPLED
@@ -20,6 +21,7 @@ from mismatch_ext.routing import RoutingTrace
 # Of the copy's own size on an accelerator, what has to be free there beside the run: the copy in float32, a half of it in another
 # dtype, and activations.
 ROOM = 2.0
+SHARDED = "DeepSpeed ZeRO-3, under which transformers builds no model on one rank alone"
 LIMITS = (
     "examined in a run: causes that need a forward pass each were not tried (weights, configuration, cache, prompts); for those "
     "run `mismatch-ext doctor`"
@@ -123,8 +125,11 @@ def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device:
         device: Where the run's is; the copy is made in host memory unless there is room beside it.
 
     Raises:
-        RecordError: The weights are not those of such a model.
+        RecordError: The weights are not those of such a model, or it cannot be built on one rank.
     """
+    if is_deepspeed_zero3_enabled():
+        # By collectives of all ranks, of which the main process alone is here: they would wait for ever.
+        raise RecordError(f"{SHARDED}.")
     # Attention and other kernels are chosen anew: float32 has not all of them.
     plain = type(config).from_dict(config.to_dict())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -149,6 +154,8 @@ def unexaminable(config: Any) -> str | None:
     Args:
         config: Of transformers.
     """
+    if is_deepspeed_zero3_enabled():
+        return SHARDED
     if hasattr(config, "vision_config"):
         return "a model with images, which the doctor does not score"
     if getattr(config, "quantization_config", None) is not None:

@@ -58,8 +58,10 @@ def sampling_settings(source: Any, generation_kwargs: Mapping[str, Any] | None) 
 def ratio_bias(trainer: Any, sampling: SamplingSettings) -> str | None:
     """Say why the gap is not numerics alone, or return None: truncated support, penalties, constrained decoding."""
     sentences = [sampling.ratio_bias()]
-    if sampling.truncates_support:
-        sentences.append("mismatch.sampling_mask scores over the tokens that survive, with the ratio at 1.")
+    if sampling.truncates_support and trainer.args.vllm_mode == "colocate":
+        sentences.append(
+            "mismatch.sampling_mask, where it is allowed, scores over the tokens that survive, with the ratio at 1."
+        )
     keys = [key for key in ENGINE_ONLY if (trainer.args.generation_kwargs or {}).get(key)]
     keys += ["vllm_structured_outputs_regex"] if trainer.args.vllm_structured_outputs_regex else []
     if keys:

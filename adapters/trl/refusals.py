@@ -91,6 +91,10 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
             "vllm_mode", args.vllm_mode, args.vllm_mode != "colocate",
             "a server's answers have no number for what was cut off", "vllm_mode='colocate'",
         ),
+        (
+            "generation_kwargs['logprobs']", given.get("logprobs"), "logprobs" in given,
+            "masks are read off as many log-probabilities as the section asks for", "none",
+        ),
         ("temperature", args.temperature, not args.temperature > 0, "greedy decoding samples nothing", "a value > 0"),
         (
             "mismatch.kl.estimator", "full", block.kl is not None and block.kl.estimator == "full",

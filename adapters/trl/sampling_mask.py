@@ -109,14 +109,17 @@ class MaskedPass:
         rows = slice(self._row, self._row + count // width)
         wanted = self._wanted[rows].flatten().to(labels.device)
         expected = self._labels[rows].flatten().to(labels.device)
-        if count % width == 0 and len(expected) == count and torch.equal(labels[wanted], expected[wanted]):
+        compact = self._labels[self._wanted][self._token : self._token + count].to(labels.device)
+        packed = torch.equal(compact, labels)
+        whole = count % width == 0 and len(expected) == count and torch.equal(labels[wanted], expected[wanted])
+        # Rows without a completion agree with anything.
+        if whole and (not packed or bool(wanted.all())):
             places = wanted.nonzero()[:, 0]
             self._row = rows.stop
             last = self._ends[rows.stop - 1]
         else:
             places, last = None, self._token + count
-            compact = self._labels[self._wanted][self._token : last].to(labels.device)
-            if not torch.equal(compact, labels):
+            if not packed:
                 raise ReplayError(
                     f"mismatch.sampling_mask: TRL's fused head is given {count} tokens that are not those which come next in the "
                     "batch, whose masks would be another token's; whatever overrides _get_per_token_logps_and_entropies, or the "

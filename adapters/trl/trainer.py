@@ -210,12 +210,18 @@ class MismatchTrainerMixin(
         rewarded = self._kl_reward is not None
         # RLOO does not return its log-probabilities at sampling time.
         watched = rewarded or isinstance(self, RLOOTrainer)
+        passes = self._masked_passes
         with watched_batch(self, batch) if watched else contextlib.nullcontext():
             output = super()._generate_and_score_completions(inputs)
         if self._routing is not None:
             output[KEY] = self._batch_routes(batch, output)
         if self._masking is not None:
             output[MASKS] = masks = self._batch_masks(batch, output)
+            if output.get(OLD) is not None and self._masked_passes == passes:
+                raise RecordError(
+                    f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the whole "
+                    "vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes less memory."
+                )
             size = sum(mask.support.ids.numel() for mask in masks) / max(sum(len(mask.support) for mask in masks), 1)
             self._metrics["train" if self.model.training else "eval"][PREFIX + "sampling_mask_size"].append(size)
         mask = output["completion_mask"]

@@ -79,8 +79,8 @@ class MonitorConfig:
     once for each metric; None examines none. It needs a copy of the weights in the main process while it looks; see
     docs/doctor.md."""
     doctor_tokens: int = 4096
-    """Response tokens of a batch that are examined at most, in whole responses of the main process; below 2,000 there are no
-    shares."""
+    """Response tokens of a batch that are examined at most, in whole responses of the main process, two in any case; below 2,000
+    there are no shares."""
     doctor_every: int = 50
     """Steps that have to lie between two batches that are examined by `on_alarm`."""
 

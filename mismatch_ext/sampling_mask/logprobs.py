@@ -176,8 +176,9 @@ class _FromHead(torch.autograd.Function):
             if of_hidden is not None:
                 of_hidden[rows] = torch.bmm(products[:, None], weight[ids].to(ctx.dtype))[:, 0].to(outer.dtype)
             if of_weight is not None:
-                each = products[..., None] * h[:, None]
-                of_weight.index_add_(0, ids.flatten(), each.flatten(0, 1).to(outer.dtype))
+                # As TRL's kernel: products of bfloat16 are summed unrounded.
+                each = products.to(outer.dtype)[..., None] * h.to(outer.dtype)[:, None]
+                of_weight.index_add_(0, ids.flatten(), each.flatten(0, 1))
             if of_bias is not None:
                 of_bias.index_add_(0, ids.flatten(), slope.flatten())
         found = (

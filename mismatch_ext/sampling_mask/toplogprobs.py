@@ -36,7 +36,9 @@ def support_of_top(
     rows = []
     for token, (ids, logprobs) in enumerate(zip(top_ids, top_logprobs, strict=True)):
         left = [one for one, value in zip(ids, logprobs, strict=True) if value is not None and value > -math.inf]
-        if len(left) >= min(asked, vocabulary) and len(left) < vocabulary:
+        # Where none is cut off there may be more, however few were reported.
+        known = len(left) < len(ids) and len(left) < min(asked, vocabulary)
+        if not known and len(left) < vocabulary:
             raise RecordError(
                 f"rollout {name}, token {token}: at least {len(left)} tokens were left to sample from, and the engine was asked "
                 f"for {asked}: what is left is not known. Raise mismatch.sampling_mask.max_support above {asked}, or truncate "

@@ -281,6 +281,9 @@ def test_the_support_of_top_logprobs_is_exact_or_refused() -> None:
         RecordError, match=r"rollout 4, token 1: at least 3 tokens .* asked for 3: .*max_support above 3"
     ):
         support_of_top([[1, 2, 3], [4, 5, 6]], [[0.0, cut, cut], [-1.0, -1.0, -1.1]], asked=3, vocabulary=10, name="4")
+    # Fewer than were asked for, and none that is cut off: the engine was asked for fewer.
+    with pytest.raises(RecordError, match="token 0: at least 1 tokens"):
+        support_of_top([[5]], [[-0.3]], asked=3, vocabulary=10)
     whole = support_of_top([[0, 1, 2]], [[-1.0, -1.1, -1.2]], asked=3, vocabulary=3)
     assert whole.counts.tolist() == [3]
     with pytest.raises(RecordError, match="no token that could be sampled"):

@@ -164,4 +164,14 @@ def orders() -> dict[str, Any]:
             logits[row, at] = torch.full_like(logits[row, at], -math.inf).index_put((kept,), logits[row, at, kept])
     dense = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     found["dense"] = torch.where(counts, dense, 0.0).tolist()
+    # The row without a completion first, and as many tokens in the others as a row has places.
+    some = [2, 0, 3]
+    longer, known = (torch.nn.functional.pad(one[some], (1, 0)) for one in (tokens, real))
+    score = MaskedPass([masks[row] for row in some], longer, known, length)
+    there = counts[some]
+    scored = score(hidden[some][there], weight, None, labels[some][there], **scaling)
+    found["packed"] = {
+        "tokens": int(there.sum()), "places": longer.shape[1] - 1, "done": score.done,
+        "scored": [] if scored is None else scored.tolist(), "dense": dense[some][there].tolist(),
+    }  # fmt: skip
     return found

@@ -46,6 +46,9 @@ def test_masks_follow_their_tokens_however_the_head_comes_to_them(run: Run) -> N
             for repeat in range(2):
                 for ours, dense in zip(found[f"{rows} {compact} {repeat}"], found["dense"], strict=True):
                     assert ours == pytest.approx(dense, abs=1e-5), (rows, compact)
+    packed = found["packed"]
+    assert packed["tokens"] == packed["places"] and packed["done"] == 1
+    assert packed["scored"] == pytest.approx(packed["dense"], abs=1e-5)
     assert (
         "mismatch.sampling_mask: TRL's fused head is given 5 tokens that are not those which come next"
         in found["refused"]
