@@ -1,4 +1,4 @@
-"""Each example runs as a plain script with the real peers, and prints what it measured beside what to expect."""
+"""Examples run as plain scripts with the real peers, and print what they measured; two more do in tests/evidence/test_examples.py."""
 
 from __future__ import annotations
 
@@ -128,14 +128,6 @@ def test_the_loop_is_short() -> None:
     assert all(f"run.{verb}(" in "\n".join(loop) for verb in verbs)
 
 
-def test_dense_fp16(tmp_path: Path) -> None:
-    # How much smaller the gap is in float16 is measured in tests/evidence/test_examples.py.
-    small = (*BATCH, "--max_steps", "1", "--eval_prompts", "16", "--per_device_eval_batch_size", "16")
-    rows = example("dense_fp16", tmp_path, *small, text_columns=2)
-    assert len(rows) == 5 and ("in training", "float16") in {row[:2] for row in rows}
-    assert all(float(row[2]) > 0 for row in rows)
-
-
 def test_moe_r3(tmp_path: Path) -> None:
     # How much replay leaves is measured in tests/evidence/test_examples.py.
     small = (*BATCH, "--max_steps", "1", "--eval_prompts", "16", "--per_device_eval_batch_size", "16")
@@ -152,16 +144,6 @@ def test_lr_control(tmp_path: Path) -> None:
     assert [row[1] for row in rows] == ["1.00e-05"] * 4 + ["5.00e-06"] * 2
     lengths = [float(row[3]) for row in rows]
     assert max(lengths[:2]) <= 12 < min(lengths[2:])
-
-
-def test_kl_ablation(tmp_path: Path) -> None:
-    # One of its three settings, as it runs each. All three, and its table, are in tests/evidence/test_examples.py.
-    block = json.dumps({"kl": {"estimator": "k3", "placement": "both"}})
-    only = ("--only", "k3 both", "--mismatch", block, "--output_dir", tmp_path)
-    python("examples/kl_ablation.py", *BATCH, "--max_steps", "1", *only)
-    run = read_run(tmp_path / "mismatch")
-    assert (run.header["config"]["kl"]["estimator"], run.header["config"]["kl"]["placement"]) == ("k3", "both")
-    assert [end.status for end in run.ends] == ["completed"] and math.isfinite(run.series("kl")[1][0])
 
 
 def test_callback_only_with_a_model_of_ones_own(dense: Path, tmp_path: Path) -> None:
