@@ -1,4 +1,4 @@
-"""Examples run as plain scripts with the real peers, and print what they measured; two more do in tests/evidence/test_examples.py."""
+"""Examples run as plain scripts with the real peers, and print what they measured; two do in tests/evidence alone."""
 
 from __future__ import annotations
 
