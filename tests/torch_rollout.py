@@ -18,7 +18,7 @@ from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.run import Batch, NamedTensors
 from mismatch_ext.run.batch import batch_of, routes_of
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync import Decoded, TensorComparison
 
 VOCABULARY = 12
 
@@ -108,6 +108,16 @@ class TorchRollout:
     def score(self, tokens: Tensor) -> Tensor:
         """Return log-probabilities `[N, T-1]`."""
         return self._logprobs(tokens)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1).double()
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample tokens after prompts, with random numbers of their own."""
+        random, scores = torch.Generator().manual_seed(0), []
+        for _ in range(count):
+            now = self._logprobs(tokens)[:, -1]
+            drawn = torch.multinomial(now.exp(), 1, generator=random)
+            tokens = torch.cat([tokens, drawn], 1)
+            scores.append(now.gather(1, drawn))
+        return Decoded(tokens=tokens, logprobs=torch.cat(scores, 1).double())
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare nothing."""

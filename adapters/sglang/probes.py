@@ -1,17 +1,20 @@
-"""Log-probabilities that SGLang assigns to given tokens, for checking its weights."""
+"""Log-probabilities that SGLang assigns to given tokens and to those that it decodes, for checking its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from mismatch_ext.adapters.sglang.fields import brief, is_integer, number
 from mismatch_ext.adapters.sglang.request import generate_request
+from mismatch_ext.adapters.sglang.response import parse_sampled
 from mismatch_ext.adapters.sglang.transport import Transport
 from torch import Tensor
 
-from mismatch_ext.errors import RecordError
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.weight_sync import Decoded
 
 FIELD = "meta_info.input_token_logprobs"
 # Greedy at temperature 1: scoring draws no random number, so it leaves the engine's sampling as it was.
@@ -46,6 +49,39 @@ def score_tokens(transport: Transport, token_ids: Sequence[Sequence[int]]) -> Te
         token_scores(output, ids, row, largest) for row, (output, ids) in enumerate(zip(outputs, prompts, strict=True))
     ]
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def decode_tokens(transport: Transport, token_ids: Sequence[Sequence[int]], count: int) -> Decoded:
+    """Decode the likeliest tokens after prompts with the engine's present weights, log-probabilities at temperature 1.
+
+    Not drawn, because all requests draw from the engine's own random numbers. A text's end does not end it.
+
+    Args:
+        transport: The engine.
+        token_ids: N prompts of the same length P.
+        count: Tokens after each.
+
+    Returns:
+        The tokens; log-probabilities are NaN in a row where the engine's are not all finite.
+
+    Raises:
+        EngineError: The engine failed or was not reached.
+        RecordError: A response is malformed, or has another number of tokens.
+    """
+    prompts = [list(map(int, ids)) for ids in token_ids]
+    outputs = transport.generate(generate_request(prompts, SCORING, max_new_tokens=count, ignore_eos=True))
+    tokens, logprobs = [], []
+    for ids, output in zip(prompts, outputs, strict=True):
+        sampled, scores = (0,) * count, (float("nan"),) * count
+        with suppress(NonFiniteLogprobError):
+            sampled, scores = parse_sampled(output, len(ids))
+        if len(sampled) != count:
+            raise RecordError(
+                f"{len(sampled)} tokens were decoded after a probe; allowed: the {count} that were asked for."
+            )
+        tokens.append([*ids, *sampled])
+        logprobs.append(scores)
+    return Decoded(tokens=torch.tensor(tokens), logprobs=torch.tensor(logprobs, dtype=torch.float64))
 
 
 def token_scores(output: dict[str, object], ids: list[int], row: int, largest: int) -> list[float]:

@@ -181,6 +181,27 @@ def parse_response(
     )
 
 
+def parse_sampled(output: Any, prompt_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return what a response sampled, ids and log-probabilities, without making a record of it.
+
+    Args:
+        output: The response.
+        prompt_tokens: Tokens of its prompt.
+
+    Raises:
+        RecordError: The response is malformed.
+        NonFiniteLogprobError: A log-probability is null, NaN or infinite.
+        EngineError: The request was aborted.
+    """
+    fields = mapping(output, "?", "response")
+    meta = mapping(fields.get("meta_info"), "?", "meta_info")
+    request = _name(meta)
+    finish_reason(meta, request, False)
+    ids = token_ids(fields.get("output_ids"), request, "output_ids")
+    check_counts(meta, prompt_tokens, len(ids), request)
+    return ids, _logprobs(meta, ids, request)
+
+
 def _trace(
     meta: Mapping[Any, Any],
     prompt: Sequence[int],

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.sglang.engine import EngineTransport
-from mismatch_ext.adapters.sglang.probes import score_tokens
+from mismatch_ext.adapters.sglang.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.response import to_records
 from mismatch_ext.adapters.sglang.server import check_server, read_server
@@ -23,7 +23,7 @@ from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.run import NamedTensors
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync import Decoded, TensorComparison
 
 ON_CPU: dict[str, Any] = {
     "device": "cpu",
@@ -143,6 +143,10 @@ class Rollout:
     def score(self, tokens: Tensor) -> Tensor:
         """Return prefill's log-probabilities `[N, T-1]`, float64, at temperature 1, of tokens `[N, T]` after the first."""
         return score_tokens(self.transport, tokens.tolist())
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Decode the likeliest `count` tokens after each prompt of `[N, P]`."""
+        return decode_tokens(self.transport, tokens.tolist(), count)
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare nothing: SGLang's weights are in processes of its own."""

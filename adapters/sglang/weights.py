@@ -13,15 +13,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.sglang.probes import score_tokens
+from mismatch_ext.adapters.sglang.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.sglang.transport import Bucket, Transport
 from torch import Tensor
 
 from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
-from mismatch_ext.weight_sync import TensorComparison
-from mismatch_ext.weight_sync.updates import NamedTensors, VerifiedUpdates
+from mismatch_ext.weight_sync import Decoded, TensorComparison
+from mismatch_ext.weight_sync.updates import DECODE_TOKENS, NamedTensors, VerifiedUpdates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,13 +166,17 @@ class Remote:
         """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
         return score_tokens(self.transport, tokens.tolist())
 
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Decode the likeliest `count` tokens after each prompt of `[N, P]`."""
+        return decode_tokens(self.transport, tokens.tolist(), count)
+
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Return nothing: SGLang's weights are out of reach."""
         return ()
 
 
 class VerifiedWeights(VerifiedUpdates):
-    """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
+    """Sends the trainer's weights, and checks each time that the engine computes with them.
 
     Both sides score fixed probe tokens. The engine must hold the trainer's weights when this is built. After an update the stamp
     of responses is `str(version)`.
@@ -185,6 +189,7 @@ class VerifiedWeights(VerifiedUpdates):
         dtype: The engine's dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
         version: Number of updates that were begun on the engine.
+        decode_tokens: Tokens that the engine decodes in the place of each probe's last ones, held to its prefill; 0 for none.
 
     Raises:
         EngineError: The engine failed.
@@ -200,6 +205,7 @@ class VerifiedWeights(VerifiedUpdates):
         dtype: str | torch.dtype,
         trainer_dtype: str | torch.dtype | None = None,
         version: int = 0,
+        decode_tokens: int = DECODE_TOKENS,
     ) -> None:
         self.transport = transport
         super().__init__(
@@ -210,6 +216,7 @@ class VerifiedWeights(VerifiedUpdates):
             dtype=dtype,
             trainer_dtype=trainer_dtype,
             version=version,
+            decode_tokens=decode_tokens,
         )
 
     def _send(self) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from mismatch_ext.adapters.vllm.engine import is_cpu
 from torch import Tensor
 
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync import Decoded, TensorComparison
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -34,6 +34,9 @@ class Engine(Protocol):
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample `count` tokens after each prompt of `[N, P]`, leaving its random numbers as they are."""
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare tensors just sent, and those before, with what it holds."""
@@ -115,6 +118,11 @@ class Named:
         """Return prefill's log-probabilities of tokens."""
         with self._named("scoring probe tokens"):
             return self._inner.score(tokens)
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample tokens after prompts."""
+        with self._named("decoding after probe tokens"):
+            return self._inner.decode(tokens, count)
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare tensors with what it holds."""

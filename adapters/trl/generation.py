@@ -12,6 +12,7 @@ from mismatch_ext.adapters.transformers.doctor_in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Engine, Named
+from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
 
@@ -65,6 +66,7 @@ class CheckedGeneration:
         layout: Routers of the trainer's model, when the engine is to record its routing; None records none.
         verdicts: What becomes of checks that fail; None raises their errors.
         masks: Makes sampling masks of what the engine is then asked for; None makes none.
+        base: The base model, where TRL merges adapters into it for each update; None leaves it to TRL.
 
     Attributes:
         sent: Copy of what the last weight update sent, where a batch is to be examined.
@@ -83,6 +85,7 @@ class CheckedGeneration:
         layout: MoeLayout | None = None,
         verdicts: Verdicts | None = None,
         masks: EngineMasks | None = None,
+        base: Base | None = None,
     ) -> None:
         self.inner = inner
         self.engine = rollout
@@ -100,7 +103,7 @@ class CheckedGeneration:
         self.reading = rollout.reading()
         # RLOOTrainer asks for none, and drops them.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
-        self.masks = masks
+        self.masks, self.base = masks, base
         if masks is not None:
             inner.logprobs = masks.asked
         self._kept: list[RolloutRecord] | None = None
@@ -180,12 +183,13 @@ class CheckedGeneration:
         """
         self._sending = engine.Sending()
         self.sent = SentWeights() if self.trainer.examines() else None
-        for name, parameter in self._plain_parameters():
-            with self.verdicts.checking("weight_sync"):
-                self._sending.note(name, parameter)
-            if self.sent is not None:
-                self.sent.note(name, parameter)
-            yield name, parameter
+        with nullcontext() if self.base is None else self.base.kept():
+            for name, parameter in self._plain_parameters():
+                with self.verdicts.checking("weight_sync"):
+                    self._sending.note(name, parameter)
+                if self.sent is not None:
+                    self.sent.note(name, parameter)
+                yield name, parameter
 
     def provenance(self) -> Provenance:
         """Describe where a rollout made now comes from."""

@@ -19,6 +19,7 @@ from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
 from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
+from mismatch_ext.adapters.trl.lora import Base, check_base
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
@@ -151,6 +152,9 @@ class PreflightMixin(_Host):
         with self._verdicts.checking("reference"):
             # As TRL decides whether it builds one.
             self._check_reference(args.beta != 0.0 and not is_peft_model(self.model))
+        if self.use_vllm and is_peft_model(self.model):
+            with self._verdicts.checking("lora"):
+                check_base(self.model)
         if self._config.routing is not None:
             with self._verdicts.checking("routing"), RoutingRefusals(self._config.routing):
                 found = ScoreReplay(self._config.routing, self.model, self.args.seed)
@@ -237,8 +241,21 @@ class PreflightMixin(_Host):
             layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
             verdicts=self._verdicts,
             masks=self._engine_masks(),
+            base=self._base(),
         )
         self._check_vocabulary(vocabulary)
+
+    def _base(self) -> Base | None:
+        """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy.
+
+        DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
+        """
+        model: Any = self.vllm_generation.model
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        copied = self.is_fsdp_enabled or (self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3)
+        if copied or self._verdicts.observes or not is_peft_model(model):
+            return None
+        return Base(model, self._engine.reading().model_dtype)
 
     def _engine_masks(self) -> EngineMasks | None:
         """Return what makes sampling masks of the engine's answers; None where none are asked for."""
@@ -334,6 +351,13 @@ class PreflightMixin(_Host):
         """The last weight update's, if any was verified."""
         checked = self.vllm_generation if self.use_vllm else None
         return checked.verifier.verdict if isinstance(checked, CheckedGeneration) else None
+
+    @property
+    def _rounding(self) -> float | None:
+        """What rounding to the engine's grid did to LoRA adapters in the last weight update; None where none were merged."""
+        checked = self.vllm_generation if self.use_vllm else None
+        base = checked.base if isinstance(checked, CheckedGeneration) else None
+        return None if base is None else base.rounding
 
 
 def compute_in_float16(accelerator: Any, loss_scale: LossScaleConfig) -> None:

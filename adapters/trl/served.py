@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import EngineError, RoutingError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync import Decoded, TensorComparison
 
 Answer = TypeVar("Answer")
 
@@ -89,6 +89,19 @@ class Served:
         def ask() -> Tensor:
             self._expect_own_weights()
             return self.remote.score(tokens)
+
+        return self._everywhere(ask)
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample tokens after prompts.
+
+        Raises:
+            EngineError: The server holds other weights than this trainer's; names whose.
+        """
+
+        def ask() -> Decoded:
+            self._expect_own_weights()
+            return self.remote.decode(tokens, count)
 
         return self._everywhere(ask)
 

@@ -411,6 +411,8 @@ class MismatchTrainerMixin(
         if self._verdict is not None or (lone and self.accelerator.num_processes > 1):
             gap = self._sync_gap_over_ranks(None if self._verdict is None else self._verdict.gap_mean)
             metrics |= {} if gap is None else {PREFIX + "weight_sync_gap": gap}
+        if self._rounding is not None:
+            metrics[PREFIX + "lora_rounding"] = self._rounding
         if self._lr is not None:
             metrics |= {PREFIX + name: value for name, value in self._verdicts.named(self._lr.rate.metrics()).items()}
         return metrics

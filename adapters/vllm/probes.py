@@ -1,4 +1,4 @@
-"""Log-probabilities that the engine assigns to given tokens, for checking its weights."""
+"""Log-probabilities that the engine assigns to given tokens and to those that it decodes, for checking its weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from mismatch_ext.weight_sync import Decoded
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -36,6 +38,32 @@ def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
         for out, ids in zip(outputs, token_ids, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
+    """Sample tokens after prompts with the engine's present weights, at temperature 1 and without truncation.
+
+    Each request has a seed of its own, so that the engine's random numbers are left as they are. A text's end does not end it.
+
+    Args:
+        llm: An engine in this process.
+        token_ids: N prompts of the same length P.
+        count: Tokens after each.
+    """
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(max_tokens=count, temperature=1.0, seed=row, ignore_eos=True, logprobs=0, detokenize=False)
+        for row in range(len(token_ids))
+    ]
+    prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+    outputs = [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
+    logprobs = [
+        [entry[token].logprob for entry, token in zip(filter(None, out.logprobs or ()), out.token_ids, strict=True)]
+        for out in outputs
+    ]
+    tokens = [[*ids, *out.token_ids] for ids, out in zip(token_ids, outputs, strict=True)]
+    return Decoded(tokens=torch.tensor(tokens), logprobs=torch.tensor(logprobs, dtype=torch.float64))
 
 
 def _after_first(output: RequestOutput) -> list[dict[int, Logprob]]:

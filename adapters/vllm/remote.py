@@ -16,10 +16,17 @@ from torch import Tensor
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync import Decoded, TensorComparison
 
 REQUEST_BYTES = 1 << 26
 """Bytes of weights in one request, before base64; a larger tensor goes alone."""
+
+# All of it is said, because a server fills in what a request leaves out from the model's generation_config.json.
+NEUTRAL = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "seed": 0, "ignore_eos": True,
+}  # fmt: skip
+"""Settings that sample from the model's own distribution, with the same random numbers each time, and do not end with a text."""
 
 
 class RemoteEngine:
@@ -126,6 +133,30 @@ class RemoteEngine:
             for choice, row in zip(choices, rows, strict=True)
         ]
         return torch.tensor(found, dtype=torch.float64)
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample `count` tokens after each prompt of `[N, P]`, with a seed; log-probabilities are NaN where one is not finite."""
+        rows = tokens.tolist()
+        body = {
+            "model": self.model,
+            "prompt": rows,
+            "max_tokens": count,
+            "logprobs": 0,
+            "return_token_ids": True,
+            **NEUTRAL,
+        }
+        try:
+            choices = sorted(
+                self.http.post("/v1/completions", body)["choices"], key=lambda choice: int(choice["index"])
+            )
+        except NonFiniteLogprobError:
+            nothing = torch.full((len(rows), count), torch.nan, dtype=torch.float64)
+            return Decoded(
+                tokens=torch.cat([tokens.cpu(), torch.zeros_like(nothing, dtype=torch.int64)], 1), logprobs=nothing
+            )
+        sampled = torch.tensor([choice["token_ids"] for choice in choices])
+        logprobs = torch.tensor([choice["logprobs"]["token_logprobs"] for choice in choices], dtype=torch.float64)
+        return Decoded(tokens=torch.cat([tokens.cpu(), sampled], 1), logprobs=logprobs)
 
     def compare(self, sent: Mapping[str, SentTensor], before: Mapping[str, SentTensor]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms of every worker with what was sent, by digests after rounding to the worker's dtype.

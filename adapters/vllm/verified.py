@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.vllm.engine import read_engine
-from mismatch_ext.adapters.vllm.probes import score_tokens
+from mismatch_ext.adapters.vllm.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.vllm.weights import Sending, compare_tensors, update_weights
 from torch import Tensor
 
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.weight_sync import TensorComparison
-from mismatch_ext.weight_sync.updates import NamedTensors, VerifiedUpdates
+from mismatch_ext.weight_sync import Decoded, TensorComparison
+from mismatch_ext.weight_sync.updates import DECODE_TOKENS, NamedTensors, VerifiedUpdates
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,13 +37,17 @@ class InProcess:
         """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
         return score_tokens(self.llm, tokens.tolist())
 
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample `count` tokens after each prompt of `[N, P]`, with seeds of their own."""
+        return decode_tokens(self.llm, tokens.tolist(), count)
+
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms of the engine with what was sent; `Sending.samples` of this update and the one before."""
         return compare_tensors(self.llm, sent, before)
 
 
 class VerifiedWeights(VerifiedUpdates):
-    """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
+    """Sends the trainer's weights, and checks each time that the engine computes with them.
 
     Both sides score fixed probe tokens, and tensors that both hold in one layout are compared bit by bit. The engine must hold
     the trainer's weights when this is built. An update resets the prefix cache.
@@ -56,6 +60,7 @@ class VerifiedWeights(VerifiedUpdates):
         dtype: The engine's dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
         version: Number of updates that were begun on the engine.
+        decode_tokens: Tokens that the engine decodes in the place of each probe's last ones, held to its prefill; 0 for none.
 
     Raises:
         EngineError: The engine runs in another process.
@@ -71,10 +76,18 @@ class VerifiedWeights(VerifiedUpdates):
         dtype: str | torch.dtype,
         trainer_dtype: str | torch.dtype | None = None,
         version: int = 0,
+        decode_tokens: int = DECODE_TOKENS,
     ) -> None:
         self.llm = llm
         super().__init__(
-            InProcess(llm), parameters, score, probes=probes, dtype=dtype, trainer_dtype=trainer_dtype, version=version
+            InProcess(llm),
+            parameters,
+            score,
+            probes=probes,
+            dtype=dtype,
+            trainer_dtype=trainer_dtype,
+            version=version,
+            decode_tokens=decode_tokens,
         )
 
     def _send(self) -> Mapping[str, Any]:

@@ -48,12 +48,16 @@ class MonitorConfig:
     run_dir: str | None = None
     """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`. A `~` in front is the home folder."""
     weight_sync: Action = "error"
-    """What to do when, after a weight update, the engine's prefill computes with stale or garbled weights. Decoding is not
-    probed: an engine whose captured decode path alone keeps old weights passes."""
+    """What to do when, after a weight update, the engine computes with stale or garbled weights: its prefill with others than the
+    trainer, or its decode with others than its prefill."""
     weight_sync_probes: int = 8
     """Number of probe sequences that both sides score after each weight update, the engine as a prompt, by prefill."""
     weight_sync_probe_length: int = 32
     """Tokens per probe sequence."""
+    weight_sync_decode_tokens: int = 8
+    """Tokens that the engine samples in the place of the last ones of each probe sequence after each weight update, the first by
+    prefill and the others by its decode. Their log-probabilities are held to its own prefill of them: captured graphs, packed
+    copies and caches with old weights show there alone. 0 leaves the decode unchecked."""
     profile_every: int = 5
     """Logs of the trainer between two records of the per-position and per-probability profiles."""
     scatter_samples: int = 500
@@ -96,6 +100,13 @@ class MonitorConfig:
         ):
             value = getattr(self, name)
             _require(value >= least, f"mismatch.monitor.{name}", value, f"an integer >= {least}")
+        decoded, length = self.weight_sync_decode_tokens, self.weight_sync_probe_length
+        _require(
+            decoded == 0 or 2 <= decoded < length,
+            "mismatch.monitor.weight_sync_decode_tokens",
+            decoded,
+            f"0, or at least 2 (the first is prefill's) and less than weight_sync_probe_length ({length})",
+        )
         _require(0 <= self.keep_weights <= 2, "mismatch.monitor.keep_weights", self.keep_weights, "0, 1 or 2")
         _require(self.stall_timeout >= 0, "mismatch.monitor.stall_timeout", self.stall_timeout, "a number >= 0")
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.

@@ -63,6 +63,7 @@ MEASURES: dict[str, Measure] = {
 
 
 MITIGATION_MEASURES = {
+    "lora_rounding": "LoRA under TRL: size of the errors of rounding W + BA to the engine's dtype over that of BA; 1 means that nothing is left",
     "weight_sync_gap": "mean |engine's prefill - trainer| of probe tokens after the last weight update, nats; verl: of the worst server",
     "doctor/unexplained": "mean size of what the doctor could not explain of an examined batch, nats per token; logged with that batch alone",
     "doctor/engine_ratio": "the engine's error there in units of the trainer's own rounding, by medians; 1 is healthy",

@@ -204,7 +204,7 @@ def _weight_sync(run: RunData) -> list[str]:
     parts = []
     if verified:
         more = sum(one.count - one.undone for (_, name), one in run.repeats.items() if name == "weight_sync")
-        parts.append(f"{_count(len(verified) + more, 'weight update')} verified by prefill")
+        parts.append(f"{_count(len(verified) + more, 'weight update')} verified")
     known = [value for value in values if value is not None]
     if known:
         parts.append(f"gap of the probes at most {quantity(max(known))}")

@@ -200,8 +200,7 @@ def _weight_sync(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
             PREFIX + "weight_sync_gap",
             "Gap on the probe sequences after each weight update",
             "mean |Δlogp| (nat)",
-            "Stays flat while the engine's prefill computes with the trainer's weights; a jump means stale or garbled ones. "
-            "Decoding is not probed.",
+            "Stays flat while the engine's prefill computes with the trainer's weights; a jump means stale or garbled ones.",
             log=True,
         )
     )

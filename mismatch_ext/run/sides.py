@@ -20,6 +20,7 @@ from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.run.batch import Batch
 from mismatch_ext.weight_sync.checker import TensorComparison
+from mismatch_ext.weight_sync.decoding import Decoded
 from mismatch_ext.weight_sync.updates import NamedTensors
 
 
@@ -50,6 +51,12 @@ class RolloutSide(Protocol):
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return prefill's log-probabilities `[N, T-1]` as the trainer's `score` does, in float64."""
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample `count` tokens after each prompt of `[N, P]`, the same ones as long as the weights are the same.
+
+        At temperature 1, without truncation, beyond tokens that end a text; its own random numbers are left as they are.
+        """
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare samples of the tensors just sent, and of those before, with what the engine holds; none out of reach."""

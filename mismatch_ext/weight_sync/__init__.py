@@ -13,9 +13,11 @@ from mismatch_ext.weight_sync.checker import (
     TensorComparison,
     WeightSyncChecker,
 )
+from mismatch_ext.weight_sync.decoding import Decoded
 
 __all__ = [
     "CEILING",
+    "Decoded",
     "FACTOR",
     "FLOOR",
     "HISTORY",

@@ -24,9 +24,10 @@ of one threshold. The errors to be caught: MoE weights left unpacked by an updat
 of 1e-7 (float32) to 8e-4 (bfloat16); a sleep mode that loses weights, 0.201 after 0.015 (bfloat16). Both
 exceed the factor of 10.
 
-Known limits: the probes are scored as prompts, by prefill. A verdict "in_sync" says that the weights which prefill reads are the
-trainer's; an engine that decodes through a captured or packed copy of its own, and leaves that one stale, passes.
-And a change of the weights that moves the probes by less than the floor of movement cannot be told
+The probes are scored as prompts, by prefill, of which a verdict here is. What the engine decodes with is held to its prefill by
+`decoding.py`.
+
+Known limits: a change of the weights that moves the probes by less than the floor of movement cannot be told
 from numerics by log-probabilities. Rule 3 sees it once it has added up; until then only the exact comparison
 of tensors does.
 """
@@ -43,7 +44,7 @@ from torch import Tensor
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError, WeightSyncError
 from mismatch_ext.precision.dtypes import canonical, coarser
 
-Status = Literal["in_sync", "unchanged", "stale", "garbled"]
+Status = Literal["in_sync", "unchanged", "stale", "garbled", "stale_decode"]
 
 FACTOR = 10.0
 FLOOR = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
@@ -96,7 +97,7 @@ class SyncVerdict:
 
     Args:
         status: "in_sync"; "unchanged" (the trainer had nothing new, and the engine still agrees); "stale";
-            "garbled".
+            "garbled"; "stale_decode" (prefill is in sync, and what the engine decodes is not of its weights).
         gap_mean: Mean |engine - trainer| over the probes, nats per token; infinity if the engine's are not
             finite.
         gap_max: The largest.
@@ -104,6 +105,7 @@ class SyncVerdict:
         threshold: Gap above which the weights count as garbled.
         movement: How far the trainer's probes moved since the engine's last changed, mean over the probes.
         message: One sentence with the figures, and what to do when the status is bad.
+        decode_gap: Mean |decode - prefill| of tokens that the engine sampled, nats; None where it was not asked for.
     """
 
     status: Status
@@ -113,10 +115,11 @@ class SyncVerdict:
     threshold: float
     movement: float
     message: str
+    decode_gap: float | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether the engine's prefill computes with the trainer's weights, as far as can be seen; decoding is not probed."""
+        """Whether the engine computes with the trainer's weights, as far as can be seen."""
         return self.status in ("in_sync", "unchanged")
 
 
@@ -242,8 +245,10 @@ class WeightSyncChecker:
         """Refuse to go on with an engine that does not hold the trainer's weights.
 
         Raises:
-            WeightSyncError: The verdict is "stale" or "garbled"; the message has the figures and what to do.
+            WeightSyncError: The verdict is none of a good update; the message has the figures and what to do.
         """
+        if verdict.status == "stale_decode":
+            raise WeightSyncError(verdict.message)
         if verdict.status == "stale":
             raise WeightSyncError(
                 f"{verdict.message} The update did not reach the weights that the engine computes with: "

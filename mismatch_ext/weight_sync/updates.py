@@ -15,11 +15,12 @@ from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.weight_sync.checker import SyncVerdict
 from mismatch_ext.weight_sync.verifier import Sampled, WeightVerifier
 
+DECODE_TOKENS = MonitorConfig().weight_sync_decode_tokens
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class VerifiedUpdates(ABC):
-    """Sends the trainer's weights, and checks each time that the engine's prefill computes with them; decoding is not probed.
+    """Sends the trainer's weights, and checks each time that the engine computes with them.
 
     Both sides score fixed probe tokens; `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics.
     The engine must hold the trainer's weights when this is built.
@@ -32,6 +33,7 @@ class VerifiedUpdates(ABC):
         dtype: The engine's dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
         version: Number of updates that were begun on the engine.
+        decode_tokens: Tokens that the engine decodes in the place of each probe's last ones, held to its prefill; 0 for none.
     """
 
     def __init__(
@@ -44,10 +46,12 @@ class VerifiedUpdates(ABC):
         dtype: str | torch.dtype,
         trainer_dtype: str | torch.dtype | None,
         version: int,
+        decode_tokens: int,
     ) -> None:
         self.parameters, self.score = parameters, score
         self.probes, self.dtype, self.version = probes, canonical(dtype), version
-        self.verifier = WeightVerifier(self, rollout, MonitorConfig(), probes, dtype=dtype, trainer_dtype=trainer_dtype)
+        monitor = MonitorConfig(weight_sync_decode_tokens=decode_tokens)
+        self.verifier = WeightVerifier(self, rollout, monitor, probes, dtype=dtype, trainer_dtype=trainer_dtype)
         self.verifier.begin()
 
     @abstractmethod
@@ -71,5 +75,5 @@ class VerifiedUpdates(ABC):
         return self.verifier.verify(self._send())
 
     def verify(self) -> SyncVerdict:
-        """Judge by prefill whether the engine holds the trainer's present weights, however they came there; raises nothing."""
+        """Judge whether the engine holds the trainer's present weights, however they came there; raises nothing."""
         return self.verifier.judge()

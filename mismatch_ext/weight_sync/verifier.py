@@ -10,13 +10,14 @@ verdict = verifier.verify()
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.weight_sync.checker import (
     STATE_VERSION,
     SyncObservation,
@@ -24,6 +25,7 @@ from mismatch_ext.weight_sync.checker import (
     TensorComparison,
     WeightSyncChecker,
 )
+from mismatch_ext.weight_sync.decoding import DecodeChecker, Decoded
 
 EVENT = "weight_sync"
 """Name of the event that says that an update went wrong."""
@@ -44,6 +46,12 @@ class Sampled(Protocol):
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return prefill's log-probabilities `[N, T-1]` as the trainer's `score` does."""
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample `count` tokens after each prompt of `[N, P]`, the same ones as long as the weights are the same.
+
+        At temperature 1, without truncation, beyond tokens that end a text; its own random numbers are left as they are.
+        """
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare tensors just sent, and those before, with what the engine holds; none out of reach."""
@@ -94,11 +102,13 @@ class WeightVerifier:
         name: The engine's name in that message, where there are several.
 
     Attributes:
-        checker: What judges.
+        checker: What judges the engine's prefill.
+        decoding: What judges its decode.
         verdict: The last verdict; None before the first.
 
     Raises:
         PrecisionError: A name is no compute dtype.
+        ConfigError: The engine's decode is to be held to its prefill, and the engine has no `decode`.
     """
 
     def __init__(
@@ -115,10 +125,16 @@ class WeightVerifier:
     ) -> None:
         self.trainer, self.rollout, self.monitor, self.probes = trainer, rollout, monitor, probes
         self.checker = WeightSyncChecker(dtype, trainer_dtype=trainer_dtype)
+        self.decoding = DecodeChecker(dtype)
         self.verdict: SyncVerdict | None = None
         self._event, self._name = event, name
         self._fingerprint: str | None = None
         self._before: Mapping[str, Any] = {}
+        if self.decoded and not callable(getattr(rollout, "decode", None)):
+            raise ConfigError(
+                f"mismatch.monitor.weight_sync_decode_tokens={monitor.weight_sync_decode_tokens}: {type(rollout).__name__} "
+                "cannot be asked to decode; give it the method `decode` of mismatch_ext.run.RolloutSide, or set it to 0."
+            )
 
     def begin(self) -> None:
         """Note the gap before the first update, while the engine holds what training starts from.
@@ -130,8 +146,10 @@ class WeightVerifier:
             RecordError: The sides' answers differ in shape.
             NonFiniteLogprobError: A trainer's log-probability is not finite.
         """
-        rollout = self.rollout.score(self.probes)
+        rollout, decoded = self._ask()
         self.checker.baseline(rollout, self.trainer.score(self.probes))
+        if decoded is not None:
+            self.decoding.baseline(*decoded)
         self._fingerprint = self.trainer.fingerprint()
 
     def look(self) -> Look:
@@ -154,7 +172,7 @@ class WeightVerifier:
             NonFiniteLogprobError: A trainer's log-probability is not finite.
         """
         sent = {} if sent is None else sent
-        rollout = self.rollout.score(self.probes)
+        rollout, decoded = self._ask()
         comparisons = self.rollout.compare(sent, self._before)
         self._before = sent
         look = self.look() if look is None else look
@@ -167,7 +185,33 @@ class WeightVerifier:
             )
         )
         self._fingerprint = look.fingerprint
+        if decoded is not None:
+            decode = self.decoding.observe(*decoded, numerics=self.verdict.baseline)
+            self.verdict = replace(self.verdict, decode_gap=decode.gap)
+            # Where prefill is wrong already, that is the cause to name.
+            if self.verdict.ok and not decode.ok:
+                self.verdict = replace(self.verdict, status="stale_decode", message=decode.message)
         return self.verdict
+
+    @property
+    def prompts(self) -> Tensor:
+        """Prompts `[N, P]` after which the engine decodes: the probes but for as many tokens as it is to decode."""
+        return self.probes[:, : self.probes.shape[1] - self.decoded]
+
+    @property
+    def decoded(self) -> int:
+        """How many tokens the engine decodes after each prompt; 0 where its decode is not held to its prefill."""
+        return min(self.monitor.weight_sync_decode_tokens, self.probes.shape[1] - 1)
+
+    def _ask(self) -> tuple[Tensor, tuple[Decoded, Tensor] | None]:
+        """Return prefill's scores of the probes, and what the engine decodes with prefill's scores of it."""
+        count = self.decoded
+        if count == 0:
+            return self.rollout.score(self.probes), None
+        # Before anything is scored, so that it meets whatever a cache still has of these prompts.
+        decoded = self.rollout.decode(self.prompts, count)
+        scores = self.rollout.score(torch.cat([self.probes, decoded.tokens.to(self.probes.device)]))
+        return scores[: len(self.probes)], (decoded, scores[len(self.probes) :, -count:])
 
     def verify(self, sent: Mapping[str, Any] | None = None, look: Look | None = None) -> SyncVerdict:
         """Judge the last update as `judge` does; write an event of a bad one, and raise if the block says so.
@@ -187,7 +231,7 @@ class WeightVerifier:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run judges on with, as JSON-able data."""
-        return self.checker.state_dict()
+        return self.checker.state_dict() | {"decode": self.decoding.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Judge on from what `state_dict` returned.
@@ -209,5 +253,7 @@ class WeightVerifier:
             changed = f"it was kept of {was}, and there are {shape[0]} of {shape[1] + 1}"
         else:
             self.checker.load_state_dict(dict(state))
+            if state.get("decode") is not None:  # checkpoints of older releases have none
+                self.decoding.load_state_dict(state["decode"])
             return None
         return f"the check of weight updates begins anew: {changed}."

@@ -22,6 +22,7 @@ from mismatch_ext.adapters.sglang import (
     update_weights,
 )
 from mismatch_ext.adapters.sglang import transport as transports
+from mismatch_ext.adapters.sglang.probes import decode_tokens
 from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -368,6 +369,7 @@ def test_no_stamp_is_used_for_two_sets_of_weights(server: Server) -> None:
         probes=torch.tensor([[3, 15, 4]]),
         dtype="float32",
         version=6,
+        decode_tokens=0,
     )
     server.answers[END] = (400, {"success": False, "message": "late"})
     with pytest.raises(EngineError, match="late"):
@@ -401,6 +403,24 @@ def test_parameters_under_the_names_of_the_checkpoint(kind: str, tmp_path: Path)
 def scores(*values: Any) -> dict[str, Any]:
     """Return a response with scores of a prompt."""
     return {"meta_info": {"input_token_logprobs": list(values)}}
+
+
+def test_tokens_that_are_decoded_after_a_prompt(server: Server) -> None:
+    def decoded(ids: list[int], *values: Any) -> dict[str, Any]:
+        scored = [[value, token, None] for value, token in zip(values, ids, strict=True)]
+        meta = {"id": "a", "finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": len(ids)}
+        return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": scored}}
+
+    transport = HttpTransport(server.url)
+    server.answers["/generate"] = (200, [decoded([5, 6], -0.25, -1.5), decoded([7, 8], -0.5, None)])
+    found = decode_tokens(transport, [[3, 15], [4, 2]], 2)
+    assert found.tokens.tolist()[0] == [3, 15, 5, 6] and found.tokens.shape == (2, 4)
+    assert found.logprobs[0].tolist() == [-0.25, -1.5] and bool(found.logprobs[1].isnan().all())
+    sent = server.asked[-1][1]["sampling_params"]
+    assert (sent["temperature"], sent["top_k"], sent["ignore_eos"], sent["max_new_tokens"]) == (1.0, 1, True, 2)
+    server.answers["/generate"] = (200, [decoded([5], -0.25), decoded([7, 8], -0.5, -0.5)])
+    with pytest.raises(RecordError, match="1 tokens were decoded after a probe; allowed: the 2"):
+        decode_tokens(transport, [[3, 15], [4, 2]], 2)
 
 
 def test_scores_of_a_prompt(server: Server) -> None:

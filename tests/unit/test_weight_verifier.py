@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import WeightSyncError
+from mismatch_ext.errors import ConfigError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.run import RolloutSide, TrainerSide
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync import Decoded, TensorComparison
 from mismatch_ext.weight_sync.verifier import EVENT, WeightVerifier, draw_probes
 
 PROBES = draw_probes(torch.arange(64), MonitorConfig())
@@ -62,11 +62,15 @@ class Trainer(TrainerSide):
 class Engine(RolloutSide):
     """The side that samples: a copy, whose embedding can be compared row by row."""
 
+    captured: Tiny | None = None
+    """What it decodes with, whatever it receives; None is what it received."""
+
     def __init__(self, model: Tiny) -> None:
         self.receive(model)
 
     def receive(self, model: Tiny) -> dict[str, Tensor]:
         self.model = copy.deepcopy(model).to(torch.float16)
+        self.decoder = self.model if self.captured is None else self.captured
         return self.sample()
 
     def sample(self) -> dict[str, Tensor]:
@@ -78,6 +82,18 @@ class Engine(RolloutSide):
     @torch.no_grad()
     def score(self, tokens: Tensor) -> Tensor:
         return self.model(tokens.flip(0)).flip(0).double()
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample from the model that decodes, which is the other one's as long as nobody keeps it."""
+        random, scores = torch.Generator().manual_seed(0), []
+        for _ in range(count):
+            last, before = self.decoder.embed(tokens[:, -1]), self.decoder.embed(tokens[:, -2])
+            now = self.decoder.mix(last + 0.5 * before).float().log_softmax(-1).double()
+            drawn = torch.multinomial(now.exp(), 1, generator=random)
+            tokens = torch.cat([tokens, drawn], 1)
+            scores.append(now.gather(1, drawn))
+        return Decoded(tokens=tokens, logprobs=torch.cat(scores, 1))
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         held = self.sample()
@@ -194,7 +210,7 @@ def test_what_other_settings_make_nonsense_of_begins_anew_and_is_said() -> None:
         "the check of weight updates begins anew: it was kept for float16, and the sides compute in bfloat16."
     )
     assert half.state_dict() == own
-    monitor = MonitorConfig(weight_sync_probes=3, weight_sync_probe_length=7)
+    monitor = MonitorConfig(weight_sync_probes=3, weight_sync_probe_length=7, weight_sync_decode_tokens=4)
     fewer = WeightVerifier(trainer, engine, monitor, draw_probes(torch.arange(64), monitor), dtype="float16")
     fewer.begin()
     said = fewer.load_state_dict(state)
@@ -202,6 +218,48 @@ def test_what_other_settings_make_nonsense_of_begins_anew_and_is_said() -> None:
         "the check of weight updates begins anew: it was kept of 8 probes of 32 tokens, and there are 3 of 7."
     )
     assert fewer.judge().status == "unchanged"
+
+
+def test_a_decode_with_the_weights_of_the_start_is_named_and_prefill_is_not_accused() -> None:
+    trainer, engine, verifier, said = started()
+    engine.captured = engine.model
+    for _ in range(20):
+        trainer.train()
+        engine.receive(trainer.model)
+        verdict = verifier.judge()
+        if not verdict.ok:
+            break
+    assert verdict.status == "stale_decode" and "decode path does not compute with the weights" in verdict.message
+    assert verdict.gap_mean < verdict.threshold < 0.2, "prefill is right"
+    with pytest.raises(WeightSyncError, match="decode path does not compute"):
+        verifier.verify()
+    assert said == [("error", EVENT, verifier.verdict.message)]  # type: ignore[union-attr]
+
+
+def test_prefill_is_named_before_decode() -> None:
+    trainer, engine, verifier, _ = started()
+    engine.captured = copy.deepcopy(engine.model)
+    with torch.no_grad():
+        engine.model.embed.weight *= -1
+    assert verifier.judge().status == "garbled"
+
+
+def test_an_engine_that_cannot_decode_is_refused_unless_the_block_leaves_decode_out() -> None:
+    class Prefills:
+        score, compare = Engine.score, Engine.compare
+
+    trainer = Trainer()
+    with pytest.raises(ConfigError, match="Prefills cannot be asked to decode.*or set it to 0"):
+        WeightVerifier(trainer, Prefills(), MonitorConfig(), PROBES, dtype="float16")  # type: ignore[arg-type]
+    monitor = MonitorConfig(weight_sync_decode_tokens=0)
+    verifier = WeightVerifier(trainer, Prefills(), monitor, PROBES, dtype="float16")  # type: ignore[arg-type]
+    assert verifier.decoded == 0
+
+
+@pytest.mark.parametrize("count", [1, 32, -1])
+def test_a_number_of_decoded_tokens_that_leaves_none_is_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match="weight_sync_decode_tokens.*less than weight_sync_probe_length"):
+        MonitorConfig(weight_sync_decode_tokens=count)
 
 
 def test_the_state_of_a_run_that_verified_nothing_leaves_the_baseline() -> None:

@@ -117,7 +117,7 @@ class PreflightMixin(_Host):
             self._weights.look()
 
     def _verify_weights(self) -> None:
-        """Check that each rollout server's prefill computes with the weights that the actor had when it was asked.
+        """Check that each rollout server computes with the weights that the actor had when it was asked.
 
         Raises:
             WeightSyncError: One does not, and `monitor.weight_sync` is "error".

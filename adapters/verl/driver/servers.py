@@ -14,9 +14,14 @@ from mismatch_ext.adapters.verl.driver.reports import RolloutAnswer
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError
+from mismatch_ext.weight_sync import Decoded
 from mismatch_ext.weight_sync.sums import Sums
 
 PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+DRAWN = {"temperature": 1.0, "logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0, "seed": 0}
+"""vLLM draws with the request's own seed, and leaves its other random numbers as they are."""
+LIKELIEST = {"temperature": 1.0, "top_k": 1, "logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0}
+"""SGLang would draw from the random numbers of all requests."""
 
 
 def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer]:
@@ -144,42 +149,68 @@ def engines_of(replica: Any) -> int:
     return 1 if _is_sglang(replica) else int(replica.config.data_parallel_size or 1)
 
 
-def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]], timeout: float) -> list[list[Any]]:
-    """Ask each engine of a rollout server to score probe tokens; `answered` waits for one of them.
-
-    Greedy decoding of one token draws no random number, so that scoring leaves the server's sampling as it was.
+def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int, timeout: float) -> list[list[Any]]:
+    """Ask each engine of a rollout server to decode after prompts; `answered_decode` waits for one of them.
 
     Args:
         replica: One of verl's rollout replicas.
-        token_ids: N sequences of the same length T.
+        token_ids: N prompts of the same length.
+        count: Tokens after each.
         timeout: Seconds that the engines may take.
 
     Returns:
         What to wait for, of each engine.
     """
+    settings = (LIKELIEST if _is_sglang(replica) else DRAWN) | {"max_tokens": count}
+    return _ask_engines(replica, [token_ids] * engines_of(replica), settings, timeout)
+
+
+def ask_probes(replica: Any, token_ids: Sequence[Sequence[Sequence[int]]], timeout: float) -> list[list[Any]]:
+    """Ask each engine of a rollout server to score tokens; `answered` waits for one of them.
+
+    Greedy decoding of one token draws no random number, so that scoring leaves the server's sampling as it was.
+
+    Args:
+        replica: One of verl's rollout replicas.
+        token_ids: For each engine, N sequences of the same length T.
+        timeout: Seconds that the engines may take.
+
+    Returns:
+        What to wait for, of each engine.
+    """
+    return _ask_engines(replica, token_ids, PROBE, timeout)
+
+
+def _ask_engines(
+    replica: Any, token_ids: Sequence[Sequence[Sequence[int]]], settings: Mapping[str, Any], timeout: float
+) -> list[list[Any]]:
     server = replica.servers[0]
-    if (engines := engines_of(replica)) > 1:
+    if engines_of(replica) > 1:
         # verl's server leaves it to vLLM's balance which engine answers.
-        ids = [list(row) for row in token_ids]
-        return [[server.__ray_call__.remote(_probe_engine, number, ids, timeout)] for number in range(engines)]
+        return [
+            [server.__ray_call__.remote(_probe_engine, number, [list(row) for row in rows], dict(settings), timeout)]
+            for number, rows in enumerate(token_ids)
+        ]
     return [
         [
             server.generate.remote(
-                prompt_ids=list(ids), sampling_params=dict(PROBE), request_id=f"mismatch-probe-{row}"
+                prompt_ids=list(ids), sampling_params=dict(settings), request_id=f"mismatch-probe-{row}"
             )
-            for row, ids in enumerate(token_ids)
+            for row, ids in enumerate(token_ids[0])
         ]
     ]
 
 
-def _probe_engine(server: Any, number: int, token_ids: list[list[int]], timeout: float) -> list[Any]:
+def _probe_engine(
+    server: Any, number: int, token_ids: list[list[int]], settings: dict[str, Any], timeout: float
+) -> list[Any]:
     """Let one engine of a server answer probes, from within it, by verl's own method."""
     view = copy.copy(server)
     view.engine = _OneEngine(server.engine, number)
 
     async def answers() -> list[Any]:
         requests = (
-            view.generate(prompt_ids=ids, sampling_params=dict(PROBE), request_id=f"mismatch-probe-{number}-{row}")
+            view.generate(prompt_ids=ids, sampling_params=dict(settings), request_id=f"mismatch-probe-{number}-{row}")
             for row, ids in enumerate(token_ids)
         )
         return list(await asyncio.gather(*requests))
@@ -207,14 +238,35 @@ def answered(asked: Sequence[Any], timeout: float) -> Tensor:
     Raises:
         EngineError: The server failed, or does not answer.
     """
-    try:
-        outputs = ray.get(list(asked), timeout=timeout)
-    except Exception as error:
-        raise EngineError(
-            f"the rollout server could not score probe tokens: {type(error).__name__}: {error}"
-        ) from error
-    if outputs and isinstance(outputs[0], list):  # all of one engine's, in one answer
-        outputs = outputs[0]
+    outputs = _outputs(asked, timeout, "score probe tokens")
     # verl pads the list by one entry, for the token that was decoded.
     rows = [[entry[0] for entry in out.extra_fields["prompt_logprobs"][:-1]] for out in outputs]
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], timeout: float) -> Decoded:
+    """Return what an engine decoded after prompts.
+
+    Args:
+        asked: What to wait for.
+        token_ids: The prompts.
+        timeout: Seconds to wait.
+
+    Raises:
+        EngineError: The server failed, or does not answer.
+    """
+    outputs = _outputs(asked, timeout, "decode after probe tokens")
+    if any(out.log_probs is None for out in outputs):
+        raise EngineError("the rollout server reported no log-probabilities of tokens that it decoded; see its log.")
+    return Decoded(
+        tokens=torch.tensor([[*ids, *map(int, out.token_ids)] for ids, out in zip(token_ids, outputs, strict=True)]),
+        logprobs=torch.tensor([out.log_probs for out in outputs], dtype=torch.float64),
+    )
+
+
+def _outputs(asked: Sequence[Any], timeout: float, what: str) -> list[Any]:
+    try:
+        outputs = ray.get(list(asked), timeout=timeout)
+    except Exception as error:
+        raise EngineError(f"the rollout server could not {what}: {type(error).__name__}: {error}") from error
+    return outputs[0] if outputs and isinstance(outputs[0], list) else outputs  # all of one engine's, in one answer

@@ -11,11 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.driver.servers import answered, answered_sums, ask_probes, ask_sums, engines_of
+from mismatch_ext.adapters.verl.driver.servers import (
+    answered,
+    answered_decode,
+    answered_sums,
+    ask_decode,
+    ask_probes,
+    ask_sums,
+    engines_of,
+)
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weight_sync import Decoded, TensorComparison
 from mismatch_ext.weight_sync.sums import Shape, Sums, added, compare_sums
 from mismatch_ext.weight_sync.verifier import Look, WeightVerifier
 
@@ -67,22 +75,29 @@ class Engine:
         actor: The actor, for the shapes of its tensors.
 
     Attributes:
-        probes: What to wait for, of the probes.
+        decoded: What it decoded after the probes' beginnings; None where it was not asked to.
+        probes: What to wait for, of the probes and of what it decoded.
         sums: The sums of the bits of the engine's tensors.
     """
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
+        self.decoded: Decoded | None = None
         self.probes: Sequence[Any] = ()
         self.sums: Mapping[str, Sums] = {}
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return the answer to the probes that were last asked `[N, T-1]`, float64.
+        """Return the answer to the tokens that were last asked `[N, T-1]`, float64.
 
         Raises:
             EngineError: The server failed, or does not answer.
         """
         return answered(self.probes, ANSWER_TIMEOUT)
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Return what the engine decoded when it was last asked to."""
+        assert self.decoded is not None  # `RolloutWeights` has asked before it lets judge
+        return self.decoded
 
     def compare(self, sent: Mapping[str, Sums], before: Mapping[str, Sums]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms by the sums of their bits; SGLang's servers tell none."""
@@ -144,7 +159,7 @@ class RolloutWeights:
         self._looked = self._actor.look(self._probes)
 
     def verify(self) -> None:
-        """Check that each engine's prefill computes with the weights that the actor had when it was asked.
+        """Check that each engine computes with the weights that the actor had when it was asked.
 
         Raises:
             WeightSyncError: One does not, and `monitor.weight_sync` is "error".
@@ -153,9 +168,14 @@ class RolloutWeights:
         if self._looked is None:
             return
         look, self._looked = self._looked, None
-        probes = [ask_probes(replica, self._probes.tolist(), ANSWER_TIMEOUT) for replica in self._replicas]
+        self._decode()
+        engines = iter([engine for _, engine in self._verifiers])
+        probes = []
+        for replica in self._replicas:
+            tokens = [self._scored_by(next(engines)) for _ in range(engines_of(replica))]
+            probes.append(ask_probes(replica, tokens, ANSWER_TIMEOUT))
         sums = [ask_sums(replica, self._actor.shapes, ANSWER_TIMEOUT) for replica in self._replicas]
-        engines = (engine for _, engine in self._verifiers)
+        engines = iter([engine for _, engine in self._verifiers])
         for asked, held in zip(probes, sums, strict=True):
             # All engines of a server together: one that holds something else spoils the sum.
             total = added(answered_sums(held, ANSWER_TIMEOUT))
@@ -164,6 +184,23 @@ class RolloutWeights:
                 engine.probes, engine.sums = of_engine, total
         for verifier, _ in self._verifiers:
             verifier.verify(self._actor.sums, look)
+
+    def _decode(self) -> None:
+        """Let each engine decode after the probes' beginnings, all at once, where the block asks for it."""
+        verifier = self._verifiers[0][0]
+        if not verifier.decoded:
+            return
+        prompts = verifier.prompts.tolist()
+        asked = [
+            one for replica in self._replicas for one in ask_decode(replica, prompts, verifier.decoded, ANSWER_TIMEOUT)
+        ]
+        for (_, engine), of_engine in zip(self._verifiers, asked, strict=True):
+            engine.decoded = answered_decode(of_engine, prompts, ANSWER_TIMEOUT)
+
+    def _scored_by(self, engine: Engine) -> list[list[int]]:
+        """Return the tokens that an engine is to score: the probes, and what it has decoded."""
+        decoded = [] if engine.decoded is None else engine.decoded.tokens.tolist()
+        return [*self._probes.tolist(), *decoded]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run judges on with, as JSON-able data."""

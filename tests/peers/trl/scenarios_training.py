@@ -22,8 +22,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
+from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.report import load_runs, summarise, tables
 from tests.oracle import watch_float32_error
+from tests.peers.engines.kept_decode import keep_decode
 
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 
@@ -162,6 +164,23 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
     moved = float((trainer._score(probes) - before).abs().mean())
     merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
     return outcome(trainer, merged=merged, verdict=trainer._verdict.status, moved=moved, float32_errors=errors)
+
+
+def kept_decode(model: str, out: str, dtype: str) -> dict[str, Any]:
+    """Let the engine decode with what it has after the first step, and prefill with what it gets."""
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                keep_decode(engine.runner(trainer.vllm_generation.llm).model.model)
+
+    block = {"precision": {"dtype": dtype}}
+    trainer = build(model, out, block, [Keep()], max_steps=4, learning_rate=1e-2, warmup_steps=0)
+    try:
+        trainer.train()
+    except WeightSyncError as error:
+        return {"error": str(error), "steps": trainer.state.global_step, "verdict": vars(trainer._verdict)}
+    return {"error": None, "verdict": vars(trainer._verdict)}
 
 
 def seams(model: str, out: str) -> dict[str, Any]:

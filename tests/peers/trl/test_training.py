@@ -178,6 +178,18 @@ def test_lora_adapters_reach_the_engine_and_are_left_unmerged(
         expect_float32(result["history"], result["float32_errors"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_decode_that_keeps_old_weights_is_named_and_prefill_is_not(
+    run: Run, dense: Path, tmp_path: Path, dtype: str
+) -> None:
+    result = run(scenarios.kept_decode, model=dense, out=tmp_path, dtype=dtype).expect()
+    assert result["error"] and "decode path does not compute with the weights that its prefill has" in result["error"]
+    # Kept after the first step; nothing of the first batch that it would have sampled is trained on.
+    assert result["steps"] == 1
+    verdict = result["verdict"]
+    assert verdict["status"] == "stale_decode" and verdict["gap_mean"] < verdict["threshold"], verdict
+
+
 def test_the_engine_wrapper_stays_settable_and_follows_weights_that_change_without_a_step(
     run: Run, dense: Path, tmp_path: Path
 ) -> None:

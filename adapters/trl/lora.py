@@ -1,0 +1,105 @@
+"""LoRA under TRL: the base keeps its weights through weight updates, and what rounding leaves of the adapters is measured.
+
+TRL merges adapters into the base for each weight update, W + BA, and takes BA off again afterwards. In half precision the sum
+is rounded and so is the difference: the base wanders, and each update starts from what the last one left (huggingface/trl#6688).
+Here the base's own tensors are put back after each update. What the engine gets is still rounded to its grid: of an adapter that
+is smaller than half a unit in the last place of the weights nothing is left there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.trl.overridden import shadowed
+from torch import Tensor, nn
+
+from mismatch_ext.errors import ConfigError
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """Yield each layer of adapters of a `PeftModel`, with the layer of the base that it adapts."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            yield module, module.get_base_layer()
+
+
+def check_base(model: nn.Module) -> None:
+    """Refuse a quantised base model.
+
+    Args:
+        model: A `PeftModel`.
+
+    Raises:
+        ConfigError: The base's weights are no floating-point numbers; names one.
+    """
+    for _, base in layers_of(model):
+        for name, weight in base.named_parameters(recurse=False):
+            if not weight.is_floating_point():
+                raise ConfigError(
+                    f"the base model is quantised ({type(base).__name__}.{name} holds {weight.dtype}), and TRL merges "
+                    "adapters into it for each weight update: the sum is rounded to the quantised grid, the adapters cannot be "
+                    "taken off exactly, and vLLM gets packed numbers. Load the base in bfloat16, float16 or float32 (LoRA in the "
+                    "place of QLoRA)."
+                )
+
+
+class Base:
+    """The base model of a policy that trains adapters.
+
+    Args:
+        model: The policy, a `PeftModel`.
+        engine_dtype: The engine's compute dtype.
+
+    Attributes:
+        rounding: What the engine's grid did to the adapters in the last update: the errors of rounding W + BA over BA, both as
+            Frobenius norms over all layers whose adapters are added to a weight. None before the first, and while BA is 0.
+    """
+
+    def __init__(self, model: Any, engine_dtype: str) -> None:
+        self._model = model
+        self._grid: torch.dtype = getattr(torch, engine_dtype)
+        self._kept: dict[nn.Parameter, Tensor] = {}  # by identity; a tied weight is one
+        self.rounding: float | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let merges in a block leave the base's weights, after they are undone, as they were before, bit for bit."""
+        merge, unmerge = self._model.merge_adapter, self._model.unmerge_adapter
+
+        def merged(*args: Any, **kwargs: Any) -> None:
+            for _, base in layers_of(self._model):
+                for weight in base.parameters(recurse=False):
+                    # A frozen one is copied once, to the host, which has room for it where a device may not.
+                    if weight not in self._kept or weight.requires_grad:
+                        self._kept[weight] = weight.detach().to("cpu", copy=True)
+            merge(*args, **kwargs)
+            self.rounding = self._rounding()
+
+        def unmerged(*args: Any, **kwargs: Any) -> None:
+            unmerge(*args, **kwargs)
+            for _, base in layers_of(self._model):
+                for weight in base.parameters(recurse=False):
+                    weight.data.copy_(self._kept[weight])
+
+        with shadowed(self._model, merge_adapter=merged, unmerge_adapter=unmerged):
+            yield
+
+    @torch.no_grad()
+    def _rounding(self) -> float | None:
+        error = size = 0.0
+        for layer, base in layers_of(self._model):
+            # Adapters of other kinds than W + BA, such as DoRA's, are left out.
+            added = [name for name in layer.merged_adapters if name not in getattr(layer, "lora_variant", {name: None})]
+            if not added:
+                continue
+            weight = getattr(base, getattr(layer, "parameter_name", "weight"))
+            delta = torch.stack([layer.get_delta_weight(name).float() for name in added]).sum(0)
+            exact = self._kept[weight].to(weight.device).float() + delta
+            error += float((weight.to(self._grid).float() - exact).square().sum())
+            size += float(delta.square().sum())
+        return (error / size) ** 0.5 if size > 0 else None

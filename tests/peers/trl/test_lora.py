@@ -1,0 +1,70 @@
+"""LoRA under TRL: every section of the block, the base's weights over 200 weight updates, and adapters that get lost."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from mismatch_ext.adapters.trl.lora import check_base
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+from tests.peers.scenarios import Run, named
+from tests.peers.trl.test_everything import BALANCED, EVERYTHING
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_lora as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_lora")
+
+pytestmark = [pytest.mark.engine, pytest.mark.numeric]
+ROOT = Path(__file__).resolve().parents[3]
+# The doctor examines one thing at a time: it does not go with masks.
+BLOCK = EVERYTHING | {"sampling_mask": {}, "monitor": {"default_alarms": False}}
+
+
+def test_every_section_runs_on_adapters(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(
+        scenarios.sections, model=moe, out=tmp_path, block=BLOCK, top_p=0.9, max_steps=3,
+        model_init_kwargs={"dtype": "float32", "experts_implementation": "eager"}, **BALANCED,
+    ).expect()  # fmt: skip
+    assert found["verdict"] == "in_sync" and found["base"], "a base in float32 or not, it is what it was"
+    last = found["history"][-1]
+    # In float16, over masks and with routes replayed.
+    assert last["mismatch/k3_kl"] < 1e-4 and 0 < last["mismatch/lora_rounding"] < 0.5, last
+    for name in ("loss_scale", "lr_multiplier", "kl_coef", "sampling_mask_size", "routing/set_mismatch_frac"):
+        assert f"mismatch/{name}" in last, sorted(last)
+
+
+def test_the_base_stays_as_it_is_and_an_adapter_that_is_not_merged_is_named(
+    run: Run, dense: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.drift, model=dense, out=tmp_path).expect()
+    assert found["ours"] == 0.0 and found["TRL's"] > 1e-3, found
+    assert 0 < found["rounding"] < 10
+    assert "weight update" in found["lost"] and "stale" in found["lost"], found
+
+
+def test_a_quantised_base_is_refused(dense: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    check_base(adapted)
+    base = model.model.layers[1].self_attn.q_proj.get_base_layer()
+    base.weight = torch.nn.Parameter((base.weight * 99).to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"Linear.weight holds torch.int8.*Load the base in bfloat16"):
+        check_base(adapted)
+
+
+def test_the_page_has_a_row_for_each_section() -> None:
+    page = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
+    table = page.partition("| section | LoRA | QLoRA |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, re.MULTILINE))
+    sections = {field.name for field in fields(MismatchConfig)} - {"level"}
+    assert rows.keys() == sections
+    assert all(said.startswith("runs") for said in rows.values()) and sections == BLOCK.keys()
