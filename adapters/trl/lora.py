@@ -16,7 +16,7 @@ import torch
 from mismatch_ext.adapters.trl.overridden import shadowed
 from torch import Tensor, nn
 
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, WeightSyncError
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
@@ -68,8 +68,13 @@ class Base:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Let merges in a block leave the base's weights, after they are undone, as they were before, bit for bit."""
+        """Let merges in a block leave the base's weights, after they are undone, as they were before, bit for bit.
+
+        Raises:
+            WeightSyncError: Nothing was merged and unmerged in it.
+        """
         merge, unmerge = self._model.merge_adapter, self._model.unmerge_adapter
+        restored = False
 
         def merged(*args: Any, **kwargs: Any) -> None:
             for _, base in layers_of(self._model):
@@ -81,13 +86,21 @@ class Base:
             self.rounding = self._rounding()
 
         def unmerged(*args: Any, **kwargs: Any) -> None:
+            nonlocal restored
             unmerge(*args, **kwargs)
             for _, base in layers_of(self._model):
                 for weight in base.parameters(recurse=False):
                     weight.data.copy_(self._kept[weight])
+            restored = True
 
         with shadowed(self._model, merge_adapter=merged, unmerge_adapter=unmerged):
             yield
+        if not restored:
+            raise WeightSyncError(
+                "TRL sent the weights of a model with adapters, and merged none of them by the model's merge_adapter and "
+                "unmerge_adapter: the engine has got the base alone, or the base was changed. Use a version of TRL in the range "
+                "that `mismatch-ext compat` names."
+            )
 
     @torch.no_grad()
     def _rounding(self) -> float | None:

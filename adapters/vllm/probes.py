@@ -43,7 +43,7 @@ def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
 def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
     """Sample tokens after prompts with the engine's present weights, at temperature 1 and without truncation.
 
-    Each request has a seed of its own, so that the engine's random numbers are left as they are. A text's end does not end it.
+    Each request has a seed of its own; a text's end does not end it. The engine's random numbers are left as they are.
 
     Args:
         llm: An engine in this process.
@@ -57,7 +57,9 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
         for row in range(len(token_ids))
     ]
     prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
-    outputs = [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
+    # vLLM's CPU sampler draws for requests with seeds from torch's own numbers, too, and throws them away.
+    with torch.random.fork_rng(devices=[]):
+        outputs = [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
     logprobs = [
         [entry[token].logprob for entry, token in zip(filter(None, out.logprobs or ()), out.token_ids, strict=True)]
         for out in outputs

@@ -12,6 +12,7 @@ from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, READ
 from mismatch_ext.adapters.vllm.weights import SentTensor, digest_of_rows
+from packaging.version import Version
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
@@ -23,7 +24,7 @@ REQUEST_BYTES = 1 << 26
 
 # All of it is said, because a server fills in what a request leaves out from the model's generation_config.json.
 NEUTRAL = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "seed": 0, "ignore_eos": True,
 }  # fmt: skip
 """Settings that sample from the model's own distribution, with the same random numbers each time, and do not end with a text."""
@@ -71,6 +72,11 @@ class RemoteEngine:
             if READ not in error.said:
                 raise
             return None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is a CPU build, which its version says; its configuration has no device."""
+        return (Version(self.version).local or "").startswith("cpu")
 
     @property
     def backend(self) -> str | None:
@@ -135,7 +141,10 @@ class RemoteEngine:
         return torch.tensor(found, dtype=torch.float64)
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Sample `count` tokens after each prompt of `[N, P]`, with a seed; log-probabilities are NaN where one is not finite."""
+        """Sample `count` tokens after each prompt of `[N, P]`; log-probabilities are NaN where one is not finite.
+
+        With a seed, or the likeliest on a CPU, whose sampler draws from the numbers of all requests even so.
+        """
         rows = tokens.tolist()
         body = {
             "model": self.model,
@@ -144,6 +153,7 @@ class RemoteEngine:
             "logprobs": 0,
             "return_token_ids": True,
             **NEUTRAL,
+            "temperature": 0.0 if self.on_cpu else 1.0,
         }
         try:
             choices = sorted(

@@ -14,14 +14,16 @@ from mismatch_ext.adapters.verl.driver.reports import RolloutAnswer
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError
+from mismatch_ext.versions import on_cpu_build
 from mismatch_ext.weight_sync import Decoded
 from mismatch_ext.weight_sync.sums import Sums
 
 PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
-DRAWN = {"temperature": 1.0, "logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0, "seed": 0}
+DECODE = {"logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0}
+DRAWN = DECODE | {"temperature": 1.0, "seed": 0}
 """vLLM draws with the request's own seed, and leaves its other random numbers as they are."""
-LIKELIEST = {"temperature": 1.0, "top_k": 1, "logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0}
-"""SGLang would draw from the random numbers of all requests."""
+LIKELIEST = {"vllm": DECODE | {"temperature": 0.0}, "sglang": DECODE | {"temperature": 1.0, "top_k": 1}}
+"""SGLang, and vLLM on a CPU, would draw from the random numbers of all requests; both report these at temperature 1."""
 
 
 def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer]:
@@ -161,7 +163,8 @@ def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int, tim
     Returns:
         What to wait for, of each engine.
     """
-    settings = (LIKELIEST if _is_sglang(replica) else DRAWN) | {"max_tokens": count}
+    drawn = not _is_sglang(replica) and not on_cpu_build()
+    settings = (DRAWN if drawn else LIKELIEST[replica.config.name]) | {"max_tokens": count}
     return _ask_engines(replica, [token_ids] * engines_of(replica), settings, timeout)
 
 

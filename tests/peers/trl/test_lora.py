@@ -31,7 +31,7 @@ BLOCK = EVERYTHING | {"sampling_mask": {}, "monitor": {"default_alarms": False}}
 
 def test_every_section_runs_on_adapters(run: Run, moe: Path, tmp_path: Path) -> None:
     found = run(
-        scenarios.sections, model=moe, out=tmp_path, block=BLOCK, top_p=0.9, max_steps=3,
+        scenarios.sections, model=moe, out=tmp_path, block=BLOCK, top_p=0.9, top_k=8, max_steps=3,
         model_init_kwargs={"dtype": "float32", "experts_implementation": "eager"}, **BALANCED,
     ).expect()  # fmt: skip
     assert found["verdict"] == "in_sync" and found["base"], "a base in float32 or not, it is what it was"

@@ -76,6 +76,7 @@ def test_faults_are_named(run: Run, moe: Path, server: str, tmp_path: Path) -> N
     for fault, words in {
         "precision": ["EngineError", "--dtype float16", "it computes in float32"],
         "nothing": ["WeightSyncError", "stale"],
+        "old again": ["WeightSyncError", "stale"],
         "left out": ["WeightSyncError", "no weight update was finished"],
         "nan": ["WeightSyncError", "garbled", "not finite"],
         "other trainer": ["EngineError", "another trainer"],
