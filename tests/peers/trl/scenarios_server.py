@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from mismatch_ext.rundata import read_run
 from tests.oracle import watch_float32_error
 from tests.peers.engines.vllm_server import processes, serving
-from tests.peers.trl.scenarios_training import AtStep, arguments, graded, history, rows
+from tests.peers.trl.scenarios_training import arguments, graded, history, rows
 
 
 def _arguments(out: str, url: str, **overrides: Any) -> dict[str, Any]:
@@ -228,45 +227,20 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
     return found
 
 
-def ended(model: str, out: str, url: str, folder: str, flags: list[str], other: list[str]) -> dict[str, Any]:
-    """End the server between steps: once to resume with another one, beside a run that nothing stopped, and once in secret.
-
-    Args:
-        model, out, url: As for `train`.
-        folder: For logs of servers.
-        flags: Of the server that is resumed with.
-        other: Of one that takes the place of that one, without this package in it.
-    """
-    block = {"precision": {"dtype": "float32"}, "kl": {"coef": 0.05}, "lr": {"period": 2}}
+def restarted(model: str, out: str, url: str, folder: str, flags: list[str]) -> dict[str, str]:
+    """Restart the server between two steps, without this package in it, and return how two runs ended."""
+    block = {"precision": {"dtype": "float32"}}
     port = int(url.rpartition(":")[2])
-
-    def kill() -> None:
-        os.killpg(processes(url)[0], signal.SIGKILL)
-
-    def run(name: str, at_end_of_step: Any = None, resume: bool = False) -> tuple[str, float]:
-        # Responses are drawn with one seed, by the weights that the server has.
-        saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "generation_kwargs": {"seed": 1}}
-        trainer = _build(model, f"{out}/{name}", url, block, lr_scheduler_type="constant", **saving)
-        if at_end_of_step is not None:
-            trainer.add_callback(AtStep(3, at_end_of_step))
-        begun = time.monotonic()
-        return _outcome(lambda: trainer.train(resume_from_checkpoint=resume or None)), time.monotonic() - begun
-
-    found: dict[str, Any] = {"whole": run("whole")[0]}
-    found["killed"], found["seconds"] = run("killed", kill)
-    found["saved"] = sorted(path.name for path in Path(out, "killed").glob("checkpoint-*"))
     with ExitStack() as stack:
-        stack.enter_context(serving(model, Path(folder), *flags, development=True, port=port))
-        found["resumed"] = run("killed", resume=True)[0]
 
         def restart() -> None:
-            kill()
-            again = serving(model, Path(folder), *other, development=True, port=port, plugins="")
+            os.killpg(processes(url)[0], signal.SIGKILL)
+            again = serving(model, Path(folder), *flags, development=True, port=port, plugins="")
             stack.enter_context(again)
 
-        trainer = _build(model, f"{out}/restarted", url, {"precision": {"dtype": "float32"}}, max_steps=2)
+        trainer = _build(model, f"{out}/restarted", url, block, max_steps=2)
         trainer.add_callback(_At(restart))
-        found["restarted"] = _outcome(trainer.train)
-        asked = {"precision": {"dtype": "float32"}, "routing": {"mode": "R3"}}
+        found = {"restarted": _outcome(trainer.train)}
+        asked = {**block, "routing": {"mode": "R3"}}
         found["no plugin"] = _outcome(lambda: _build(model, f"{out}/plain", url, asked))
     return found

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from mismatch_ext.rundata import METRICS_FILE, read_run
+from mismatch_ext.rundata import read_run
 from tests.oracle import expect_float32
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Run, named
-from tests.peers.trl.kills import check_lines, metrics_of
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_server as scenarios
@@ -89,33 +88,14 @@ def test_faults_are_named(run: Run, moe: Path, server: str, tmp_path: Path) -> N
         assert all(word in found[fault] for word in words), (fault, found[fault])
 
 
-@pytest.fixture(scope="module")
-def ended(run: Run, moe: Path, server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """End the server in several ways; to be asked for last, since it is another one afterwards."""
-    out = tmp_path_factory.mktemp("ended")
+def test_a_restart_is_named_and_a_server_without_the_plugin_is_refused(
+    run: Run, moe: Path, server: str, tmp_path: Path
+) -> None:
+    """Last: the server is another one afterwards."""
     found = run(
-        scenarios.ended, timeout=600, model=moe, out=out, url=server, folder=out, flags=[*FLAGS, *TRANSFER],
-        other=[*FLAGS, *NCCL],
+        scenarios.restarted, timeout=600, model=moe, out=tmp_path, url=server, folder=tmp_path,
+        flags=[*FLAGS, *NCCL],
     ).expect()  # fmt: skip
-    return found, out
-
-
-def test_a_server_that_is_killed_ends_the_run_and_another_one_goes_on(ended: tuple[dict[str, Any], Path]) -> None:
-    found, out = ended
-    assert found["whole"] == found["resumed"] == "went on", found
-    assert found["killed"].startswith("EngineError") and "cannot be reached" in found["killed"], found
-    assert "resume" in found["killed"] and found["saved"] == ["checkpoint-2", "checkpoint-3"]
-    check_lines(out / "killed/mismatch" / METRICS_FILE, 4)
-    series, expected = metrics_of(out / "killed"), metrics_of(out / "whole")
-    assert series.keys() == expected.keys() == {1, 2, 3, 4}
-    for step, metrics in expected.items():
-        # The server forms batches as requests come in, and rounds by batches.
-        for name in ("reward", "completions/mean_length", "loss", "grad_norm", "mismatch/kl", "mismatch/lr_multiplier"):
-            assert series[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), (step, name)
-
-
-def test_a_restart_is_named_and_a_server_without_the_plugin_is_refused(ended: tuple[dict[str, Any], Path]) -> None:
-    found, _ = ended
     assert "EngineError" in found["restarted"] and "was restarted" in found["restarted"], found
     for word in (
         '--weight-transfer-config \'{"backend": "mismatch_http"}\'',
