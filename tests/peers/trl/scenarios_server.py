@@ -222,7 +222,7 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         """Let the server's workers decode with what they have now, and prefill with what they get."""
         trainer.vllm_generation.vllm_client.http.rpc("keep_decode")
 
-    found["stale decode"] = _outcome(lambda: run(at_end_of_step=keep_decode))
+    found["stale decode"] = _outcome(lambda: run(at_end_of_step=keep_decode, learning_rate=1e-2))
     client.http.rpc("mend_decode")
     return found
 
