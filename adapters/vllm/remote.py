@@ -12,7 +12,6 @@ from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, READ
 from mismatch_ext.adapters.vllm.weights import SentTensor, digest_of_rows
-from packaging.version import Version
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
@@ -75,8 +74,8 @@ class RemoteEngine:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is a CPU build, which its version says; its configuration has no device."""
-        return (Version(self.version).local or "").startswith("cpu")
+        """Whether it computes on a CPU."""
+        return str(self.config["device_config"]["device"]).startswith("cpu")
 
     @property
     def backend(self) -> str | None:

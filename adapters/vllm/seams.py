@@ -146,6 +146,7 @@ SEAMS = (
             Has("vllm.config.vllm:VllmConfig.weight_transfer_config"),
             Has("vllm.config.weight_transfer:WeightTransferConfig.backend"),
             Has("vllm.config.parallel:ParallelConfig.data_parallel_size"),
+            Has("vllm.config.device:DeviceConfig.device"),
         ),
         upstream=_SOURCE + "entrypoints/openai/completion/protocol.py",
         where=("trl", "server"),
