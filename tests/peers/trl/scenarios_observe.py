@@ -127,7 +127,9 @@ def _spoil_routes(trainer: Any) -> None:
 
     def spoiled(*args: Any, **kwargs: Any) -> Any:
         outputs = generate(*args, **kwargs)
-        if len(outputs) == 8 and outputs[0].outputs[0].logprobs is not None:  # a batch, no probes
+        # A batch: probes are scored without log-probabilities of what is sampled, or sampled with settings for each.
+        alike = not any(isinstance(value, list) and not isinstance(value[0], dict) for value in args)
+        if alike and len(outputs) == 8 and outputs[0].outputs[0].logprobs is not None:
             calls.append(1)
             for output in outputs[2:] if len(calls) < 4 else outputs:
                 for one in output.outputs:
