@@ -13,7 +13,9 @@ from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
+from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
+from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import check_examinable
@@ -39,7 +41,7 @@ from torch import Tensor, nn
 from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import Patch
-from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
+from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
@@ -78,6 +80,7 @@ class PreflightMixin(_Host):
     # What of a server cannot be checked.
     _unchecked: str | None = None
     _alarms: AlarmCallback
+    _correction: CorrectionTerm | None
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
     model: nn.Module
 
@@ -189,6 +192,11 @@ class PreflightMixin(_Host):
             self._warn(READINESS, self._readiness)
         if self._unchecked is not None:
             self._warn("server", self._unchecked)
+        if self.use_vllm and clips_engine_ratio(None if self._correction is None else self._correction.settings):
+            engine: EngineReading = self._readings["engine"]
+            coarse = coarse_engine(self._compute_dtype(), engine.model_dtype, engine.quantization)
+            if coarse is not None:
+                self._warn("phantom_clip", coarse)
         if self.use_vllm:
             with self._verdicts.checking("engine"):
                 self._wrap_engine(patch_digest)

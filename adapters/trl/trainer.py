@@ -20,6 +20,7 @@ from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr
 from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
+from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, phantom
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
 from mismatch_ext.adapters.trl.examining import ExaminingMixin
@@ -246,6 +247,10 @@ class MismatchTrainerMixin(
                 mode = "train" if training else "eval"
                 for name, value in self._correction.apply(output, old_logprobs, mask).items():
                     self._metrics[mode][PREFIX + name].append(value)
+            if training and isinstance(self, GRPOTrainer):
+                clips = self._correction is not None and clips_engine_ratio(self._correction.settings)
+                for name, value in phantom(self, output, gap, clips, self._ranks).items():
+                    self._metrics["train"][PREFIX + name].append(value)
         if training:
             self._steer_by_rollouts(self._metrics["train"], gap)
         if self._kl is not None:

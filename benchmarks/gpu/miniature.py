@@ -117,10 +117,15 @@ def pretrained(shape: Shape, device: str, seed: int) -> tuple[nn.Module, Languag
             attn_implementation="eager",
         )
         model = Qwen3ForCausalLM(config).float()
-    generator = torch.Generator(device).manual_seed(seed + 100)
+    learn(model, language, shape.pretraining, torch.Generator(device).manual_seed(seed + 100))
+    return model, language
+
+
+def learn(model: nn.Module, language: Language, steps: int, generator: torch.Generator) -> None:
+    """Train a model on a language, in place."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    for at in range(shape.pretraining):
-        cosine = 0.5 * (1 + math.cos(math.pi * at / shape.pretraining))
+    for at in range(steps):
+        cosine = 0.5 * (1 + math.cos(math.pi * at / steps))
         optimizer.param_groups[0]["lr"] = 4e-3 * min(1.0, (at + 1) / 30) * (0.05 + 0.95 * cosine)
         ids = language.sample(32, 48, generator)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -129,7 +134,6 @@ def pretrained(shape: Shape, device: str, seed: int) -> tuple[nn.Module, Languag
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return model, language
 
 
 class Sides:

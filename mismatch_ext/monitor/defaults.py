@@ -77,6 +77,12 @@ DEFAULTS: dict[str, DefaultRule] = {
         meaning="few tokens carry most of the importance weight",
         advice="truncate or reject by mismatch.correction, and find what makes those tokens differ in the report's profiles",
     ),
+    PREFIX + "phantom_clip_frac": DefaultRule(
+        above=0.01,
+        source="docs/stability.md: 0 without a mismatch; 5 to 15 % in the runs that learnt later than their controls.",
+        meaning="the clip on pi_trainer/pi_engine stops tokens although the policy has not changed since they were sampled",
+        advice="clip on the trainer's own ratio, by correction.preset: decoupled_token_is, or give both sides one precision",
+    ),
     PREFIX + "routing/set_mismatch_frac": DefaultRule(
         above=0.2,
         source="A choice.",

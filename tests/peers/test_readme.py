@@ -30,6 +30,9 @@ RUN_BY = {
     "python -m benchmarks.gpu": (
         "peers/transformers/test_gpu_benchmark.py::test_a_killed_run_goes_on_and_does_nothing_again"
     ),
+    "python -m benchmarks.stability --out runs/stability_again --arms bypass matched --seeds 2 --jobs 2": (
+        "evidence/test_stability.py::test_a_clip_on_the_engines_ratio_stops_what_is_learnt"
+    ),
     "make bench": "evidence/test_bench.py::test_costs_beside_what_others_have",
     'pip install "mismatch-ext[trl,report]"': "evidence/test_readme.py::test_pip_install",
     "python examples/trl_grpo.py": "peers/test_readme.py::test_script_then_report",

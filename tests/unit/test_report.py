@@ -278,6 +278,11 @@ def test_the_verdict_puts_known_causes_first(tmp_path: Path) -> None:
     with RunStream.open(tmp_path / "top_p", header=header("fp16")) as stream:
         stream.step(1, {"mismatch/logp_abs_diff_mean": 1e-5, "mismatch/support_truncated": 1.0})
     assert "switch top_p, top_k and min_p off" in say(tmp_path / "top_p")
+    for name, stopped in (("clipped", 0.12), ("hardly", 0.004)):
+        run = flat_run(tmp_path / name, 1e-3, name="fp16", engine={"model_dtype": "torch.bfloat16"})
+        with RunStream.open(run, header=header("fp16"), resume_step=2) as stream:
+            stream.step(3, {"mismatch/logp_abs_diff_mean": 1e-3, "mismatch/phantom_clip_frac": stopped})
+        assert ("stops 12% of the tokens" in say(run)) == (name == "clipped")
 
 
 def test_profiles_pool_by_token_count_and_find_where_the_gap_is(tmp_path: Path) -> None:

@@ -112,4 +112,35 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
             "weight_error": float((torch.where(mask, multiplier - weight, 0.0)).abs().max()),
             "largest_ratio": float(ratio.max()),
         }
+    result["phantom"] = phantom_by_hand(trainer, rows)
     return result
+
+
+def phantom_by_hand(trainer: Any, rows: Any) -> dict[str, Any]:
+    """Return the logged measures of a clip on the ratio to the engine, and the same by plain loops over tokens."""
+    trainer._correction = CorrectionTerm(resolve(CorrectionConfig(preset="bypass_ppo_clip")), trainer._ranks)
+    trainer.epsilon_low = trainer.epsilon_high = 1e-3
+    inputs = trainer._generate_and_score_completions(rows)
+    logged = {
+        name: trainer._metrics["train"][f"mismatch/{name}"][-1] for name in ("phantom_clip_frac", "advantage_gap")
+    }
+    found = (scored(trainer, inputs) - inputs["sampling_per_token_logps"].double()).tolist()
+    stopped, tokens, gaps = 0, 0, {True: [0.0], False: [0.0]}
+    for row, mask, advantage in zip(
+        found, inputs["completion_mask"].tolist(), inputs["advantages"].tolist(), strict=True
+    ):
+        for d in (d for d, chosen in zip(row, mask, strict=True) if chosen):
+            tokens += 1
+            stopped += (advantage > 0 and math.exp(d) > 1.001) or (advantage < 0 and math.exp(d) < 0.999)
+            if advantage:
+                gaps[advantage > 0].append(d)
+    up, down = (math.fsum(gaps[side]) / (len(gaps[side]) - 1) for side in (True, False))
+    trainer._correction = None
+    trainer._generate_and_score_completions(rows)
+    return {
+        "logged": logged,
+        "by_hand": {"phantom_clip_frac": stopped / tokens, "advantage_gap": up - down},
+        # What does not clip the ratio to the engine stops nothing by it.
+        "without": len(trainer._metrics["train"]["mismatch/phantom_clip_frac"]),
+        "of_each": len(trainer._metrics["train"]["mismatch/advantage_gap"]),
+    }

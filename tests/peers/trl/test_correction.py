@@ -35,11 +35,32 @@ def test_a_preset_that_trl_has_is_trls_own(run: Run, dense: Path, tmp_path: Path
 
 def test_other_corrections_are_the_hand_computed_ones(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(scenarios.by_hand, model=dense, out=tmp_path).expect()
+    phantom = found.pop("phantom")
+    assert phantom["logged"] == pytest.approx(phantom["by_hand"], rel=1e-3, abs=1e-7)
+    assert 0 < phantom["logged"]["phantom_clip_frac"] < 1 and phantom["without"] < phantom["of_each"]
     assert set(found) == {"token", "geometric", "reject", "clip", "reinforce"}
     for name, errors in found.items():
         assert errors["weight_error"] < 1e-5 and errors["gradient_error"] < 1e-5, name
         # The correction changes the gradient, so that the comparison can fail.
         assert errors["effect"] > 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "quantization", "words"),
+    [
+        ("float32", "bfloat16", None, ["bfloat16", "float32", "phantom_clip_frac", "decoupled_token_is"]),
+        ("bfloat16", "bfloat16", "fp8", ["fp8 weights", "bfloat16"]),
+        ("float32", "float16", None, ["float16"]),
+    ],
+)
+def test_a_clip_on_the_engines_ratio_is_warned_of_where_the_engine_is_coarser(
+    trainer: str, engine: str, quantization: str | None, words: list[str]
+) -> None:
+    from mismatch_ext.adapters.trl.clipping import coarse_engine
+
+    said = coarse_engine(trainer, engine, quantization)
+    assert said is not None and all(word in said for word in words)
+    assert coarse_engine(engine, engine, None) is None and coarse_engine(engine, "float32", None) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""Mixtures of experts: what flipped routes alone do to learning, with everything else in float32 on both sides."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import torch
+from mismatch_ext.adapters.transformers.routing import moe_layout, replay_routing
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.gpu.engine import Rollout, decode
+from benchmarks.gpu.miniature import END, Language, advantages, learn, on_grid
+from benchmarks.stability.arms import ExpertArm
+from benchmarks.stability.train import MEASURES, PROMPT, SHORT, Curves
+from mismatch_ext.metrics.clipping import advantage_gap, stopped_by_clip
+from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.routing import align
+
+VOCABULARY, PROMPTS, SAMPLES, NEW, RATE, EPSILON = 256, 8, 8, 32, 1e-3, 0.2
+STEPS = 50
+Base = tuple[nn.Module, Language]
+
+
+def base(*, quick: bool = False) -> Base:
+    """Return a mixture of 8 experts that has learnt its language, and the language."""
+    language = Language(VOCABULARY, "cpu")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            moe_intermediate_size=64,
+            intermediate_size=128,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            initializer_range=0.06,
+            bos_token_id=None,
+            eos_token_id=END,
+            pad_token_id=None,
+            attn_implementation="eager",
+        )
+        model = Qwen3MoeForCausalLM(config).float()
+    model.set_experts_implementation("eager")  # on a CPU faster than the grouped matrix product
+    learn(model, language, 5 if quick else 250, torch.Generator().manual_seed(100))
+    return model, language
+
+
+def engine_of(policy: nn.Module, bits: int) -> nn.Module:
+    """Return the engine's copy of a policy, which picks experts by rounded routers."""
+    held = copy.deepcopy(policy).requires_grad_(False)
+    if bits:
+        for router in moe_layout(held).routers:
+            weight = router.module.weight
+            weight.copy_(on_grid(weight, bits))  # type: ignore[operator, arg-type]
+    return held
+
+
+def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
+    """Train one arm and return what each step measured, before its update."""
+    model, language = made
+    policy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(2000 + seed)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=RATE, betas=(0.9, 0.99))
+    kept: Curves = {name: [] for name in (*MEASURES, "flipped")}
+    for _ in range(steps):
+        prompts = language.sample(PROMPTS, PROMPT, generator, end=False).repeat_interleave(SAMPLES, 0)
+        rollout = decode(engine_of(policy, arm.bits), prompts, NEW, generator=generator, routed=True, ends=(END,))
+        mask, engine = rollout.mask, rollout.logprobs.float()
+        reward = advantages(mask.sum(1), SAMPLES)[:, None].expand(mask.shape)
+        trainer, flipped = _scored(policy, rollout, arm.replayed)
+        ratio = (trainer - engine).exp()
+        stopped = stopped_by_clip((trainer - engine).detach(), reward, EPSILON, EPSILON)
+        loss = -torch.minimum(ratio * reward, ratio.clamp(1 - EPSILON, 1 + EPSILON) * reward)
+        optimizer.zero_grad()
+        ((loss * mask).sum() / mask.sum()).backward()
+        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        d, reinforced = (trainer.detach() - engine)[mask], mask & (rollout.ids[:, PROMPT:] == END) & (reward > 0)
+        kept["length"].append(float(mask.sum(1).float().mean()))
+        kept["stopped"].append(float(stopped[mask].float().mean()))
+        kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
+        kept["advantage_gap"].append(advantage_gap(trainer.detach(), engine, reward, mask))
+        kept["k3"].append(float(k3(d.double()).mean()))
+        kept["flipped"].append(flipped)
+        if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:
+            break
+    return kept
+
+
+def _scored(policy: nn.Module, rollout: Rollout, replayed: bool) -> tuple[torch.Tensor, float]:
+    """Return the trainer's log-probabilities `[B, T]`, and the share of tokens and layers that it would route otherwise."""
+    assert rollout.routes is not None
+    before = torch.ones(len(rollout.ids), rollout.prompt, dtype=torch.int64)
+    real = torch.cat([before, rollout.mask.to(torch.int64)], 1)
+    trace, known = align(list(rollout.routes), real)
+    with torch.no_grad(), replay_routing(policy, trace, known, native=True) as replay:
+        policy(input_ids=rollout.ids, attention_mask=real, use_cache=False)
+    own = replay.native
+    assert own is not None
+    flips = [
+        (own.layer(layer).sort(-1).values != trace.layer(layer).sort(-1).values).any(-1)[known].float().mean()
+        for layer in trace.layers
+    ]
+    with replay_routing(policy, trace, known) if replayed else nullcontext():
+        logits = policy(input_ids=rollout.ids, attention_mask=real, use_cache=False).logits[:, PROMPT - 1 : -1]
+    logprobs = logits.float().log_softmax(-1).gather(-1, rollout.ids[:, PROMPT:, None])[..., 0]
+    return logprobs, float(torch.stack(flips).mean())

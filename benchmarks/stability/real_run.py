@@ -1,0 +1,174 @@
+"""One run of TRL's GRPO with vLLM, whose weights are rounded to an int4 grid at each update."""
+
+from __future__ import annotations
+
+import os
+
+# Before vLLM is imported: a small KV cache, and silence where the trainer already reports.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import json
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from datasets import Dataset
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from benchmarks.gpu.miniature import END, Language, coarse, on_grid
+from benchmarks.stability.arms import RealArm
+from benchmarks.stability.train import PROMPT, SHORT, base, publish
+
+BITS, STEPS, PROMPTS, SAMPLES, NEW, RATE = 4, 60, 8, 8, 32, 1e-3
+LOGGED = {
+    "length": "completions/mean_length",
+    "stopped": "mismatch/phantom_clip_frac",
+    "advantage_gap": "mismatch/advantage_gap",
+    "k3": "mismatch/k3_kl",
+}
+"""What is kept of TRL's log, by the names of the miniature's measures."""
+
+
+def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose token n is written "tn"."""
+    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(vocabulary)}, unk_token=f"t{END}"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    end = f"t{END}"
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end, pad_token=end, unk_token=end)
+
+
+def checkpoint(arm: RealArm, seed: int, out: Path) -> tuple[Path, Language]:
+    """Write what the run starts from, and return it with its language."""
+    model, language, shape = base(512)
+    publish(model, arm.published(), torch.Generator().manual_seed(5000 + seed))
+    model.generation_config.eos_token_id = END  # type: ignore[union-attr, assignment]
+    model.save_pretrained(out)  # type: ignore[operator]
+    tokenizer(shape.vocabulary).save_pretrained(out)
+    return out, language
+
+
+def lengths(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Reward minus the length of a response."""
+    return [-len(ids) / NEW for ids in completion_ids]
+
+
+class Short(TrainerCallback):
+    """Ends a run when there is nothing left to learn."""
+
+    def __init__(self) -> None:
+        self.curves: dict[str, list[float]] = {name: [] for name in LOGGED}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Keep what a step logged."""
+        if "loss" not in logs:
+            return
+        for name, logged in LOGGED.items():
+            value = logs.get(logged)
+            self.curves[name].append(math.nan if value is None else float(value))
+        last = self.curves["length"]
+        if len(last) > 6 and max(last[-3:]) < SHORT:
+            control.should_training_stop = True
+
+
+@contextmanager
+def rounded(model: nn.Module) -> Iterator[None]:
+    """Let the weights that an engine stores as integers be these integers while they are sent."""
+    masters = {}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if coarse(name, weight):
+                masters[name] = weight.detach().clone()
+                weight.copy_(on_grid(weight, BITS))
+        yield
+        for name, weight in model.named_parameters():
+            if name in masters:
+                weight.copy_(masters[name])
+
+
+def straight_through(module: nn.Linear, x: Tensor) -> Tensor:
+    """Compute with the engine's weights, and pass gradients to the masters."""
+    weight = module.weight
+    return nn.functional.linear(x, weight + (on_grid(weight.detach(), BITS) - weight).detach(), module.bias)
+
+
+def train(arm: RealArm, seed: int, out: Path) -> dict[str, list[float]]:
+    """Train one run."""
+    folder, language = checkpoint(arm, seed, out / "model")
+    rows = language.sample(STEPS * PROMPTS, PROMPT, torch.Generator().manual_seed(1000 + seed), end=False)
+    texts = [" ".join(f"t{n}" for n in row) for row in rows.tolist()]
+    config = MismatchGRPOConfig(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.05,
+        vllm_max_model_length=64,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"},
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=NEW,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        adam_beta2=0.99,
+        max_steps=STEPS,
+        max_grad_norm=1.0,
+        epsilon=0.2,
+        loss_type="bnpo",
+        beta=0.0,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=seed,
+        # The engine's weights are not the trainer's, on purpose.
+        mismatch={"correction": {"preset": arm.preset}, "monitor": {"weight_sync": "off", "profile_every": 1000}},
+    )
+    trainer = MismatchGRPOTrainer(
+        model=str(folder), reward_funcs=lengths, args=config, train_dataset=Dataset.from_dict({"prompt": texts})
+    )
+    for kind in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(kind)
+    short = Short()
+    trainer.add_callback(short)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    send: Callable[[], Any] = trainer.vllm_generation.sync_weights
+
+    def sync() -> Any:
+        with rounded(model):
+            return send()
+
+    trainer.vllm_generation.sync_weights = sync
+    if arm.matched:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and coarse(name, module.weight):
+                module.forward = MethodType(straight_through, module)
+    trainer.train()
+    return short.curves
+
+
+def train_quietly(name: str, arm: RealArm, seed: int, out: Path) -> None:
+    """Train in a process of its own, with what is printed kept in the run's folder."""
+    torch.set_num_threads(1)
+    with socket.socket() as free:  # accelerate's choice on a CPU is a fixed port, which another run may hold
+        free.bind(("localhost", 0))
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free.getsockname()[1])
+    with (out / "log.txt").open("w", encoding="utf-8") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+        curves = train(arm, seed, out)
+    (out / "run.json").write_text(json.dumps({"arm": name, "seed": seed, "curves": curves}), encoding="utf-8")
