@@ -47,7 +47,7 @@ class Arm:
 
     said: str
     group: str
-    seeds: int = 5
+    seeds: int = 3
     engine: Grid = FLOAT32
     trainer: Grid = FLOAT32
     on: int = 0
@@ -79,17 +79,17 @@ def _dose(bits: int, group: str = DOSE) -> dict[str, Arm]:
     engine = stored(bits)
     said = f"int{bits} engine, checkpoint on its grid"
     return {
-        f"int{bits}": Arm(said=said, group=group, seeds=3, engine=engine, on=bits),
+        f"int{bits}": Arm(said=said, group=group, engine=engine, on=bits),
         f"int{bits} matched": Arm(
-            said=f"{said}; control", group=group, seeds=3, engine=engine, trainer=engine, on=bits
+            said=f"{said}; control", group=group, engine=engine, trainer=engine, on=bits
         ),
     }
 
 
 def _rate(name: str, rate: float) -> dict[str, Arm]:
     return {
-        f"lr {name}": _grid(f"bypass, learning rate {name}", DOSE, seeds=3, rate=rate),
-        f"lr {name} matched": _grid(f"bypass, learning rate {name}; control", DOSE, seeds=3, rate=rate, trainer=INT4),
+        f"lr {name}": _grid(f"bypass, learning rate {name}", DOSE, rate=rate),
+        f"lr {name} matched": _grid(f"bypass, learning rate {name}; control", DOSE, rate=rate, trainer=INT4),
     }
 
 
@@ -97,8 +97,8 @@ def _gspo(said: str, engine: Grid, trainer: Grid = FLOAT32) -> Arm:
     return Arm(said=said, group=FP, engine=engine, trainer=trainer, objective="sequence clip", clip=GSPO)
 
 
-def _decoupled(said: str, preset: str) -> Arm:
-    return _grid(said, REMEDY, objective="decoupled", preset=preset)
+def _decoupled(said: str, preset: str, seeds: int = 3) -> Arm:
+    return _grid(said, REMEDY, objective="decoupled", preset=preset, seeds=seeds)
 
 
 def _kl(said: str, kl: str, **given: object) -> Arm:
@@ -107,33 +107,33 @@ def _kl(said: str, kl: str, **given: object) -> Arm:
 
 K3, SURROGATE = "k3 in the loss", "surrogate"
 ARMS: dict[str, Arm] = {
-    "no mismatch": Arm(said="float32 on both sides: control", group=CAUSE),
+    "no mismatch": Arm(said="float32 on both sides: control", group=CAUSE, seeds=5),
     "bf16 engine": Arm(said="float32 trainer, bf16 engine", group=CAUSE, engine=BF16),
-    "bypass": _grid("int4 engine, checkpoint on its grid, clip on π_trainer/π_engine", CAUSE),
-    "matched": _grid(
+    "bypass": _grid("int4 engine, checkpoint on its grid, clip on π_trainer/π_engine", CAUSE, seeds=5),
+    "matched": _gri, seeds=5),
         "the same, the trainer computes with the engine's weights and dtype: control", CAUSE, trainer=INT4
     ),
     "no clip": _grid("as bypass, without the clip", CAUSE, objective="ratio"),
-    "off the grid": Arm(said="as bypass, checkpoint never rounded: control", group=CAUSE, engine=INT4),
-    "dithered": _grid("as bypass, masters spread inside their cells", REMEDY, dithered=True),
+    "off the grid": Arm(said="as bypass, checkpoint never rounded: control", group=CAUSE, engine=INT4, seeds=5),
+    "dithered": _grid("as bypass, masters spread inside their cells", REMEDY, dithered=True, seeds=5),
     "plain": _decoupled("old log-probabilities computed again, no weights", "disabled"),
-    "tis": _decoupled("the same, `decoupled_token_is`", "decoupled_token_is"),
+    "tis": _decoupled("the same, `decoupled_token_is`", "decoupled_token_is", seeds=5),
     "icepop": _decoupled("the same, `decoupled_token_icepop`", "decoupled_token_icepop"),
     "seq_mis": _decoupled("the same, `seq_mis`", "seq_mis"),
-    "wide clip": _grid("as bypass, clip 0.2 below and 0.28 above (DAPO)", REMEDY, seeds=3, clip=(0.2, 0.28)),
+    "wide clip": _grid("as bypass, clip 0.2 below and 0.28 above (DAPO)", REMEDY, clip=(0.2, 0.28)),
     "lr control": _grid("as bypass, learning-rate control, half every 15 updates", REMEDY, period=15),
     "lr control matched": _grid("matched, learning-rate control: control", REMEDY, period=15, trainer=INT4),
     **_dose(8),
     **_dose(5),
     **_dose(3),
-    "clip 0.1": _grid("bypass, clip 0.1", DOSE, seeds=3, clip=(0.1, 0.1)),
-    "clip 0.4": _grid("bypass, clip 0.4", DOSE, seeds=3, clip=(0.4, 0.4)),
+    "clip 0.1": _grid("bypass, clip 0.1", DOSE, clip=(0.1, 0.1)),
+    "clip 0.4": _grid("bypass, clip 0.4", DOSE, clip=(0.4, 0.4)),
     **_rate("5e-4", 5e-4),
     **_rate("2e-3", 2e-3),
-    "older by 2": _grid("bypass, the engine's weights older by 2 updates", DOSE, seeds=3, lag=2),
-    "older by 2 matched": _grid("the same, matched: control", DOSE, seeds=3, lag=2, trainer=INT4),
-    "second base": _grid("bypass, another base model, 2,048 tokens", DOSE, seeds=3, vocabulary=2048),
-    "second base matched": _grid("the same, matched: control", DOSE, seeds=3, vocabulary=2048, trainer=INT4),
+    "older by 2": _grid("bypass, the engine's weights older by 2 updates", DOSE, lag=2),
+    "older by 2 matched": _grid("the same, matched: control", DOSE, lag=2, trainer=INT4),
+    "second base": _grid("bypass, another base model, 2,048 tokens", DOSE, vocabulary=2048),
+    "second base matched": _grid("the same, matched: control", DOSE, vocabulary=2048, trainer=INT4),
     "gspo float32, bf16": _gspo("float32 trainer, bf16 engine", BF16),
     "gspo bf16": _gspo("bf16 on both sides: control", BF16, BF16),
     "gspo float32, FP16": _gspo("float32 trainer, FP16 engine", FP16),
@@ -190,7 +190,7 @@ class ExpertArm:
     said: str
     bits: int = 2
     replayed: bool = False
-    seeds: int = 5
+    seeds: int = 3
     group: str = ROUTES
 
 
@@ -220,7 +220,7 @@ class RealArm:
     on: bool = True
     dithered: bool = False
     matched: bool = False
-    seeds: int = 5
+    seeds: int = 3
     group: str = "TRL's GRPO in float32 with vLLM in bf16"
 
     def published(self) -> Arm:
