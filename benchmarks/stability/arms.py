@@ -80,9 +80,7 @@ def _dose(bits: int, group: str = DOSE) -> dict[str, Arm]:
     said = f"int{bits} engine, checkpoint on its grid"
     return {
         f"int{bits}": Arm(said=said, group=group, engine=engine, on=bits),
-        f"int{bits} matched": Arm(
-            said=f"{said}; control", group=group, engine=engine, trainer=engine, on=bits
-        ),
+        f"int{bits} matched": Arm(said=f"{said}; control", group=group, engine=engine, trainer=engine, on=bits),
     }
 
 
@@ -110,8 +108,8 @@ ARMS: dict[str, Arm] = {
     "no mismatch": Arm(said="float32 on both sides: control", group=CAUSE, seeds=5),
     "bf16 engine": Arm(said="float32 trainer, bf16 engine", group=CAUSE, engine=BF16),
     "bypass": _grid("int4 engine, checkpoint on its grid, clip on π_trainer/π_engine", CAUSE, seeds=5),
-    "matched": _gri, seeds=5),
-        "the same, the trainer computes with the engine's weights and dtype: control", CAUSE, trainer=INT4
+    "matched": _grid(
+        "the same, the trainer computes with the engine's weights and dtype: control", CAUSE, trainer=INT4, seeds=5
     ),
     "no clip": _grid("as bypass, without the clip", CAUSE, objective="ratio"),
     "off the grid": Arm(said="as bypass, checkpoint never rounded: control", group=CAUSE, engine=INT4, seeds=5),
