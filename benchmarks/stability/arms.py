@@ -179,7 +179,7 @@ class ExpertArm:
     said: str
     bits: int = 2
     replayed: bool = False
-    seeds: int = 3
+    seeds: int = 2
     group: str = ROUTES
 
 

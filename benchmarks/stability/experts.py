@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from mismatch_ext.adapters.transformers.routing import moe_layout, replay_routing
-from torch import nn
+from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.gpu.engine import Rollout, decode
@@ -16,10 +16,11 @@ from benchmarks.stability.arms import ExpertArm
 from benchmarks.stability.train import MEASURES, PROMPT, SHORT, Curves
 from mismatch_ext.metrics.clipping import advantage_gap, stopped_by_clip
 from mismatch_ext.metrics.numerics import k3
-from mismatch_ext.routing import align
+from mismatch_ext.routing import RoutingTrace, align
 
 VOCABULARY, PROMPTS, SAMPLES, NEW, RATE, EPSILON = 256, 8, 8, 32, 1e-3, 0.2
 STEPS = 50
+COUNTED = 10  # steps after which flipped routes are counted again
 Base = tuple[nn.Module, Language]
 
 
@@ -72,12 +73,12 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
     generator = torch.Generator().manual_seed(2000 + seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=RATE, betas=(0.9, 0.99))
     kept: Curves = {name: [] for name in (*MEASURES, "flipped")}
-    for _ in range(steps):
+    for step in range(steps):
         prompts = language.sample(PROMPTS, PROMPT, generator, end=False).repeat_interleave(SAMPLES, 0)
         rollout = decode(engine_of(policy, arm.bits), prompts, NEW, generator=generator, routed=True, ends=(END,))
         mask, engine = rollout.mask, rollout.logprobs.float()
         reward = advantages(mask.sum(1), SAMPLES)[:, None].expand(mask.shape)
-        trainer, flipped = _scored(policy, rollout, arm.replayed)
+        trainer, flipped = _scored(policy, rollout, arm.replayed, counting=step % COUNTED == 0)
         ratio = (trainer - engine).exp()
         stopped = stopped_by_clip((trainer - engine).detach(), reward, EPSILON, EPSILON)
         loss = -torch.minimum(ratio * reward, ratio.clamp(1 - EPSILON, 1 + EPSILON) * reward)
@@ -91,27 +92,31 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
         kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
         kept["advantage_gap"].append(advantage_gap(trainer.detach(), engine, reward, mask))
         kept["k3"].append(float(k3(d.double()).mean()))
-        kept["flipped"].append(flipped)
+        kept["flipped"] += flipped
         if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:
             break
     return kept
 
 
-def _scored(policy: nn.Module, rollout: Rollout, replayed: bool) -> tuple[torch.Tensor, float]:
-    """Return the trainer's log-probabilities `[B, T]`, and the share of tokens and layers that it would route otherwise."""
+def _scored(policy: nn.Module, rollout: Rollout, replayed: bool, *, counting: bool) -> tuple[Tensor, list[float]]:
+    """Return the trainer's log-probabilities `[B, T]`, and where asked the share of tokens that it would route otherwise."""
     assert rollout.routes is not None
     before = torch.ones(len(rollout.ids), rollout.prompt, dtype=torch.int64)
     real = torch.cat([before, rollout.mask.to(torch.int64)], 1)
     trace, known = align(list(rollout.routes), real)
-    with torch.no_grad(), replay_routing(policy, trace, known, native=True) as replay:
-        policy(input_ids=rollout.ids, attention_mask=real, use_cache=False)
-    own = replay.native
-    assert own is not None
-    flips = [
-        (own.layer(layer).sort(-1).values != trace.layer(layer).sort(-1).values).any(-1)[known].float().mean()
-        for layer in trace.layers
-    ]
+    flipped = [_flipped(policy, rollout.ids, real, trace, known)] if counting else []
     with replay_routing(policy, trace, known) if replayed else nullcontext():
         logits = policy(input_ids=rollout.ids, attention_mask=real, use_cache=False).logits[:, PROMPT - 1 : -1]
     logprobs = logits.float().log_softmax(-1).gather(-1, rollout.ids[:, PROMPT:, None])[..., 0]
-    return logprobs, float(torch.stack(flips).mean())
+    return logprobs, flipped
+
+
+@torch.no_grad()
+def _flipped(policy: nn.Module, ids: Tensor, real: Tensor, trace: RoutingTrace, known: Tensor) -> float:
+    """Return the share of tokens, mean over layers, that the policy would route otherwise than the engine did."""
+    with replay_routing(policy, trace, known, native=True) as replay:
+        policy(input_ids=ids, attention_mask=real, use_cache=False)
+    own = replay.native
+    assert own is not None
+    other = [own.layer(at).sort(-1).values != trace.layer(at).sort(-1).values for at in trace.layers]
+    return float(torch.stack([rows.any(-1)[known].float().mean() for rows in other]).mean())
