@@ -68,10 +68,10 @@ def figure(runs: Runs) -> Figure:
                 log_x=True,
             ),
             Panel(
-                title="where the gap lies does",
-                x_title="gap of reinforced tokens less discouraged, first 20 steps, nats",
+                title="what a clip stops with no policy change does, per token",
+                x_title="share of tokens, first 20 steps",
                 y_title="steps to half, less the control's",
-                series=points("advantage_gap"),
+                series=points("stopped"),
             ),
         ],
         caption="miniatures of Qwen3 in transformers, reward minus the length, one update per rollout; means over seeds",

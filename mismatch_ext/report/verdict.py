@@ -8,7 +8,7 @@ Thresholds on the mean |log-probability difference| per token (nat) and on k3 (n
     STALE_ABS_DIFF    0.1   Limit of slime's CI; TRL issue #5312 measured 0.201 with stale weights.
     HEALTHY_K3        1e-3  NeMo RL's documentation asks for a KL below 1e-3.
     LARGE_K3          1e-2  The tinker cookbook asks for a KL (v1) below 0.01.
-    PHANTOM           0.01  Share of tokens, of the built-in alarm: arms that learnt late had 5 to 15 % (docs/stability.md).
+    PHANTOM           0.03  Share of tokens, of the built-in alarm: arms that learnt late had 5 to 15 % (docs/stability.md).
 
 The profiles tell what dominates. Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
 |difference|. When k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
@@ -34,7 +34,7 @@ HEALTHY_ABS_DIFF = 0.02
 STALE_ABS_DIFF = 0.1
 HEALTHY_K3 = 1e-3
 LARGE_K3 = 1e-2
-PHANTOM = 0.01
+PHANTOM = 0.03
 FEW_TOKENS = 8.0
 # Tokens dominate when they hold this share of the gap, and this many times their share of all tokens.
 DOMINANT_SHARE = 0.6
