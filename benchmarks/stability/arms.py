@@ -47,7 +47,7 @@ class Arm:
 
     said: str
     group: str
-    seeds: int = 2
+    seeds: int = 3
     engine: Grid = FLOAT32
     trainer: Grid = FLOAT32
     on: int = 0
@@ -106,20 +106,20 @@ def _kl(said: str, kl: str, **given: object) -> Arm:
 K3, SURROGATE = "k3 in the loss", "surrogate"
 ARMS: dict[str, Arm] = {
     "no mismatch": Arm(said="float32 on both sides: control", group=CAUSE, seeds=5),
-    "bf16 engine": Arm(said="float32 trainer, bf16 engine", group=CAUSE, engine=BF16, seeds=3),
+    "bf16 engine": Arm(said="float32 trainer, bf16 engine", group=CAUSE, engine=BF16),
     "bypass": _grid("int4 engine, checkpoint on its grid, clip on π_trainer/π_engine", CAUSE, seeds=5),
     "matched": _grid(
         "the same, the trainer computes with the engine's weights and dtype: control", CAUSE, trainer=INT4, seeds=5
     ),
-    "no clip": _grid("as bypass, without the clip", CAUSE, objective="ratio", seeds=3),
+    "no clip": _grid("as bypass, without the clip", CAUSE, objective="ratio"),
     "off the grid": Arm(said="as bypass, checkpoint never rounded: control", group=CAUSE, engine=INT4, seeds=5),
     "dithered": _grid("as bypass, masters spread inside their cells", REMEDY, dithered=True, seeds=5),
-    "plain": _decoupled("old log-probabilities computed again, no weights", "disabled", seeds=3),
+    "plain": _decoupled("old log-probabilities computed again, no weights", "disabled"),
     "tis": _decoupled("the same, `decoupled_token_is`", "decoupled_token_is", seeds=5),
-    "icepop": _decoupled("the same, `decoupled_token_icepop`", "decoupled_token_icepop", seeds=3),
-    "seq_mis": _decoupled("the same, `seq_mis`", "seq_mis", seeds=3),
-    "lr control": _grid("as bypass, learning-rate control, half every 15 updates", REMEDY, period=15, seeds=3),
-    "lr control matched": _grid("matched, learning-rate control: control", REMEDY, period=15, trainer=INT4, seeds=3),
+    "icepop": _decoupled("the same, `decoupled_token_icepop`", "decoupled_token_icepop"),
+    "seq_mis": _decoupled("the same, `seq_mis`", "seq_mis"),
+    "lr control": _grid("as bypass, learning-rate control, half every 15 updates", REMEDY, period=15),
+    "lr control matched": _grid("matched, learning-rate control: control", REMEDY, period=15, trainer=INT4),
     **_dose(5),
     **_dose(3),
     "clip 0.4": _grid("bypass, clip 0.4", DOSE, clip=(0.4, 0.4)),
@@ -179,7 +179,7 @@ class ExpertArm:
     said: str
     bits: int = 2
     replayed: bool = False
-    seeds: int = 2
+    seeds: int = 3
     group: str = ROUTES
 
 
