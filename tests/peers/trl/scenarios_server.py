@@ -154,8 +154,6 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
 
     with _planted(old_again):
         found["old again"] = _outcome(run)
-    with _planted(after_the_first(lambda sent: [(name, values * torch.nan) for name, values in sent])):
-        found["nan"] = _outcome(run)
 
     def leave_out(trainer: Any) -> None:
         """Let the next update end before it has begun."""
@@ -224,6 +222,10 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
 
     found["stale decode"] = _outcome(lambda: run(at_end_of_step=keep_decode, learning_rate=1e-2))
     client.http.rpc("mend_decode")
+    # Last, because what vLLM decodes with the next good weights can still be NaN, from what its KV cache was left with.
+    with _planted(after_the_first(lambda sent: [(name, values * torch.nan) for name, values in sent])):
+        found["nan"] = _outcome(run)
+    found["after nan"] = _outcome(run)
     return found
 
 

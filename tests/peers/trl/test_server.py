@@ -86,6 +86,8 @@ def test_faults_are_named(run: Run, moe: Path, server: str, tmp_path: Path) -> N
         "stale decode": ["WeightSyncError", "decode path does not compute with the weights that its prefill has"],
     }.items():
         assert all(word in found[fault] for word in words), (fault, found[fault])
+    # Whether its KV cache still holds NaN where the next run decodes is up to vLLM.
+    assert found["after nan"] == "went on" or "decoded tokens are not finite" in found["after nan"], found["after nan"]
 
 
 def test_a_restart_is_named_and_a_server_without_the_plugin_is_refused(
