@@ -92,7 +92,9 @@ class Engine:
         Raises:
             EngineError: The server failed, or does not answer.
         """
-        return answered(self.probes, ANSWER_TIMEOUT)
+        # Nothing of the answers stays here until the next update.
+        probes, self.probes = self.probes, ()
+        return answered(probes, ANSWER_TIMEOUT)
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
         """Return what the engine decoded when it was last asked to."""

@@ -214,9 +214,10 @@ def null_logprob() -> None:
 
         @functools.wraps(original)
         async def generate_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            if request.sampling_params.get("max_new_tokens") != 1:  # as probes of the weights are asked for
+            probe = str(request.rid).startswith("mismatch-probe")  # of the weights, and of the decode
+            if not probe:
                 asked.append(True)
-            late = len(asked) > (STEPS["null_logprob"] - 1) * SAMPLED
+            late = not probe and len(asked) > (STEPS["null_logprob"] - 1) * SAMPLED
             async for output in original(self, request, *args, **kwargs):
                 logprobs = output["meta_info"].get("output_token_logprobs") or []
                 if late and len(logprobs) > 1 and not spoiled:
