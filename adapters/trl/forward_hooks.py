@@ -70,7 +70,7 @@ class RoutingMixin(_Host):
     def _take_engines_routes(self, batch: RolloutPass) -> None:
         """Take the routes of a batch from the engine's records of it, once."""
         assert self._routing is not None
-        if batch.routes or not batch.records or self._routing.config.mode != "R3":
+        if batch.routes or batch.joining or not batch.records or self._routing.config.mode != "R3":
             return
         routes, version = [], self.vllm_generation.weight_version
         for record in batch.records:

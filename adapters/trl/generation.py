@@ -69,6 +69,7 @@ class CheckedGeneration:
         base: The base model, where TRL merges adapters into it for each update; None leaves it to TRL.
 
     Attributes:
+        calling: Whether the engine is asked through here, for rollouts that are recorded or to verify its weights.
         sent: Copy of what the last weight update sent, where a batch is to be examined.
     """
 
@@ -107,6 +108,7 @@ class CheckedGeneration:
         if masks is not None:
             inner.logprobs = masks.asked
         self._kept: list[RolloutRecord] | None = None
+        self.calling = False
         self.sent: SentWeights | None = None
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
@@ -172,7 +174,7 @@ class CheckedGeneration:
         with self.verdicts.checking("precision", applied=True):
             self.trainer.on_sent(frozenset(self._sending.dtypes))
         if self.verifies:
-            with self.verdicts.checking("weight_sync"):
+            with self.verdicts.checking("weight_sync"), overridden(self, calling=True):
                 self.verifier.verify(self._sending.samples)
 
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -200,6 +202,14 @@ class CheckedGeneration:
             patch_digest=self.patch_digest,
         )
 
+    def send_moved(self) -> None:
+        """Update the engine where the weights changed without a step; TRL goes by steps.
+
+        As when the best checkpoint is loaded at the end, or training begins anew.
+        """
+        if self.verifies and not self.verdicts.observes and self.verifier.moved():
+            self.sync_weights()
+
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` has them.
 
@@ -208,9 +218,7 @@ class CheckedGeneration:
             RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
         """
         observes = self.verdicts.observes
-        if self.verifies and not observes and self.verifier.moved():
-            # The weights changed without a step, as when the best checkpoint is loaded at the end; TRL goes by steps.
-            self.sync_weights()
+        self.send_moved()
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
         capture: AbstractContextManager[list[Any]] = nullcontext([])
         if self.layout is not None:
@@ -219,7 +227,8 @@ class CheckedGeneration:
             capture = self.engine.captured(version)
         ours = self.verdicts.around("engine", self.engine.generating())
         with self._engine_failures_named("generating"), ours, self.verdicts.around("routes", capture) as outputs:
-            result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
+            with overridden(self, calling=True):
+                result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
         supports = None
         if self.masks is not None:
             supports, result = self.masks.of(result)

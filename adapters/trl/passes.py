@@ -81,6 +81,7 @@ class RolloutPass:
             over; or those that travelled with the micro-batch.
         scored: The host's scoring passes, where they are kept.
         policy: The policy's log-probabilities `[B, T]` by a pass of our own, where the host takes none.
+        joining: Whether turns are still being generated, so that records are of calls and not yet of completions.
     """
 
     fresh: bool = True
@@ -89,6 +90,7 @@ class RolloutPass:
     routes: list[list[RoutingTrace]] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     policy: Tensor | None = None
+    joining: bool = False
 
     def routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:
         """Return the routes of each row of a scoring pass; None where they are of other tokens."""

@@ -192,7 +192,8 @@ class PreflightMixin(_Host):
             self._warn(READINESS, self._readiness)
         if self._unchecked is not None:
             self._warn("server", self._unchecked)
-        if self.use_vllm and clips_engine_ratio(None if self._correction is None else self._correction.settings):
+        settings = None if self._correction is None else self._correction.settings
+        if self.use_vllm and clips_engine_ratio(settings, getattr(self, "loss_type", "")):
             engine: EngineReading = self._readings["engine"]
             coarse = coarse_engine(self._compute_dtype(), engine.model_dtype, engine.quantization)
             if coarse is not None:

@@ -32,7 +32,9 @@ def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
             )
 
 
-def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, server: bool) -> None:
+def check_peers(
+    trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, server: bool, stitches: bool = False
+) -> None:
     """Refuse what the block asks for and the installed peers do not give; warn once of versions that were not run.
 
     Args:
@@ -40,6 +42,7 @@ def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, se
         block: The block.
         use_vllm: Whether vLLM generates.
         server: Whether it is a server, and not an engine in TRL's process.
+        stitches: Whether a completion may be made of several generations.
 
     Raises:
         PeerVersionError: A peer is missing, too old, or known to be wrong for what was asked.
@@ -49,26 +52,28 @@ def check_peers(trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, se
     using = {"trl", *(kind.__name__ for kind in trainer.__mro__)}
     using |= ({"vllm"} | ({"cpu"} if on_cpu_build() else set())) if use_vllm else set()
     using |= {"server"} if use_vllm and server else set()
+    using |= {"tools"} if use_vllm and stitches else set()
     compat.check(peers, block.features, using)
 
 
-def check_stitching(block: MismatchConfig, given: Mapping[str, Any]) -> None:
-    """Refuse what routing and sampling masks cannot follow.
+def check_stitching(block: MismatchConfig, given: Mapping[str, Any], *, use_vllm: bool) -> None:
+    """Refuse what routing cannot follow.
 
     Args:
         block: The block.
         given: Keyword arguments of the trainer.
+        use_vllm: Whether vLLM generates.
 
     Raises:
-        ConfigError: Completions would be stitched from several generations.
+        ConfigError: Completions would be stitched from several generations whose routes are not known.
     """
-    for section, what in (("routing", "routes"), ("sampling_mask", "masks")):
-        for key in STITCHING:
-            if getattr(block, section) is not None and given.get(key):
-                raise ConfigError(
-                    f"mismatch.{section} with {key}: completions are stitched from several generations, whose {what} are not "
-                    f"joined yet; remove mismatch.{section}."
-                )
+    replays = block.routing is not None and block.routing.mode == "R3"
+    for key in STITCHING:
+        if replays and not use_vllm and given.get(key):
+            raise ConfigError(
+                f"mismatch.routing.mode='R3' with {key} and use_vllm=False: transformers' generation records the routes of a "
+                "batch, and not those of the calls that a completion is stitched from; allowed: use_vllm=True, or mode='R2'."
+            )
 
 
 def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, Any]) -> None:

@@ -174,7 +174,9 @@ class SamplingMaskMixin(RoutingMixin):
         if self._micro_masks is not None:
             return self._micro_masks
         batch: RolloutPass | None = self._rollout_pass
-        return masks_of(batch.records) if batch is not None and batch.fresh and batch.records else None
+        if batch is None or batch.joining or not batch.fresh or not batch.records:
+            return None
+        return masks_of(batch.records)
 
     def _batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
         """Return the masks of a batch, a row of it each, when it has been scored.

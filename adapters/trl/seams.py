@@ -10,6 +10,11 @@ _GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 _RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
 _ENGINE = "trl.generation.vllm_generation:VLLMGeneration"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
+_ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
+_ASYNC_TRAINER = f"{_ASYNC}:AsyncGRPOTrainer"
+_LOOP = "trl.experimental.async_grpo.async_rollout_worker:_AsyncRolloutLoop"
+_WORKER = "trl.experimental.async_grpo.async_rollout_worker:AsyncRolloutWorker"
+_TREE = "trl.experimental.async_grpo.packing:TreeRow"
 _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
 _BASE = "transformers.trainer:Trainer"
@@ -42,6 +47,7 @@ _RLOO_BATCH = {
     "b6b744bca783d07f": "1.15.0 and 1.16.0",
 }
 _RLOO_REWARDS = {"c5e4e4291cbcc410": "1.13.0", "cc6219cda9dcb9e3": "1.14.0 to 1.16.0"}
+_ASYNC_LOSS = {"cab9828fb33a6556": "1.16.0"}
 assert isinstance(OWN_LOSS.source_digests, dict)
 
 
@@ -217,6 +223,21 @@ SEAMS = (
         where=("vllm",),
     ),
     Seam(
+        name="trl/turns",
+        peer="trl",
+        features=("monitor",),
+        what="holding a completion of several generations to the records of each",
+        claims=(
+            Takes(f"{_GRPO}._generate", "self", "prompts", first=True),
+            Says(f"{_GRPO}._generate", r"return prompt_ids, completion_ids, tool_mask, completions, logprobs\b"),
+            Says(f"{_GRPO}.__init__", r"self\.tools = "),
+            Says(f"{_GRPO}._generate", r"self\.rollout_func\(prompts, self\)"),
+            Says(f"{_GRPO}._generate", r'"env_mask"'),
+        ),
+        upstream=_SOURCE + "trainer/grpo_trainer.py",
+        where=("GRPOTrainer", "vllm", "tools"),
+    ),
+    Seam(
         name="trl/fused_head",
         peer="trl",
         features=("sampling_mask",),
@@ -242,6 +263,66 @@ SEAMS = (
         ),
         upstream=_SOURCE + "trainer/utils.py",
         where=("GRPOTrainer",),
+    ),
+    Seam(
+        name="trl/async_rollouts",
+        peer="trl",
+        features=("monitor",),
+        what="the version of the weights of each token, from the request that sampled it to the collator",
+        claims=(
+            Has(f"{_WORKER}._loop_cls"),
+            Takes(f"{_WORKER}.check_health", "self", "stale_after_s"),
+            Takes(f"{_WORKER}.stop", "self"),
+            Says(f"{_WORKER}.stop", r"self\._process\._popen\b"),
+            Says(f"{_WORKER}.check_health", r"self\._failed_event\.is_set\("),
+            Says(f"{_WORKER}.__init__", r"self\.(_mp_ctx|_loop_kwargs)\b"),
+            Takes(f"{_LOOP}._post", "self", "path", "payload", "timeout", "max_retries", first=True),
+            Takes(f"{_LOOP}._retry", "self", "coro_factory", first=True),
+            Takes(f"{_LOOP}._score_group", "self", "group", first=True),
+            Says(f"{_LOOP}._score_group", r"seq\.old_log_probs"),
+            Says(f"{_LOOP}._generate_one_turn", r'\["token_logprobs"\]'),
+            Says(f"{_LOOP}.__init__", r"self\.(_counters|vllm_server_url|request_timeout)\b"),
+            Says(f"{_ASYNC}:RolloutQueueDataset", r'"metrics": sample\.metrics'),
+            Takes(f"{_TREE}.pack", "self"),
+            Says(f"{_TREE}.add", r"self\.(samples|sample_nodes)\b"),
+        ),
+        upstream=_SOURCE + "experimental/async_grpo/async_rollout_worker.py",
+        where=("AsyncGRPOTrainer",),
+    ),
+    Seam(
+        name="trl/async_weights",
+        peer="trl",
+        features=("monitor",),
+        what="holding requests back around each weight update, naming and verifying it",
+        claims=(
+            Has("trl.experimental.async_grpo.weight_transfer:WeightTransferClient.init_weight_transfer"),
+            Has("trl.experimental.async_grpo.weight_transfer:WeightTransferClient.pause"),
+            Takes(
+                "trl.experimental.async_grpo.weight_transfer:WeightTransferClient.send_weights",
+                "self",
+                "iterator",
+                first=True,
+            ),
+            Has("trl.experimental.async_grpo.weight_transfer:WeightTransferClient.resume"),
+            Says(_ASYNC_TRAINER, r"self\.weight_transfer\.(pause|send_weights|resume|init_weight_transfer)\("),
+            Has("trl.experimental.async_grpo.vllm_client:VLLMClient.wait_for_server_ready"),
+        ),
+        upstream=_SOURCE + "experimental/async_grpo/weight_transfer.py",
+        where=("AsyncGRPOTrainer",),
+    ),
+    Seam(
+        name="trl/async_loss",
+        peer="trl",
+        features=("monitor",),
+        what="measuring, correcting and replaying routes between the forward pass and the loss",
+        claims=(
+            Known(f"{_ASYNC_TRAINER}.compute_loss", _ASYNC_LOSS),
+            Says(f"{_ASYNC_TRAINER}.get_train_dataloader", r"self\.accelerator\.prepare\("),
+            Has(f"{_ASYNC}:DataCollatorForRollout"),
+            Takes(f"{_ASYNC_TRAINER}.log", "self", "logs", "start_time"),
+        ),
+        upstream=_SOURCE + "experimental/async_grpo/async_grpo_trainer.py",
+        where=("AsyncGRPOTrainer",),
     ),
     Seam(
         name="transformers/accelerator",

@@ -35,6 +35,7 @@ from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.readings import ratio_bias
 from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_peers, check_stitching
 from mismatch_ext.adapters.trl.sampling_mask import KEY as MASKS
+from mismatch_ext.adapters.trl.turns import TurnsMixin
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -68,7 +69,7 @@ else:
 # In any order: no two of these override the same method but for `compute_loss`, where the routes must be in place before TRL's
 # runs, and its result is proven afterwards. `ArrivalMixin` derives from `RoutingMixin` for that.
 class MismatchTrainerMixin(
-    PreflightMixin, CheckpointMixin, ObservingMixin, ObjectiveMixin, LrMixin, ExaminingMixin, _Host
+    PreflightMixin, CheckpointMixin, ObservingMixin, ObjectiveMixin, LrMixin, ExaminingMixin, TurnsMixin, _Host
 ):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
@@ -94,9 +95,10 @@ class MismatchTrainerMixin(
                 require(peer)  # without it there is nothing to observe either
         with self._verdicts.checking("versions"):
             server = config.vllm_mode == "server"
-            check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server)
+            stitches = any(kwargs.get(key) for key in STITCHING)
+            check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server, stitches=stitches)
         with self._verdicts.checking("stitching"):
-            check_stitching(self._block, kwargs)
+            check_stitching(self._block, kwargs, use_vllm=config.use_vllm)
         self._ranks = AcceleratorRanks(PartialState())
         self._log = RunLog(
             self._block,
@@ -223,7 +225,8 @@ class MismatchTrainerMixin(
                     f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the whole "
                     "vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes less memory."
                 )
-            size = sum(mask.support.ids.numel() for mask in masks) / max(sum(len(mask.support) for mask in masks), 1)
+            sampled = sum(int((mask.support.counts > 0).sum()) for mask in masks)
+            size = sum(mask.support.ids.numel() for mask in masks) / max(sampled, 1)
             self._metrics["train" if self.model.training else "eval"][PREFIX + "sampling_mask_size"].append(size)
         mask = output["completion_mask"]
         if "tool_mask" in output:
@@ -248,7 +251,9 @@ class MismatchTrainerMixin(
                 for name, value in self._correction.apply(output, old_logprobs, mask).items():
                     self._metrics[mode][PREFIX + name].append(value)
             if training and isinstance(self, GRPOTrainer):
-                clips = self._correction is not None and clips_engine_ratio(self._correction.settings)
+                clips = clips_engine_ratio(
+                    None if self._correction is None else self._correction.settings, self.loss_type
+                )
                 for name, value in phantom(self, output, gap, clips, self._ranks).items():
                     self._metrics["train"][PREFIX + name].append(value)
         if training:
@@ -277,14 +282,14 @@ class MismatchTrainerMixin(
     def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> RolloutBatch | None:
         """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on.
 
-        None where completions are stitched from several generations.
+        None where another engine has sampled them, in a `rollout_func`.
         """
         records = rollouts.records
         if len(records) != len(output["completion_ids"]):
-            # Tools or a rollout_func stitch several generations into one completion.
+            # A rollout_func has asked an engine of its own, or is observed and was refused.
             if not getattr(self, "_stitched_told", False):
                 self._stitched_told = True
-                message = "completions are stitched from several generations; their tokens are not compared with the engine's."
+                message = "the trainer's engine has not sampled the completions; their tokens are not compared with its records."
                 self._log.event("info", "records", message)
             return None
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)

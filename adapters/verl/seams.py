@@ -94,10 +94,11 @@ SEAMS = (
         name="verl/weight_versions",
         peer="verl",
         features=("monitor",),
-        what="which weights sampled each token of an asynchronous rollout, and rollouts that wait in the buffer",
+        what="which weights and experts sampled each token of a rollout, and rollouts that wait in the buffer",
         claims=(
             Takes("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", "prompt_ids"),
             Takes("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id", "prompt_ids"),
+            Has("verl.workers.rollout.replica:TokenOutput.routed_experts"),
             Has(f"{_TRAINER}:PPOTrainer.get_llm_client"),
             Has(f"{_TRAINER}:PPOTrainer._build_replay_buffer"),
             Has(f"{_TRAINER}:PPOTrainer.on_sample_begin"),

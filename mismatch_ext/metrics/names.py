@@ -84,6 +84,11 @@ MITIGATION_MEASURES = {
     "kl_coef": "coefficient of the batch's KL term",
     "kl_ref_k1": "k1 estimate of KL(pi||pi_ref) per token; TRL: in every update, of the policy that it starts from; verl: of the old policy",
     "kl_ref_k3": "k3 estimate of it; TRL: logged as `kl` too, TRL's own name, which by `preset: trl` is times TRL's ratio",
+    "turns": "TRL with tools: calls of the engine per completion, mean over a batch",
+    "routing/sampled_rows": "TRL with tools: rows of routes of a batch that were recorded when their tokens were sampled",
+    "routing/prefilled_rows": "TRL with tools: rows that a turn's prefill recorded, of prompts, tools and the last token of the turn before",
+    "routing/rerouted_rows": "TRL with tools: rows of both that a later turn's prefill has routed otherwise; 0 in float32, and not replayed",
+    "responses_cut_total": "TRL's AsyncGRPO: answers that a weight update has cut, and that went on with the new weights, since the last log",
     "routing/replayed_forwards": "verl: forward passes of the last step that were replayed",
 }
 """What the mitigations log beside the gap, by name without prefix."""
@@ -91,12 +96,12 @@ MITIGATION_MEASURES = {
 
 STALENESS_MEASURES = {
     "numerics/<name>": "measures above of tokens of one version, v = w: what precision, kernels and routing make; no such name where unknown",
-    "numerics/source": "where these tokens are from: 1 the batch, 2 finished rollouts in the buffer, 3 scored by kept weights of their version",
+    "numerics/source": "where these tokens are from: 1 the batch, 2 finished rollouts in the buffer (TRL's AsyncGRPO: tokens sampled for it), 3 scored by kept weights of their version",
     "numerics/<source>/tokens": "tokens of one version that each source gave: `batch`, `buffer`, `kept`; 0 where it was not asked, too",
     "numerics/<source>/logp_abs_diff_mean": "mean |rollout(v) - train(v)| of each source that has tokens; likewise `k3_kl`",
     "drift/<name>": "measures above of train(v) - train(w), over the tokens of source `kept`: what training did since they were sampled",
     "stale/<name>": "measures above of the batch's tokens of other or unknown versions: numerics and drift together",
-    "staleness_mean": "mean w - v over tokens of known version, in weight updates",
+    "staleness_mean": "mean w - v over tokens of known version, in weight updates; TRL's AsyncGRPO: in optimizer steps",
     "staleness_max": "largest w - v of a token",
     "same_version_frac": "share of the batch's tokens that were sampled by the very weights that score it",
     "mixed_routes_frac": "share of the batch's tokens that were sampled by these weights behind tokens of others, with replayed routes: no numerics",

@@ -36,7 +36,7 @@ def numbers(steps: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def test_routes_of_turns_between_which_weights_changed_are_refused(tmp_path: Path) -> None:
-    """In colocate_async, routes of several turns that verl has joined over a weight update are refused by name."""
+    """In colocate_async, routes of several turns over a weight update are refused where another client asked for them."""
     run = run_verl(
         tmp_path,
         ["+mismatch.routing.mode=R3", *dtypes("bfloat16"), *COLOCATE, "trainer.total_training_steps=6"],
@@ -45,4 +45,4 @@ def test_routes_of_turns_between_which_weights_changed_are_refused(tmp_path: Pat
         env={FAULT: "many_turns"},
     )
     run.expect_failure(None)
-    assert "has 4 turns, of weights" in run.log and "routes of the last turn alone" in run.log
+    assert "has 4 turns, of weights" in run.log and "keeps no routes of each turn" in run.log

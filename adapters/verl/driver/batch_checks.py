@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import transfer_queue as tq
+from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from mismatch_ext.adapters.verl.worker.replay import FIELD
 
 from mismatch_ext.errors import RoutingError
@@ -29,7 +30,9 @@ def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
 
 
 def check_turns(batch: Any, step: int) -> None:
-    """Refuse routes of several turns between which the weights have changed; which agent loop answers, the data may say.
+    """Refuse routes of the last turn alone where the weights have changed between turns.
+
+    verl's own client keeps those of each turn (`rollout/client.py`); whoever puts another one in its place may not.
 
     Args:
         batch: verl's keys of the batch.
@@ -42,14 +45,15 @@ def check_turns(batch: Any, step: int) -> None:
     if not rows:
         return
     keys = [batch.keys[row] for row in rows]
-    turns = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["num_turns"]).pop("num_turns")
-    for row, count in zip(rows, turns.tolist(), strict=True):
-        if int(count) > ONE_TURN:
+    found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["num_turns", "extra_fields"])
+    told = [VERSIONS in (extra or ()) for extra in found.pop("extra_fields").tolist()]
+    for row, count, kept in zip(rows, found.pop("num_turns").tolist(), told, strict=True):
+        if int(count) > ONE_TURN and not kept:
             raise RoutingError(
                 f"rollout {batch.keys[row]} of step {step} has {int(count)} turns, of weights {_first(batch, row)} to "
-                f"{batch.tags[row].get('max_global_steps')}: verl's tool loop keeps the routes of the last turn alone, so that "
-                "earlier tokens would be replayed by the routes of newer weights. With R3 and tools set "
-                "trainer.v1.trainer_mode='sync', or take out mismatch.routing."
+                f"{batch.tags[row].get('max_global_steps')}: their client of the servers keeps no routes of each turn, "
+                "so that earlier tokens would be replayed by the routes of newer weights. Let verl's own LLMServerClient ask the "
+                "servers, set trainer.v1.trainer_mode='sync', or take out mismatch.routing."
             )
 
 

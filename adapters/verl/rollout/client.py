@@ -1,14 +1,19 @@
-"""verl's client of its rollout servers, in the processes of agent loops: it notes which weights sampled which tokens.
+"""verl's client of its rollout servers, in the processes of agent loops: it notes which weights sampled which tokens, and by
+which experts.
 
-verl resumes an answer that a weight update has interrupted, and keeps the versions at its first and last token alone.
+verl resumes an answer that a weight update has interrupted, and keeps the versions at its first and last token alone. Of the
+turns of its tool loop it keeps the last one's routes: those are the prefill's for all tokens before, computed anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
+from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 FIELD = "weight_versions"
@@ -19,10 +24,33 @@ class Segments(list[tuple[int | None, int]]):
     """The segments of a conversation; agent loops keep what came with its first turn, and a later turn adds to it."""
 
     asked = False  # whether a turn is with the servers; a conversation has one at a time
+    tokens: Sequence[int] = ()  # of all turns so far
+    routes: Any = (
+        None  # of these tokens but the last `[tokens - 1, layers, experts]`, as they were when each was sampled
+    )
+
+    def __getstate__(self) -> None:
+        """Leave out what is of use here alone: segments travel with the rollout, routes by themselves."""
 
     def goes_on(self, prompt: int) -> bool:
         """Tell whether a request with so many tokens in front is a later turn of this conversation."""
         return not self.asked and (not self or prompt > self[0][1])
+
+    def take(self, prompt_ids: Sequence[int], output: Any) -> None:
+        """Put the experts that earlier turns have sampled with in the place of those of this turn's prefill.
+
+        Where a turn was given other tokens than those before it sampled, the tokens up to there have theirs.
+
+        Args:
+            prompt_ids: What the turn was given.
+            output: What verl's server returned for it.
+        """
+        if output.routed_experts is not None and self.routes is not None:
+            pairs = zip(self.tokens, prompt_ids, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            kept = min(same, len(self.routes), len(output.routed_experts))
+            output.routed_experts = np.concatenate([self.routes[:kept], output.routed_experts[kept:]])
+        self.tokens, self.routes = [*prompt_ids, *output.token_ids], output.routed_experts
 
 
 _present: ContextVar[Segments | None] = ContextVar("segments", default=None)
@@ -41,8 +69,8 @@ class Recorder(LLMServerClient):
         return output
 
 
-class VersionedClient(FullyAsyncLLMServerClient, Recorder):
-    """verl's client that resumes answers, with `weight_versions` among what comes with each."""
+class Conversing(LLMServerClient):
+    """Keeps what is known of a conversation's turns, and puts it as `weight_versions` among what comes with each answer."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> Any:
         """Generate as verl does."""
@@ -58,12 +86,28 @@ class VersionedClient(FullyAsyncLLMServerClient, Recorder):
         finally:
             segments.asked = False
             _present.reset(token)
+        segments.take(kwargs["prompt_ids"], output)
         output.extra_fields[FIELD] = segments
         return output
 
 
-def versioned(client: Any) -> Any:
-    """Return a client that notes versions, in the place of verl's that resumes answers; another one is left alone."""
+class VersionedClient(Conversing, FullyAsyncLLMServerClient, Recorder):
+    """verl's client that resumes answers."""
+
+
+class TurnsClient(Conversing, Recorder):
+    """verl's client of synchronous modes."""
+
+
+def versioned(client: Any, *, replays: bool = False) -> Any:
+    """Return a client that notes versions and turns, in the place of one of verl's own; another one is left alone.
+
+    Args:
+        client: verl's client.
+        replays: Whether routes are replayed: versions alone are of use where answers are resumed.
+    """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient
+    elif replays and type(client) is LLMServerClient:
+        client.__class__ = TurnsClient
     return client

@@ -84,8 +84,6 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused("actor_rollout_ref.ref.strategy", given, repr(wanted), why)
     if config.actor_rollout_ref.rollout.name == "sglang":
         _check_sglang(config, block)
-    if run_mode(config).asynchronous and block.routing is not None and block.routing.mode == "R3":
-        _check_turns(config)
     setting = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
     if (given := OmegaConf.select(config, setting)) not in (None, EXTENSION):
         why = "the rollout server proves by that class that it is as asked"
@@ -127,23 +125,6 @@ def _without_doctor(when: str, setting: str, value: object, allowed: str, why: s
         f"mismatch.monitor.doctor={when!r} with {setting}={value!r}: {why}; allowed: {setting}={allowed}. Set that, or remove "
         "mismatch.monitor.doctor and use `mismatch-ext doctor --verl`."
     )
-
-
-def _check_turns(config: DictConfig) -> None:
-    """Refuse R3 with verl's tool loop where weights may change between two turns."""
-    for setting, value in (
-        ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent"),
-        ("actor_rollout_ref.rollout.multi_turn.enable", True),
-    ):
-        if OmegaConf.select(config, setting) == value:
-            mode = run_mode(config).name
-            why = (
-                f"with mismatch.routing.mode='R3' and trainer_mode={mode!r}: verl's tool loop keeps the routes of its last turn "
-                "alone, and weights change between turns, so that earlier tokens would be replayed by the routes of newer weights"
-            )
-            raise refused(
-                setting, value, "a loop of one turn", why, "Set trainer_mode='sync', or take out mismatch.routing"
-            )
 
 
 def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:

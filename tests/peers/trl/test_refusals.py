@@ -317,10 +317,14 @@ def test_the_callback_asks_whether_deepspeed_trains(peers: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("block", "options", "overrides", "words"),
     [
-        (R3, {"tools": [len]}, {}, ["mismatch.routing with tools"]),
-        (MASKS, {"tools": [len]}, {"top_k": 4}, ["mismatch.sampling_mask with tools"]),
-        (R3, {"rollout_func": len}, {}, ["mismatch.routing with rollout_func"]),
-        (R3, {"environment_factory": dict}, {}, ["mismatch.routing with environment_factory"]),
+        (
+            R3,
+            {"tools": [len]},
+            {"use_vllm": False},
+            ["mismatch.routing.mode='R3' with tools and use_vllm=False", "use_vllm=True, or mode='R2'"],
+        ),
+        (R3, {"environment_factory": dict}, {"use_vllm": False}, ["mode='R3' with environment_factory"]),
+        (R3, {"rollout_func": len}, {"use_vllm": False}, ["mode='R3' with rollout_func"]),
         (
             {"kl": {"coef": 0.1, "reward_path": "rewards"}},
             {"tools": [len]},

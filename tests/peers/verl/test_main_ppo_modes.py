@@ -18,7 +18,7 @@ from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, run_command
 from tests.peers.verl.modes import COLOCATE, SEPARATE
-from tests.peers.verl.test_main_ppo import EVERYTHING, FLOAT32_K3
+from tests.peers.verl.test_main_ppo import EVERYTHING, FLOAT32_K3, TOOLS, TURNS
 
 pytestmark = pytest.mark.engine
 
@@ -41,10 +41,10 @@ def run_recipe(script: str, work: Path, overrides: Sequence[str], model: Path, *
 
 @pytest.fixture(scope="module")
 def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Return a run on one device, which an alarm stops after its third step."""
+    """Return a run on one device with tools, which an alarm stops after its third step."""
     work = tmp_path_factory.mktemp("colocate")
     alarm = f"+mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
-    overrides = [*COLOCATE, alarm, "trainer.total_training_steps=5"]
+    overrides = [*COLOCATE, *TOOLS, alarm, "trainer.total_training_steps=5"]
     return run_recipe("run_colocate_async.sh", work, overrides, moe), work
 
 
@@ -95,6 +95,8 @@ def test_every_section_where_answers_are_aborted_and_resumed(colocate: Ran) -> N
     run, work = colocate
     run.expect(STEPS)
     check_sections(run, work, "PPOTrainerColocateAsync")
+    # Three turns of the policy, of which an update may come between any two, and two of a tool.
+    assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in run.steps)
 
 
 def test_every_section_where_servers_sample_during_updates(separate: Ran) -> None:

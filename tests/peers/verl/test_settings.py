@@ -267,20 +267,6 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
             "actor_rollout_ref.hybrid_engine=False",
         ),
         (
-            (
-                *("trainer.v1.trainer_mode=colocate_async", "+mismatch.routing={mode:R3}"),
-                "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
-            ),
-            "default_agent_loop='tool_agent' with a mismatch block: with mismatch.routing.mode='R3' and trainer_mode=",
-        ),
-        (
-            (
-                *("trainer.v1.trainer_mode=colocate_async", "+mismatch.routing={mode:R3}"),
-                "actor_rollout_ref.rollout.multi_turn.enable=True",
-            ),
-            "multi_turn.enable=True",
-        ),
-        (
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
             "actor_rollout_ref.actor.strategy='megatron'",
         ),

@@ -60,7 +60,11 @@ def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None
     found = run(scenarios.resumed).expect()
     assert found["tokens"] == [[1, 2, 3], [4, 5]] and found["ends"] == [4, 5]
     # Version, and the tokens in front; a request that was interrupted before its first token sampled none.
-    assert found["noted"] == [[4, 3], [5, 5], [5, 5], [6, 8]] and found["shared"]
+    assert found["noted"] == [[4, 3], [5, 5], [5, 5], [6, 8], [8, 11]] and found["shared"]
+    # A token keeps the experts that it was sampled with, up to where a turn was given other tokens. They travel by themselves.
+    assert found["routes"][0] == [4, 4, 4, 4, 5]
+    assert found["routes"][1] == [4, 4, 4, 4, 5, 6, 6, 6, 6]
+    assert found["routes"][2] == [4, 4, 4, 4, 5, 6, 6, 6, 6, 8, 8] and not found["pickled"]
     assert found["other"] == "object"
 
 

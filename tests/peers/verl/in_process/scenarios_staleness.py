@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.verl.driver.staleness import enough_rows, flags_of_pass
 from mismatch_ext.adapters.verl.rollout.client import versioned
@@ -100,12 +101,27 @@ def parts() -> dict[str, Any]:
 
 def resumed() -> dict[str, Any]:
     """Let verl's own client resume an answer that weight updates interrupt, over two turns of one conversation."""
-    answers = iter([([1, 2], 4, "aborted"), ([], 5, "aborted"), ([3], 5, "completed"), ([4, 5], 6, "completed")])
+    answers = iter(
+        [
+            ([1, 2], 4, "aborted"),
+            ([], 5, "aborted"),
+            ([3], 5, "completed"),
+            ([4, 5], 6, "completed"),
+            ([6], 8, "completed"),
+        ]
+    )
 
     async def answer(self: Any, request_id: Any, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
         tokens, version, reason = next(answers)
+        # As vLLM does, all rows are of the weights of this request, but the last token's, which it is not given.
+        rows = np.full((len(prompt_ids) + len(tokens) - 1, 1, 1), version) if tokens else None
+        extra = {"global_steps": version}
         return TokenOutput(
-            token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason=reason, extra_fields={"global_steps": version}
+            token_ids=tokens,
+            log_probs=[-1.0] * len(tokens),
+            stop_reason=reason,
+            routed_experts=rows,
+            extra_fields=extra,
         )
 
     client = object.__new__(FullyAsyncLLMServerClient)
@@ -114,18 +130,26 @@ def resumed() -> dict[str, Any]:
     LLMServerClient.generate = answer  # type: ignore[method-assign]
     try:
 
-        async def turns() -> tuple[Any, Any]:
+        async def turns() -> tuple[Any, Any, Any]:
             first = await asked.generate("a", prompt_ids=[7, 8, 9], sampling_params={"max_tokens": 9})
             tool = [7, 8, 9, 1, 2, 3, 0, 0]
-            return first, await asked.generate("a", prompt_ids=tool, sampling_params={"max_tokens": 9})
+            second = await asked.generate("a", prompt_ids=tool, sampling_params={"max_tokens": 9})
+            # The tokens that the second turn sampled are tokenised anew.
+            return (
+                first,
+                second,
+                await asked.generate("a", prompt_ids=[*tool, 4, 9, 0], sampling_params={"max_tokens": 9}),
+            )
 
-        first, second = asyncio.run(turns())
+        first, second, third = asyncio.run(turns())
     finally:
         LLMServerClient.generate = Asked  # type: ignore[method-assign]
     noted = pickle.loads(pickle.dumps(first.extra_fields["weight_versions"]))
     return {
         "tokens": [first.token_ids, second.token_ids],
         "noted": [list(one) for one in noted],
+        "routes": [one.routed_experts.flatten().tolist() for one in (first, second, third)],
+        "pickled": [one.nbytes for one in vars(noted).values() if hasattr(one, "nbytes")],
         "shared": first.extra_fields["weight_versions"] is second.extra_fields["weight_versions"],
         "ends": [first.extra_fields["min_global_steps"], first.extra_fields["max_global_steps"]],
         "other": type(versioned(object())).__name__,

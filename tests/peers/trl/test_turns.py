@@ -1,0 +1,107 @@
+"""Completions of several turns in the real TRL with vLLM: the gap and the routes with every section on, and planted faults."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.oracle import expect_float32
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_turns as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_turns")
+
+pytestmark = pytest.mark.engine
+
+# What each fault is called; the third completion has it, but for weights, which are all completions'.
+NAMED = {
+    "rendered again": [r"completion 2: token \d of the completion was", "chat template"],
+    "changed": [r"completion 2: token \d+ of the completion was changed after turn 1"],
+    "dropped": [r"completion 2: (a turn|turn 1) was dropped: the engine sampled \d tokens behind"],
+    "last dropped": [r"completion 2: a turn was dropped: the engine sampled \d tokens"],
+    "tool's token": [r"completion 2: token \d+ of the completion", "counts as the policy's, but no call"],
+    "log-probabilities": ["completion 2: token 0 of the completion is trained with log-probability"],
+    "two versions": ["completion 0: turn 0 was sampled by weight version 3, turn 1 by weight version 4"],
+}
+
+
+@pytest.fixture(scope="module")
+def tools(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what training with tools came to, and what was said of each fault that was planted afterwards."""
+    return run(scenarios.tools, out=tmp_path_factory.mktemp("tools")).expect()
+
+
+@pytest.mark.numeric
+def test_three_turns_with_every_section_agree_in_float32(tools: Any) -> None:
+    history, (cut, whole) = tools["history"], tools["batches"]
+    expect_float32(history, tools["float32_errors"])
+    for entry, batch in zip(history, (cut, whole), strict=True):
+        assert batch["turns"] == [3] * 8 and batch["gap"] < 1e-4
+        # A tool's tokens have no log-probability, and count for nothing.
+        assert batch["tool_tokens"] == 8 * 2 * 7 and batch["engine"] == 0.0
+        assert entry["mismatch/tokens"] == sum(batch["lengths"]) - batch["tool_tokens"]
+        assert entry["mismatch/logp_abs_diff_mean"] < 1e-5 and entry["mismatch/turns"] == 3
+        for name in ("set_mismatch_frac", "rerouted_rows", "other_passes"):
+            assert entry[f"mismatch/routing/{name}"] == 0.0, name
+        assert entry["mismatch/sampling_mask_size"] == 8.0
+    assert max(cut["lengths"]) == 26 < max(whole["lengths"])
+    # A turn's last token is given to the next turn's prefill, and the completion's to none, unless TRL has cut it there.
+    sampled = [entry["mismatch/tokens"] - entry["mismatch/routing/sampled_rows"] for entry in history]
+    assert 8 * 2 <= sampled[0] < 8 * 3 and sampled[1] == 8 * 3
+    assert min(entry["mismatch/routing/prefilled_rows"] for entry in history) > 8 * 2 * (7 + 1)
+    assert history[0]["kl"] == pytest.approx(0.0, abs=1e-9) and history[1]["kl"] > 0
+    assert [entry["mismatch/lr_multiplier"] for entry in history] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_what_goes_wrong_between_turns_is_named_before_the_update(tools: Any, fault: str) -> None:
+    found = tools["faults"][fault]
+    assert found["error"] in ("RecordError", "ProvenanceError") and not found["gradients"], found
+    assert all(re.search(words, found["message"]) for words in NAMED[fault]), found["message"]
+    assert found["moved"] == (fault == "two versions")  # which has planted other weights
+
+
+def test_a_step_without_a_fault_is_taken(tools: Any) -> None:
+    assert tools["faults"]["none"] == {"error": "", "message": "", "gradients": True, "moved": False}
+
+
+# What a rollout_func does wrong, by what it is called.
+OWN = {
+    "settings": ["rollout_func asked vLLM for temperature=0.5, and the trainer scores with 0.8"],
+    "none said": ["none log-probabilities", r"SamplingParams\(logprobs=0\)"],
+    "rendered again": [r"completion 0: turn 1 was given another token than is trained on: token 0 of the completion"],
+    "no mask": [r"completion 0: token \d of the completion \(id \d+\) counts as the policy's, but no call"],
+    "another engine": ["routing.mode='R3' with a rollout_func whose tokens the trainer's engine has not sampled"],
+}
+
+
+@pytest.fixture(scope="module")
+def functions(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what training with a `rollout_func` came to, and what was said of each fault."""
+    return run(scenarios.functions, out=tmp_path_factory.mktemp("functions")).expect()
+
+
+@pytest.mark.numeric
+def test_a_function_that_asks_the_engine_agrees_in_float32(functions: Any) -> None:
+    # By TRL's wrapper, then by vLLM itself in a second training, whose first weights TRL by itself does not send.
+    history, batches = functions["history"], functions["batches"]
+    expect_float32(history, functions["errors"])
+    assert len(history) == 2 and len(batches) == 3  # the second training's log begins anew
+    for batch in batches:
+        assert batch["gap"] < 1e-4 and batch["turns"] == [2] * 8 and batch["tool_tokens"] == 8 * 4
+    for entry, batch in zip(history, batches[1:], strict=True):
+        # Two calls of each batch lead to no completion.
+        assert entry["mismatch/turns"] == 2 and entry["mismatch/tokens"] == sum(batch["lengths"]) - 8 * 4
+        assert entry["mismatch/routing/set_mismatch_frac"] == entry["mismatch/routing/rerouted_rows"] == 0.0
+        assert entry["mismatch/routing/sampled_rows"] == entry["mismatch/tokens"] - 8 * 2
+
+
+@pytest.mark.parametrize("fault", OWN)
+def test_what_a_function_does_wrong_is_named_before_the_update(functions: Any, fault: str) -> None:
+    found = functions["faults"][fault]
+    assert found["error"] == "RecordError" and not found["gradients"] and not found["moved"], found
+    assert all(re.search(words, found["message"]) for words in OWN[fault]), found["message"]
