@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +14,21 @@ from mismatch_ext.metrics.clipping import PhantomSums
 from mismatch_ext.precision.dtypes import facts
 from mismatch_ext.ranks import Ranks
 
+# Of TRL's losses, those with PPO's clip; the others weigh by the ratio in ways of their own, and stop nothing.
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
-def clips_engine_ratio(settings: ResolvedCorrection | None) -> bool:
-    """Tell whether TRL's clip is on the ratio to the engine's log-probabilities."""
-    return settings is not None and settings.mode == "bypass" and settings.loss != "reinforce"
+
+def clips_engine_ratio(settings: ResolvedCorrection | None, loss_type: str) -> bool:
+    """Tell whether TRL's loss has PPO's clip on the ratio to the engine's log-probabilities."""
+    return settings is not None and settings.mode == "bypass" and settings.loss != "reinforce" and loss_type in CLIPPED
 
 
 def phantom(
     trainer: Any, output: Mapping[str, Any], gap: tuple[Tensor, Tensor, Tensor], clips: bool, ranks: Ranks
 ) -> dict[str, float]:
-    """Return the measures of phantom clipping over all ranks; every rank must call it.
+    """Return the measures of phantom clipping over all ranks, without those that the batch has no tokens for.
+
+    Every rank must call it.
 
     Args:
         trainer: TRL's, whose clip it is.
@@ -37,7 +43,8 @@ def phantom(
     )
     mine = torch.tensor(found.values(), dtype=torch.float64)
     metrics = PhantomSums(*ranks.sum(mine.to(trained.device)).tolist()).metrics()
-    return metrics if clips else {"advantage_gap": metrics["advantage_gap"]}
+    logged = metrics if clips else {"advantage_gap": metrics["advantage_gap"]}
+    return {name: value for name, value in logged.items() if math.isfinite(value)}
 
 
 def coarse_engine(trainer_dtype: str, engine_dtype: str | None, quantization: str | None) -> str | None:

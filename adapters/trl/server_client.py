@@ -49,7 +49,7 @@ class CheckedClient(_Base):
     @cached_property
     def http(self) -> ServerHttp:
         """The server; TRL asks it before its constructor has ended."""
-        return ServerHttp(self.base_url, _without_repeating(self.session), self._silence)
+        return ServerHttp(self.base_url, without_repeating(self.session), self._silence)
 
     def _get(self, url: str, **kwargs: Any) -> Any:
         return self.http.get(url.removeprefix(self.base_url), **kwargs.get("params", {}))
@@ -148,7 +148,7 @@ class ClientOf:
         return type(base.__name__, (CheckedClient, base), {"check_server_of": staticmethod(self.check)})
 
 
-def _without_repeating(session: Any) -> Any:
+def without_repeating(session: Any) -> Any:
     """Let a session send what failed no second time; TRL's sends updates and generations up to six times."""
     from requests.adapters import HTTPAdapter
     from urllib3.util import Retry

@@ -16,22 +16,24 @@ class Stamps:
     """The names that one trainer gives to its updates.
 
     Attributes:
+        owner: What all of them begin with.
+        count: Updates that were begun; the last finished one is called by it.
         last: That of its last finished update; None before the first.
     """
 
     def __init__(self) -> None:
-        self._owner = f"{PREFIX}{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}/"
-        self._count = 0
+        self.owner = f"{PREFIX}{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}/"
+        self.count = 0
         self.last: str | None = None
 
     def begin(self) -> str:
         """Return the name for the time of the next update, which a server keeps if the update fails half-way."""
-        self._count += 1
-        return f"{self._owner}{self._count}{UNFINISHED}"
+        self.count += 1
+        return f"{self.owner}{self.count}{UNFINISHED}"
 
     def end(self) -> str:
         """Return the name of the update that was begun, which is finished."""
-        self.last = f"{self._owner}{self._count}"
+        self.last = f"{self.owner}{self.count}"
         return self.last
 
     def contradiction(self, found: str) -> str | None:
@@ -47,7 +49,7 @@ class Stamps:
             return f"a weight update of it failed half-way ({said}); restart it."
         if found == FRESH:
             return f"it was restarted, and holds the weights that it was started with ({said}); resume from the last checkpoint."
-        if found.startswith(self._owner):
+        if found.startswith(self.owner):
             return (
                 f"it holds an older update of this trainer ({said}); restart it, and resume from the last checkpoint."
             )

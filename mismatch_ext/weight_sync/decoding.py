@@ -49,6 +49,12 @@ CURE = (
 )
 
 
+NAN_CURE = (
+    "Its prefill's are: an engine that has computed with NaN may still read it from its KV cache. Start the run again, or the "
+    "engine."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
     """What an engine sampled after given prompts, one token after the other.
@@ -148,7 +154,8 @@ class DecodeChecker:
             f"Mean gap between decode and prefill {gap:.3g}, {self.dtype} noise {noise:.3g}, threshold {threshold:.3g}"
         )
         figures += f" ({now.decode.numel()} tokens)."
-        message = f"{why} {figures} {CURE}" if why else f"The engine decodes as its prefill scores. {figures}"
+        cure = NAN_CURE if math.isinf(gap) else CURE
+        message = f"{why} {figures} {cure}" if why else f"The engine decodes as its prefill scores. {figures}"
         return DecodeVerdict(ok=not why, gap=gap, threshold=threshold, message=message)
 
     def _judge(self, now: _Seen, gap: float, noise: float, threshold: float) -> str:

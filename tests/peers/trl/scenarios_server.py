@@ -83,7 +83,7 @@ def stock(model: str, out: str, url: str) -> dict[str, Any]:
     return found
 
 
-class _At(TrainerCallback):
+class At(TrainerCallback):
     """Does something at the end of the first step."""
 
     def __init__(self, do: Any) -> None:
@@ -105,7 +105,7 @@ def _planted(fault: Any) -> Iterator[None]:
         RemoteEngine.send = plain  # type: ignore[method-assign]
 
 
-def _outcome(do: Any) -> str:
+def outcome(do: Any) -> str:
     """Return how something ended: the error's class and message, or "went on"."""
     try:
         do()
@@ -122,10 +122,10 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
     def run(block: Any = block, at_end_of_step: Any = None, **overrides: Any) -> None:
         trainer = _build(model, f"{out}/{len(found)}", url, block, max_steps=2, **overrides)
         if at_end_of_step is not None:
-            trainer.add_callback(_At(lambda: at_end_of_step(trainer)))
+            trainer.add_callback(At(lambda: at_end_of_step(trainer)))
         trainer.train()
 
-    found["precision"] = _outcome(lambda: run({"precision": {"dtype": "float16"}}))
+    found["precision"] = outcome(lambda: run({"precision": {"dtype": "float16"}}))
 
     def after_the_first(instead: Any) -> Any:
         """Return a fault of every update but the first."""
@@ -142,7 +142,7 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         return fault
 
     with _planted(after_the_first(lambda sent: [])):
-        found["nothing"] = _outcome(run)
+        found["nothing"] = outcome(run)
     kept: list[Any] = []
 
     def old_again(plain: Any) -> Any:
@@ -153,13 +153,13 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         return send
 
     with _planted(old_again):
-        found["old again"] = _outcome(run)
+        found["old again"] = outcome(run)
 
     def leave_out(trainer: Any) -> None:
         """Let the next update end before it has begun."""
         trainer.vllm_generation.vllm_client.update_named_params = lambda *args: None
 
-    found["left out"] = _outcome(lambda: run(at_end_of_step=leave_out))
+    found["left out"] = outcome(lambda: run(at_end_of_step=leave_out))
 
     def overtake(trainer: Any) -> None:
         """Send weights as another trainer would."""
@@ -168,7 +168,7 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         other.update_model_params(weights)
 
-    found["other trainer"] = _outcome(lambda: run(at_end_of_step=overtake))
+    found["other trainer"] = outcome(lambda: run(at_end_of_step=overtake))
 
     def break_off(trainer: Any) -> None:
         """Let the next update end when it has begun."""
@@ -190,9 +190,9 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         http = trainer.vllm_generation.vllm_client.http
         plain, http.post = http.post, post
 
-    found["cache"] = _outcome(lambda: run(at_end_of_step=keep_the_cache))
-    found["broken off"] = _outcome(lambda: run(at_end_of_step=break_off))
-    found["after it"] = _outcome(run)
+    found["cache"] = outcome(lambda: run(at_end_of_step=keep_the_cache))
+    found["broken off"] = outcome(lambda: run(at_end_of_step=break_off))
+    found["after it"] = outcome(run)
     _Client = ClientOf(lambda remote, device: None)(generation.VLLMClient)
     client: Any = _Client(base_url=url)
     RemoteEngine(client.http).weight_version = "default"  # in truth no layer was touched
@@ -211,7 +211,7 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         plain, http.generate = http.generate, generate
 
     try:
-        found["hung"] = _outcome(lambda: run(at_end_of_step=hang, vllm_server_timeout=5.0))
+        found["hung"] = outcome(lambda: run(at_end_of_step=hang, vllm_server_timeout=5.0))
     finally:
         for process in below:
             os.kill(process, signal.SIGCONT)
@@ -220,12 +220,12 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
         """Let the server's workers decode with what they have now, and prefill with what they get."""
         trainer.vllm_generation.vllm_client.http.rpc("keep_decode")
 
-    found["stale decode"] = _outcome(lambda: run(at_end_of_step=keep_decode, learning_rate=1e-2))
+    found["stale decode"] = outcome(lambda: run(at_end_of_step=keep_decode, learning_rate=1e-2))
     client.http.rpc("mend_decode")
     # Last, because what vLLM decodes with the next good weights can still be NaN, from what its KV cache was left with.
     with _planted(after_the_first(lambda sent: [(name, values * torch.nan) for name, values in sent])):
-        found["nan"] = _outcome(run)
-    found["after nan"] = _outcome(run)
+        found["nan"] = outcome(run)
+    found["after nan"] = outcome(run)
     return found
 
 
@@ -241,8 +241,8 @@ def restarted(model: str, out: str, url: str, folder: str, flags: list[str]) -> 
             stack.enter_context(again)
 
         trainer = _build(model, f"{out}/restarted", url, block, max_steps=2)
-        trainer.add_callback(_At(restart))
-        found = {"restarted": _outcome(trainer.train)}
+        trainer.add_callback(At(restart))
+        found = {"restarted": outcome(trainer.train)}
         asked = {**block, "routing": {"mode": "R3"}}
-        found["no plugin"] = _outcome(lambda: _build(model, f"{out}/plain", url, asked))
+        found["no plugin"] = outcome(lambda: _build(model, f"{out}/plain", url, asked))
     return found

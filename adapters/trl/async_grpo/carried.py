@@ -1,0 +1,95 @@
+"""What goes with a rollout beside its tokens: the version of each token's weights, and routes.
+
+TRL's rollout process makes rows of conversations, forks and masks them, and hands them to the trainer; a log-probability that
+knows its version goes through all of that. From there to the collator, a rollout's metrics are handed on by reference.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch_ext.staleness import UNKNOWN
+
+
+@dataclass(eq=False)
+class Turn:
+    """One answer of the model, from its first request to its last.
+
+    Args:
+        routes: Experts of prompt and answer but for the last token, as the last request's engine chose them, `[rows, L, K]`; None
+            where none are recorded.
+        step: Version of the weights that the last request was of, which are those of all the routes: the prompt of a request
+            that goes on with an answer is all that is there of it.
+    """
+
+    routes: NDArray[Any] | None
+    step: int
+
+
+class Sampled(float):
+    """A log-probability of a sampled token that knows where it comes from.
+
+    Attributes:
+        step: Version of the weights that sampled the token.
+        turn: The answer that it is a part of.
+    """
+
+    __slots__ = ("step", "turn")
+
+    step: int
+    turn: Turn
+
+    @classmethod
+    def of(cls, values: Sequence[float], step: int, turn: Turn) -> list[Sampled]:
+        """Return log-probabilities of one request."""
+        found = []
+        for value in values:
+            sampled = cls(value)
+            sampled.step, sampled.turn = step, turn
+            found.append(sampled)
+        return found
+
+
+class Carried(dict[str, float]):
+    """A rollout's metrics, with what else goes with its row of tokens.
+
+    Attributes:
+        versions: Of each token `[S]`, int64; `UNKNOWN` at those that the policy did not sample.
+        routes: As in `Turn`, with their version; None where there are none.
+        routes_step: Their version.
+    """
+
+    versions: NDArray[np.int64]
+    routes: NDArray[Any] | None = None
+    routes_step: int = UNKNOWN
+
+    @classmethod
+    def along(cls, metrics: Mapping[str, float], logprobs: Sequence[float]) -> Carried:
+        """Return metrics with what the log-probabilities of a row know.
+
+        Args:
+            metrics: The rollout's.
+            logprobs: Of each of the row's tokens; those of tokens that were not sampled, or are context by now, know nothing.
+        """
+        carried = cls(metrics)
+        carried.versions = np.array([getattr(value, "step", UNKNOWN) for value in logprobs], dtype=np.int64)
+        turns = {id(value.turn): value.turn for value in logprobs if isinstance(value, Sampled)}
+        if len(turns) == 1:
+            (turn,) = turns.values()
+            carried.routes, carried.routes_step = turn.routes, turn.step
+        return carried
+
+
+def unpacked(routes: str | None) -> NDArray[Any] | None:
+    """Return the experts that a choice of vLLM's answer has in base64; None where it has none."""
+    if routes is None:
+        return None
+    found: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
+    return found

@@ -1,0 +1,92 @@
+"""AsyncGRPOConfig with one more field, the `mismatch:` block, and what of a block this trainer does not take."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from mismatch_ext.adapters.transformers.lr import check_optimizer
+from mismatch_ext.adapters.trl.config import MismatchConfigMixin
+from mismatch_ext.adapters.trl.refusals import check_sharding
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from mismatch_ext.config import CorrectionConfig, MismatchConfig, RoutingConfig
+from mismatch_ext.correction import resolve
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.precision.dtypes import canonical
+
+
+@dataclass
+class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # sleeps, which is GRPO's
+    """TRL's `AsyncGRPOConfig` plus `mismatch`, of which it takes precision, correction, routing R3, lr and monitor."""
+
+    _VALID_DICT_FIELDS = [*AsyncGRPOConfig._VALID_DICT_FIELDS, "mismatch"]
+
+    def __post_init__(self) -> None:
+        block = self.mismatch_block()
+        if block is not None and block.level == "observe":
+            raise ConfigError(
+                "mismatch.level='observe' with AsyncGRPO: which weights have sampled a token is known because requests end where "
+                "weights are updated, and that is another run than without it; allowed: enforce."
+            )
+        super().__post_init__()
+
+    def _check_host(self, block: MismatchConfig) -> None:
+        monitor = block.monitor
+        for name, value, wrong, why, instead in (
+            ("kl", block.kl, block.kl is not None, "the trainer has no reference model", "none"),
+            (
+                "sampling_mask", block.sampling_mask, block.sampling_mask is not None,
+                "a server's answers have no number for what was cut off", "none",
+            ),
+            (
+                "monitor.doctor", monitor.doctor, monitor.doctor is not None,
+                "it examines rollouts of the weights that score them, and these are of older ones", "none",
+            ),
+            (
+                "monitor.keep_weights", monitor.keep_weights, bool(monitor.keep_weights),
+                "the trainer scores a batch in its update alone", "0",
+            ),
+        ):  # fmt: skip
+            if wrong:
+                shown = "" if dataclasses.is_dataclass(value) else f"={value!r}"
+                raise ConfigError(f"mismatch.{name}{shown} with AsyncGRPO: {why}; allowed: {instead}.")
+
+    def _check_routing(self, routing: RoutingConfig) -> None:
+        for name, value, wrong, why, instead in (
+            ("mode", routing.mode, routing.mode != "R3", "there is no old-logprob pass whose routes could be replayed", "'R3'"),
+            ("reference", routing.reference, routing.reference, "there is no reference model", "False"),
+        ):  # fmt: skip
+            if wrong:
+                raise ConfigError(f"mismatch.routing.{name}={value!r} with AsyncGRPO: {why}; allowed: {instead}.")
+
+    def _follow_objective(self, block: MismatchConfig) -> None:
+        if block.correction is not None:
+            self._check_correction(block.correction)
+
+    def _check_correction(self, correction: CorrectionConfig) -> None:
+        settings = resolve(correction)
+        if settings.compat & {"unscored_is_one"}:
+            raise ConfigError(
+                "mismatch.correction.compat='unscored_is_one' with AsyncGRPO: rollouts without a log-probability are refused "
+                "before they are corrected; remove it."
+            )
+        if settings.normalize:
+            raise ConfigError(
+                "mismatch.correction.normalize=True with AsyncGRPO: weights would be divided by the mean of a micro-batch, whose "
+                "size depends on the lengths of its rollouts; set it to False."
+            )
+
+    def _check_settled(self, block: MismatchConfig) -> None:
+        """Refuse what can be told once the parent has parsed dictionaries, and knows processes and optimizer."""
+        kwargs: Any = self.model_init_kwargs or {}
+        dtype = str(kwargs.get("dtype") or self.dtype)
+        if block.precision is not None and (dtype == "auto" or canonical(dtype) != "float32"):
+            raise ConfigError(
+                f"dtype={dtype!r} contradicts mismatch.precision: the trainer's master weights stay float32 and autocast "
+                f"computes in {block.precision.dtype}; remove the dtype."
+            )
+        if block.lr is not None:
+            check_optimizer(self)
+        check_sharding(block, use_vllm=True, deepspeed=self.deepspeed_plugin is not None, fsdp=False)

@@ -1,0 +1,73 @@
+"""Numerics where every rollout is of older weights: a few tokens sampled right after a weight update, which both sides then hold.
+
+The batches of an asynchronous trainer have hardly a token of the weights that score them. The server is asked for some of its
+own between two updates' requests; the trainer scores them by the very pass that it trains with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mismatch_ext.adapters.trl.async_grpo.carried import Carried, unpacked
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
+
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.staleness import UNKNOWN
+
+LENGTH = 32
+"""Most tokens of an answer: the more there are, the longer rollouts wait."""
+
+
+class FreshRollouts:
+    """Asks a server for them.
+
+    Args:
+        remote: The server.
+        sampling: Settings that rollouts are sampled with.
+        tokens: How many are enough.
+        length: Most tokens of an answer, of the run's rollouts.
+    """
+
+    def __init__(self, remote: RemoteEngine, sampling: SamplingSettings, *, tokens: int, length: int) -> None:
+        self._remote, self._sampling = remote, sampling
+        self._length = min(LENGTH, length)
+        self._count = -(-tokens // self._length)
+
+    def take(self, prompts: Sequence[Sequence[int]], step: int) -> list[dict[str, Any]]:
+        """Return answers to some prompts as TRL hands rollouts to its collator.
+
+        Args:
+            prompts: Token ids; each is asked as often as it takes.
+            step: Version of the weights that the server holds.
+
+        Raises:
+            EngineError: The server is not reached, or refuses.
+            NonFiniteLogprobError: A log-probability is not finite.
+        """
+        asked = list(itertools.islice(itertools.cycle(prompts), self._count))
+        body = {
+            "model": self._remote.model, "prompt": [list(map(int, prompt)) for prompt in asked], "max_tokens": self._length,
+            "temperature": self._sampling.temperature, "top_p": self._sampling.top_p, "top_k": self._sampling.top_k,
+            "min_p": self._sampling.min_p, "repetition_penalty": self._sampling.repetition_penalty, "logprobs": 0,
+            "return_token_ids": True,
+        }  # fmt: skip
+        choices = self._remote.http.generate("/v1/completions", body)["choices"]
+        return [_sample(prompt, choice, step) for prompt, choice in zip(asked, choices, strict=True)]
+
+
+def _sample(prompt: Sequence[int], choice: Mapping[str, Any], step: int) -> dict[str, Any]:
+    sampled = choice["token_ids"]
+    found = Carried()
+    found.versions = np.array([UNKNOWN] * len(prompt) + [step] * len(sampled), dtype=np.int64)
+    found.routes, found.routes_step = unpacked(choice.get("routed_experts")), step
+    return {
+        "input_ids": np.array([*prompt, *sampled], dtype=np.int64),
+        "completion_mask": np.array([0] * len(prompt) + [1] * len(sampled), dtype=np.int64),
+        "old_log_probs": np.array([0.0] * len(prompt) + choice["logprobs"]["token_logprobs"], dtype=np.float32),
+        "advantage": 0.0,
+        "group_id": 0,
+        "metrics": found,
+    }

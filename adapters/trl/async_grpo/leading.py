@@ -1,0 +1,55 @@
+"""What leads the learning rate of a step: statistics of the rollouts that it learns from, over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from mismatch_ext.lr import length_statistics, numerics_statistics
+from mismatch_ext.ranks import Ranks
+from mismatch_ext.staleness import StaleGap
+
+
+class Leading(TrainerCallback):
+    """Collects them before each step; it stands before the callback that puts the rate on the optimizer.
+
+    Args:
+        trainer: The trainer, whose losses have noted them.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give what was noted since the last step to the rate's control."""
+        trainer = self._trainer
+        gap, lengths = trainer._step_gap, trainer._step_lengths
+        trainer._step_gap, trainer._step_lengths = None, []
+        if trainer._fresh_gap is not None:
+            # Of the weights that this step starts from.
+            gap.merge(trainer._fresh_gap)
+            trainer._fresh_gap = None
+        rate = trainer._lr.rate
+        if not rate.attached or not rate.config.watches:
+            return
+        if rate.config.trigger == "response_length":
+            counted = torch.cat([part for part, _ in lengths])
+            cut = torch.cat([part for _, part in lengths])
+            found = length_statistics(counted, cut, reduce=lambda values, reduction: trainer._ranks.sum(values))
+            rate.collect(**found.to_dict())
+        elif rate.config.trigger in ("mismatch_kl", "f_tau"):
+            rate.collect(**numerics_statistics(_over_ranks(gap, trainer._ranks)))
+
+
+def _over_ranks(gap: StaleGap, ranks: Ranks) -> StaleGap:
+    """Return what all ranks have measured; each has had a row."""
+    whole = StaleGap(sampling=gap.sampling, least=gap.least)
+    for state in ranks.gather(gap.state_dict()):
+        part = StaleGap(sampling=gap.sampling, least=gap.least)
+        part.load_state_dict(state)
+        whole.merge(part)
+    return whole

@@ -1,0 +1,223 @@
+"""The gap of each trained token and the weights that correct it, between TRL's forward pass and its loss.
+
+TRL's `compute_loss` runs the model and makes the loss of what comes back. It is called twice here: as far as the model, which
+tells what it is asked; and with the model's answer, in inputs that have the weights. The model itself runs once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
+from mismatch_ext.adapters.trl.async_grpo.replay import TreeReplay
+from mismatch_ext.adapters.trl.async_grpo.rows import ENDED, ROUTED, ROUTES, VERSIONS
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.recorder import PREFIX
+from mismatch_ext.run.log import RunLog
+from mismatch_ext.staleness import UNKNOWN, StaleGap
+
+if TYPE_CHECKING:
+    from trl.experimental.async_grpo import AsyncGRPOTrainer as _Host
+else:
+    _Host = object
+
+INDEX, OLD, ADVANTAGES, SEGMENTS = "token_index", "old_log_probs", "advantages", "segment_id"
+
+
+class _Reached(Exception):
+    """TRL's loss has come to the model."""
+
+
+class Asked:
+    """Stands for the model, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.kwargs: dict[str, Any] | None = None
+
+    def __call__(self, **kwargs: Any) -> NoReturn:
+        """Note the arguments, and go no further."""
+        self.kwargs = kwargs
+        raise _Reached
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The trained tokens of this rank's row, a line for each rollout `[B, T]`.
+
+    Args:
+        logprobs: The trainer's, with no graph.
+        rollout: The engine's.
+        mask: True at tokens.
+        versions: Of the weights that sampled them.
+        advantages: As TRL has them.
+    """
+
+    logprobs: Tensor
+    rollout: Tensor
+    mask: Tensor
+    versions: Tensor
+    advantages: Tensor
+
+    @classmethod
+    def of(cls, logprobs: Tensor, inputs: dict[str, Any]) -> Terms:
+        """Lay out what TRL has one after the other.
+
+        Args:
+            logprobs: The trainer's, of each position of the row `[N]`.
+            inputs: The micro-batch.
+        """
+        chosen = inputs[INDEX] >= 0
+        sizes = torch.bincount(inputs[SEGMENTS][chosen], minlength=int((inputs[ENDED] != UNKNOWN).sum())).tolist()
+
+        def rows(values: Tensor) -> Tensor:
+            return pad_sequence(list(values.split(sizes)), batch_first=True)
+
+        flat = logprobs.detach().float()[inputs[INDEX][chosen]]
+        return cls(
+            logprobs=rows(flat),
+            rollout=rows(inputs[OLD][chosen]),
+            mask=rows(torch.ones_like(flat, dtype=torch.bool)),
+            versions=rows(inputs[VERSIONS][chosen]),
+            advantages=rows(inputs[ADVANTAGES][chosen]),
+        )
+
+
+class LossMixin(_Host):
+    """Overrides `compute_loss`; the trainer sets what is active."""
+
+    _block: MismatchConfig | None
+    _log: RunLog
+    _ranks: AcceleratorRanks
+    _correction: ResolvedCorrection | None = None
+    _routing: TreeReplay | None = None
+    # From construction on there is one.
+    model: nn.Module
+    # Of the rollouts that the next step learns from.
+    _step_gap: StaleGap | None = None
+    # Of those that were sampled after the last weight update.
+    _fresh_gap: StaleGap | None = None
+    _step_lengths: list[tuple[Tensor, Tensor]]
+    _metrics: dict[str, defaultdict[str, list[Any]]]
+
+    if TYPE_CHECKING:
+
+        def _autocast(self) -> AbstractContextManager[Any]: ...
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as TRL does, of a forward pass under recorded routes, each token weighted as the correction says.
+
+        A `compute_loss` between this one and TRL's is entered twice, and left by an exception the first time.
+
+        Raises:
+            ConfigError: The loss is computed without the model.
+            NonFiniteLogprobError: A log-probability of a trained token is not finite.
+        """
+        plain = super().compute_loss
+        if self._block is None or not self.model.training:
+            return plain(model, inputs, return_outputs, num_items_in_batch)
+        kwargs = self._asked(inputs)
+        begun = time.time()
+        with self._routed(inputs, kwargs):
+            outputs = model(**kwargs)
+        self._step_forward_s += time.time() - begun
+        terms = Terms.of(outputs.log_probs.flatten(), inputs)
+        self._measure(terms, inputs)
+        if self._routing is not None and self._routing.draws.native_gap():
+            self._measure_native(model, kwargs, inputs, terms)
+        if self._correction is not None:
+            inputs = self._corrected(terms, inputs)
+        return plain(lambda **kwargs: outputs, inputs, return_outputs, num_items_in_batch)
+
+    def _asked(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what TRL's loss asks the model for a micro-batch.
+
+        Raises:
+            ConfigError: It does not ask.
+        """
+        asked = Asked()
+        try:
+            super().compute_loss(asked, inputs)
+        except _Reached:
+            pass
+        if asked.kwargs is None:
+            raise ConfigError(
+                f"mismatch with {type(self).__name__}: its loss was computed without calling the model that it was given, so "
+                "that there is no gap to measure or correct. Let compute_loss call AsyncGRPOTrainer's."
+            )
+        return asked.kwargs
+
+    def _measure_fresh(self, inputs: dict[str, Any]) -> None:
+        """Measure rollouts of the present weights that are not trained on, by a pass as those that are take."""
+        kwargs = self._asked(inputs)
+        model = self.accelerator.unwrap_model(self.model)
+        with torch.no_grad(), torch.random.fork_rng(), self._autocast(), self._routed(inputs, kwargs):
+            outputs = model(**kwargs)
+        terms = Terms.of(outputs.log_probs.flatten(), inputs)
+        whole = self._log.recorder.stale
+        assert whole is not None  # versions are followed from the beginning
+        whole.add_buffer(terms.logprobs, terms.rollout, terms.mask)
+        self._fresh_gap = StaleGap(sampling=whole.sampling, least=whole.least)
+        self._fresh_gap.add_buffer(terms.logprobs, terms.rollout, terms.mask)
+
+    def _measure(self, terms: Terms, inputs: dict[str, Any]) -> None:
+        """Measure the gap of the trained tokens, those of the present weights apart from those of older ones."""
+        given = (terms.logprobs, terms.rollout, terms.mask)
+        self._log.observe("train", *given)
+        whole = self._log.recorder.stale
+        assert whole is not None  # versions are followed from the beginning
+        part = StaleGap(sampling=whole.sampling, least=whole.least)
+        part.add_batch(*given, terms.versions, scoring=self.state.global_step)
+        whole.merge(part)
+        if self._step_gap is None:
+            self._step_gap = StaleGap(sampling=whole.sampling, least=whole.least)
+        self._step_gap.merge(part)
+        ended = inputs[ENDED][inputs[ENDED] != UNKNOWN]
+        self._step_lengths.append((terms.mask.sum(1), ended == 0))
+
+    def _measure_native(self, model: nn.Module, kwargs: dict[str, Any], inputs: dict[str, Any], terms: Terms) -> None:
+        """Measure the gap that there is without replay, which is kept apart."""
+        with torch.no_grad(), torch.random.fork_rng():
+            native = Terms.of(model(**kwargs).log_probs.flatten(), inputs)
+        self._log.observe("train", native.logprobs, terms.rollout, terms.mask, native=True)
+
+    def _corrected(self, terms: Terms, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the micro-batch with weighted advantages, over whose tokens TRL's loss is linear.
+
+        `decoupled`: pi_old is the policy as it is in this pass, which no step parts from it, so that TRL's own ratio is 1, with
+        its gradient, and the weight pi_old/mu stands beside it. `bypass`: TRL's ratio stays pi/mu, and what is rejected weighs
+        nothing.
+        """
+        settings = self._correction
+        assert settings is not None
+        found = correct(terms.rollout, terms.logprobs, terms.mask, settings, advantages=terms.advantages)
+        for name, value in over_ranks(found.metrics, terms.mask, settings, self._ranks).items():
+            self._metrics["train"][PREFIX + name].append(value)
+        clips = settings.mode == "bypass" and settings.loss == "ppo_clip"
+        weights = found.mask.float() if clips else found.as_multiplier()
+        chosen = inputs[INDEX] >= 0
+        changed = dict(inputs)
+        changed[ADVANTAGES] = inputs[ADVANTAGES].clone()
+        changed[ADVANTAGES][chosen] *= weights[terms.mask].to(inputs[ADVANTAGES].dtype)
+        if not clips:
+            changed[OLD] = inputs[OLD].clone()
+            changed[OLD][chosen] = terms.logprobs[terms.mask]
+        return changed
+
+    def _routed(self, inputs: dict[str, Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return the context of the row's forward pass: under the routes that came with its rollouts."""
+        if self._routing is None:
+            return nullcontext()
+        real = inputs["attention_mask"].bool()
+        return self._routing.over_tree(self.model, kwargs, inputs[ROUTES][real], inputs[ROUTED][real])

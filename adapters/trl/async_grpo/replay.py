@@ -1,0 +1,73 @@
+"""Replay of routes over TRL's packed tree, some of whose rollouts are of older weights than those that train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers import routing as backend
+from torch import Tensor, nn
+
+from mismatch_ext.config import RoutingConfig
+from mismatch_ext.ranks import Ranks
+from mismatch_ext.routing import RoutingTrace, storage_dtype
+from mismatch_ext.routing.replaying import RouteReplay
+from mismatch_ext.routing.tokens import token_rows
+from mismatch_ext.routing.trace import run_lengths
+from mismatch_ext.routing.versions import by_row
+from mismatch_ext.staleness import UNKNOWN
+
+
+class TreeReplay(RouteReplay):
+    """Replays the routes of a packed row; compared with the model's own choice are those of the very weights that train.
+
+    Args:
+        config: The `routing` section.
+        model: The trainer's model.
+        seed: Its own, `args.seed`.
+        ranks: The processes that train together.
+        step: Returns the version of the weights that train.
+
+    Raises:
+        ReplayError: The model's routing cannot be replayed.
+    """
+
+    def __init__(
+        self, config: RoutingConfig, model: nn.Module, *, seed: int, ranks: Ranks, step: Callable[[], int]
+    ) -> None:
+        super().__init__(config, backend, model, seed=seed, ranks=ranks)
+        self._step = step
+
+    @contextmanager
+    def over_tree(self, model: nn.Module, kwargs: Mapping[str, Any], ids: Tensor, steps: Tensor) -> Iterator[None]:
+        """Run the forward pass of a packed row under its routes.
+
+        Args:
+            model: The model, possibly wrapped.
+            kwargs: What TRL gives the model.
+            ids: Experts of each position `[N, L, K]`, int64.
+            steps: Version of the weights that chose them `[N]`; `UNKNOWN` where the model routes a token itself.
+
+        Raises:
+            RoutingError: They cannot be this model's.
+            ReplayError: The forward pass did not obey them.
+        """
+        # Positions that do not follow one another begin a sequence, as far as a forward pass can tell.
+        packed = token_rows(kwargs["input_ids"], None, kwargs["position_ids"])
+        trace = RoutingTrace(
+            parts=(ids.to(storage_dtype(self.layout.num_experts)),),
+            layers=self.layout.layers,
+            num_experts=self.layout.num_experts,
+            versions=run_lengths(enumerate(steps.clamp(min=0).tolist())),
+            tokens=packed.ids.to(torch.int32),
+            starts=packed.starts,
+        )
+        real = torch.ones_like(steps, dtype=torch.bool)
+        with self.replaying(model, trace, steps != UNKNOWN, real=real, split="train"):
+            yield
+
+    def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
+        """Return which recorded rows `[N]` are of the weights that train: others choose other experts."""
+        return mask & (by_row(trace).to(mask.device) == self._step())

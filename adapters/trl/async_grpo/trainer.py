@@ -1,0 +1,393 @@
+"""AsyncGRPOTrainer with the `mismatch:` block.
+
+The server samples while the trainer trains, so that most tokens are of older weights than those that are updated by them. The
+rollout worker says which (`loop.py`, `gate.py`), the collator lays it beside the tokens (`rows.py`), and the loss tells drift
+from numerics (`loss.py`). Weight updates are named and verified (`transfer.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import requests
+from accelerate import PartialState
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens
+from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
+from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
+from mismatch_ext.adapters.trl.async_grpo.config import MismatchAsyncGRPOConfig
+from mismatch_ext.adapters.trl.async_grpo.fresh import FreshRollouts
+from mismatch_ext.adapters.trl.async_grpo.gate import Gate
+from mismatch_ext.adapters.trl.async_grpo.leading import Leading
+from mismatch_ext.adapters.trl.async_grpo.loop import Following, VersionedLoop
+from mismatch_ext.adapters.trl.async_grpo.loss import LossMixin
+from mismatch_ext.adapters.trl.async_grpo.replay import TreeReplay
+from mismatch_ext.adapters.trl.async_grpo.rows import CarryingCollator
+from mismatch_ext.adapters.trl.async_grpo.transfer import CheckedTransfer
+from mismatch_ext.adapters.trl.async_grpo.worker import ending, naming
+from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
+from mismatch_ext.adapters.trl.generation import TrainerSide
+from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
+from mismatch_ext.adapters.trl.lr import LrMixin
+from mismatch_ext.adapters.trl.overridden import shadowed
+from mismatch_ext.adapters.trl.preflight import compute_in_float16
+from mismatch_ext.adapters.trl.readings import sampling_settings
+from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers, check_sharding
+from mismatch_ext.adapters.trl.server_checks import ServerCheck, unchecked
+from mismatch_ext.adapters.trl.server_client import without_repeating
+from mismatch_ext.adapters.vllm.http import ServerHttp
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from mismatch_ext.adapters.vllm.server.plugin import BACKEND
+from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
+from torch import Tensor, nn
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+from trl.experimental.async_grpo.packing import TreeRow
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import resolve
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import TRL
+from mismatch_ext.patching import described
+from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.readiness import EVENT as READINESS
+from mismatch_ext.precision.readiness import check_readiness
+from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.recorder import PREFIX, run_folder
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.run.log import RunLog
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+
+if TYPE_CHECKING:
+    from trl.experimental.async_grpo import AsyncGRPOTrainer as _Host
+else:
+    _Host = object
+
+
+class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: ignore[misc]  # _routing, as in LossMixin
+    """Adds the `mismatch:` block to an AsyncGRPOTrainer or to a subclass of one; put it first among the bases.
+
+    Without a block every method passes straight on.
+    """
+
+    model: nn.Module
+    processing_class: Any
+    # As the parts that GRPO's trainers have too ask: there is no engine in this process, and no wrapper around one.
+    use_vllm = False
+    _kl = None
+    _transfer: CheckedTransfer | None = None
+    _collator: CarryingCollator | None = None
+    _audit_report: AuditReport | None = None
+    _sync_audited = False
+    _readiness: str | None = None
+    _told_bias = False
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchAsyncGRPOConfig)), None)
+        self._block: MismatchConfig | None = (
+            config.mismatch_block() if isinstance(config, MismatchAsyncGRPOConfig) else None
+        )
+        if self._block is None:
+            super().__init__(model, *args, **kwargs)
+            return
+        self._acting = self._block
+        self._verdicts = Verdicts(self._block.level, lambda: self.state.global_step)
+        check_peers(type(self), self._block, use_vllm=True, server=True)
+        _check_arguments(self._block, kwargs)
+        self._ranks = AcceleratorRanks(PartialState())
+        self._log = RunLog(
+            self._block,
+            run_folder(self._block.monitor, Path(config.output_dir)),
+            info=self._info,
+            step=lambda: self.state.global_step,
+            names=TRL,
+            ranks=self._ranks,
+            verdicts=self._verdicts,
+        )
+        self._patches = described(*CHECKPOINTS) if self._block.routing is not None else []
+        self._saved_step = 0
+        self._step_lengths = []
+        with config.claimed():
+            super().__init__(model, *args, **kwargs)
+        self._build(config)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
+        super().create_accelerator_and_postprocess()
+        if self._block is None:
+            return
+        check_sharding(self._block, use_vllm=True, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled)
+        precision = self._block.precision
+        if precision is not None and precision.dtype == "float16":
+            compute_in_float16(self.accelerator, precision.loss_scale)
+        if precision is not None:
+            audit(PrecisionPolicy(precision.dtype), self._read_trainer(), None, None, FIXES).raise_for_findings()
+            parameters = self.accelerator.unwrap_model(self.model).named_parameters()
+            self._readiness = check_readiness(((name, p.detach()) for name, p in parameters), precision)
+        if self._block.routing is not None:
+            with RoutingRefusals(self._block.routing):
+                self._routing = TreeReplay(
+                    self._block.routing, self.model, seed=self.args.seed, ranks=self._ranks, step=lambda: self.state.global_step
+                )  # fmt: skip
+
+    # Once TRL has built its parts.
+
+    def _build(self, config: Any) -> None:
+        """Ask the server what it runs with, audit both sides, and stand between TRL and its worker and transfer."""
+        assert self._block is not None
+        self._sampling: SamplingSettings = sampling_settings(config, None)
+        self._log.sampled_with(self._sampling)
+        self._log.recorder.follow_versions(self._block.monitor.numerics_tokens)
+        if self._block.correction is not None:
+            self._correction = resolve(self._block.correction)
+        self._alarms = AlarmCallback(lambda: self._log)
+        self.add_callback(self._alarms)
+        if self._block.lr is not None:
+            self._lr: LrCallback | None = LrCallback(self._block.lr)
+            self.add_callback(Leading(self))
+            self.add_callback(self._lr)
+        self._readings: dict[str, Any] = {"trainer": self._read_trainer()}
+        if not self.accelerator.is_main_process:
+            return
+        self._remote = self._find_server(config)
+        self._audit()
+        if (missing := unchecked(self._remote)) is not None:
+            self._warn("server", missing)
+        if self._readiness is not None:
+            self._warn(READINESS, self._readiness)
+        self._fresh = FreshRollouts(
+            self._remote,
+            self._sampling,
+            tokens=self._block.monitor.numerics_tokens,
+            length=config.max_completion_length,
+        )
+        self._follow(self._remote, config)
+        self._log.announce(INTEGRATION, measured="in every loss")
+
+    def _find_server(self, config: Any) -> RemoteEngine:
+        """Wait for the server as TRL does, and refuse one that does not run as the block needs it."""
+        assert self._block is not None
+        client: Any = self.vllm_client  # TRL's, on the main process
+        client.wait_for_server_ready()
+        session = without_repeating(requests.Session())
+        remote = RemoteEngine(ServerHttp(client.server_url, session, config.vllm_server_timeout))
+        ServerCheck(self._block)(remote, self.accelerator.device.type)
+        return remote
+
+    def _follow(self, remote: RemoteEngine, config: Any) -> None:
+        """Put the gate before the rollout worker's requests, and around weight updates."""
+        worker: Any = self.rollout_worker
+        inner: Any = self.weight_transfer
+        if not isinstance(worker, AsyncRolloutWorker) or worker._loop_cls not in (_AsyncRolloutLoop, VersionedLoop):
+            name = type(worker).__name__
+            raise ConfigError(
+                f"rollout_worker={name} with a mismatch block: which weights have sampled a token is known of TRL's own rollout "
+                "loop alone; leave it out, or remove the block."
+            )
+        gate = Gate(worker._mp_ctx)
+        self._transfer = CheckedTransfer(
+            inner,
+            remote,
+            gate,
+            verifier=self._verifier(remote),
+            step=lambda: self.state.global_step,
+            on_sent=self._on_sent,
+            alive=lambda: worker.check_health(config.heartbeat_stale_after_s),
+            arrived=self._sample_fresh,
+            over_http=remote.backend == BACKEND and isinstance(inner, WeightTransferClient),
+        )
+        self.weight_transfer = self._transfer
+        worker._loop_cls = VersionedLoop
+        worker._loop_kwargs["mismatch"] = Following(gate=gate, owner=self._transfer.stamps.owner)
+        vars(worker).update(check_health=naming(worker), stop=ending(worker, gate))
+
+    def _sample_fresh(self) -> None:
+        """Measure numerics on rollouts of the weights that have just arrived."""
+        prompts = [] if self._collator is None else self._collator.prompts
+        # Before the first batch there are none. One rank alone takes this pass: others' shards, and their checks, are missing.
+        if not prompts or self.is_fsdp_enabled or (self._routing is not None and self._ranks.size > 1):
+            return
+        row = TreeRow()
+        for sample in self._fresh.take(prompts, self.state.global_step):
+            row.add(sample)
+        # One of our own: TRL's counts what it collates as trained on.
+        collate = self._carrying(DataCollatorForRollout(self.processing_class.pad_token_id))
+        inputs = collate([[row]])
+        self._measure_fresh({name: value.to(self.accelerator.device) for name, value in inputs.items()})
+
+    def _carrying(self, inner: Callable[[Any], dict[str, Any]]) -> CarryingCollator:
+        ends = [*self.eos_token_ids, self.processing_class.pad_token_id]
+        return CarryingCollator(inner, ends, None if self._routing is None else self._routing.layout)
+
+    def _verifier(self, remote: RemoteEngine) -> WeightVerifier | None:
+        assert self._block is not None
+        monitor = self._block.monitor
+        if monitor.weight_sync == "off":
+            return None
+        reading: TrainerReading = self._readings["trainer"]
+        computes = reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
+        side = TrainerSide(
+            named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
+            score=self._score,
+            step=lambda: self.state.global_step,
+            on_sent=self._on_sent,
+            event=self._on_event,
+            compute_dtype=computes,
+        )
+        probes = draw_probes(plain_vocabulary(self.processing_class, self.accelerator.device), monitor, remote.longest)
+        return WeightVerifier(
+            side,
+            remote,
+            monitor,
+            probes,
+            dtype=remote.reading().model_dtype,
+            trainer_dtype=computes,
+            event=self._on_event,
+        )
+
+    def _score(self, token_ids: Tensor) -> Tensor:
+        """Return the trainer's log-probabilities of probe tokens, at temperature 1."""
+        model = self.accelerator.unwrap_model(self.model)
+        with plain_attention(model):
+            return score_tokens(model, token_ids, self._autocast)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
+
+    def _read_trainer(self) -> TrainerReading:
+        return read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
+
+    def _audit(self, sync: SyncReading | None = None) -> None:
+        """Read both sides' dtypes back; refuse what is not as asked."""
+        assert self._block is not None
+        self._readings = {"trainer": self._read_trainer(), "engine": self._remote.reading()}
+        if self._block.precision is not None:
+            policy = PrecisionPolicy(self._block.precision.dtype)
+            self._audit_report = audit(policy, self._readings["trainer"], self._readings["engine"], sync, FIXES)
+            self._audit_report.raise_for_findings()
+
+    def _on_sent(self, dtypes: frozenset[str]) -> None:
+        """Audit both sides once more at the first weight update, with the dtypes that went over."""
+        if not self._sync_audited:
+            self._sync_audited = True
+            for sent in sorted(dtypes):
+                self._audit(SyncReading(sent_dtype=sent, received_dtype=self._readings["engine"].model_dtype))
+
+    def _on_event(self, level: str, name: str, message: str) -> None:
+        assert self._block is not None
+        self._log.event(level, name, message)
+        if self._block.monitor.weight_sync == "warn":
+            warnings.warn(message, stacklevel=2)
+
+    def _warn(self, name: str, message: str) -> None:
+        warnings.warn(message, stacklevel=3)
+        self._log.event("warning", name, message)
+
+    def _info(self) -> dict[str, Any]:
+        return info_of(self, self._readings, self._patches, self._audit_report)
+
+    # A training.
+
+    def get_train_dataloader(self) -> Any:
+        """Return TRL's loader, whose batches have what is known of their tokens."""
+        if self._block is None:
+            return super().get_train_dataloader()
+        plain = self.accelerator.prepare
+
+        def prepare(loader: Any) -> Any:
+            loader.collate_fn = self._collator = self._carrying(loader.collate_fn)
+            return plain(loader)
+
+        with shadowed(self.accelerator, prepare=prepare):
+            return super().get_train_dataloader()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
+        if self._block is None or not self.model.training:
+            super().log(logs, start_time)
+            return
+        step, by_layer = self.state.global_step, {}
+        extra = self._log.recorder.flush("train", step)
+        if self._routing is not None:
+            agreement = self._routing.take_agreement("train", self._ranks)
+            if agreement is not None:
+                extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
+                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
+        if "loss" in logs:
+            extra |= self._step_metrics()
+        logs.update(extra)
+        super().log(logs, start_time)
+        self._log.write(step, logs | by_layer, "train")
+        bias = self._sampling.ratio_bias()
+        if extra and bias is not None and not self._told_bias:
+            self._told_bias = True
+            self._warn("ratio_bias", bias)
+
+    def _step_metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if isinstance(self.accelerator.scaler, LossScaler):
+            found |= self.accelerator.scaler.metrics()
+        verifier = None if self._transfer is None else self._transfer.verifier
+        if verifier is not None and verifier.verdict is not None:
+            found["weight_sync_gap"] = verifier.verdict.gap_mean
+        if self._lr is not None:
+            found |= self._lr.rate.metrics()
+        return {PREFIX + name: value for name, value in found.items()}
+
+    # What a checkpoint holds.
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        if self._transfer is not None and self._transfer.verifier is not None:
+            state["weight_sync"] = self._transfer.verifier.state_dict()
+        return state
+
+    def _go_on_from(self, state: dict[str, Any]) -> None:
+        super()._go_on_from(state)
+        if self._transfer is not None and self._transfer.verifier is not None and state.get("weight_sync") is not None:
+            said = self._transfer.verifier.load_state_dict(state["weight_sync"])
+            if said is not None:
+                self._told(self._saved_step, "settings_changed", said)
+
+
+class MismatchAsyncGRPOTrainer(MismatchAsyncMixin, AsyncGRPOTrainer):  # type: ignore[misc]  # as in MismatchAsyncMixin
+    """Drop-in `AsyncGRPOTrainer` that takes a `MismatchAsyncGRPOConfig`."""
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """Let a model attend within each sequence for the time of a block: TRL's attention wants the paths of a packed tree."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _check_arguments(block: MismatchConfig, given: dict[str, Any]) -> None:
+    """Refuse what the block does not cover.
+
+    Raises:
+        ConfigError: Names the argument, and what is allowed.
+    """
+    if given.get("peft_config") is not None:
+        raise ConfigError(
+            "a mismatch block with AsyncGRPO and peft_config: what reaches the server of an adapter is not verified; train all "
+            "weights, or remove the block."
+        )
+    for key in ("tools", "environment_factory"):
+        if block.routing is not None and given.get(key):
+            raise ConfigError(
+                f"mismatch.routing with {key}: rollouts are stitched from several generations, whose routes are not joined; "
+                "remove mismatch.routing."
+            )

@@ -1,0 +1,62 @@
+"""How a failure of TRL's rollout worker, a process of its own, ends the training: with its own error, and at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mismatch_ext.adapters.trl.async_grpo.gate import Gate
+
+from mismatch_ext import errors
+from mismatch_ext.errors import MismatchError
+
+PATIENCE = 15.0
+"""Seconds that a worker has for its end, as in TRL."""
+
+
+def naming(worker: Any) -> Callable[[float], None]:
+    """Return TRL's check of a rollout worker, by which an error of this package is raised as what it is.
+
+    Args:
+        worker: TRL's `AsyncRolloutWorker`.
+    """
+    plain = worker.check_health
+
+    def check_health(stale_after_s: float) -> None:
+        try:
+            plain(stale_after_s)
+        except RuntimeError as error:
+            name, _, message = str(error.__cause__ or "").partition("\n")[0].partition(": ")
+            kind = getattr(errors, name, None)
+            if isinstance(kind, type) and issubclass(kind, MismatchError):
+                raise kind(message) from error
+            raise
+
+    return check_health
+
+
+def ending(worker: Any, gate: Gate) -> Callable[[], None]:
+    """Return TRL's end of a rollout worker, which does not ask a process to end that has failed, or that waits at the gate.
+
+    TRL sets an event that a thread of the process waits for, and `multiprocessing.Event.set` waits until each that waits has
+    woken: in a process that has ended, nobody does, and the training would not end.
+
+    Args:
+        worker: TRL's `AsyncRolloutWorker`.
+        gate: Closed where a weight update has failed.
+    """
+    plain = worker.stop
+
+    def stop() -> None:
+        process = worker._process
+        failed = worker._failed_event.is_set()
+        if process is None or process._popen is None or (process.is_alive() and gate.is_open and not failed):
+            plain()
+            return
+        process.join(PATIENCE if failed else 0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        worker._process = None
+
+    return stop

@@ -1,0 +1,126 @@
+"""One run of TRL's AsyncGRPO with a `vllm serve`."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
+from transformers import AutoTokenizer, TrainerCallback
+
+from benchmarks._quiet import be_quiet
+from benchmarks.gpu.miniature import END, Language
+from benchmarks.stability.async_arms import STEPS, AsyncArm
+from benchmarks.stability.real_run import tokenizer
+from benchmarks.stability.table import LONG
+from benchmarks.stability.train import PROMPT, base
+from examples.trl_async import on_cpu
+
+PROMPTS, SAMPLES, RATE = 8, 8, 1e-3
+LOGGED = {
+    "length": "reward",
+    "stopped": "clip_ratio/region_mean",
+    "staleness": "mismatch/staleness_mean",
+    "k3": "mismatch/k3_kl",
+    "numerics": "mismatch/numerics/k3_kl",
+}
+"""What is kept of the trainer's log; the length comes of the reward."""
+
+
+def checkpoint(out: Path) -> None:
+    """Write what every run starts from, published in bf16."""
+    model, _, shape = base(512)
+    model.generation_config.eos_token_id = END  # type: ignore[union-attr, assignment]
+    model.to(torch.bfloat16).float().save_pretrained(out)  # type: ignore[operator]
+    words = tokenizer(shape.vocabulary)
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    words.save_pretrained(out)
+
+
+def lengths(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Reward minus the length of a response."""
+    return [-len(ids) / LONG for ids in completion_ids]
+
+
+class Short(TrainerCallback):
+    """Keeps what a run logs, and ends it when responses are half as long."""
+
+    def __init__(self) -> None:
+        self.curves: dict[str, list[float]] = {name: [] for name in LOGGED}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Keep what a step logged."""
+        if "loss" not in logs:
+            return
+        for name, logged in LOGGED.items():
+            value = logs.get(logged)
+            value = math.nan if value is None else float(value)
+            self.curves[name].append(-LONG * value if name == "length" else value)
+        last = self.curves["length"]
+        if len(last) > 6 and max(last[-3:]) <= LONG / 2:
+            control.should_training_stop = True
+
+
+def train(arm: AsyncArm, seed: int, model: Path, server: str, out: Path) -> dict[str, list[float]]:
+    """Train one run."""
+    language = Language(512, "cpu")
+    rows = language.sample(STEPS * PROMPTS, PROMPT, torch.Generator().manual_seed(1000 + seed), end=False)
+    texts = [" ".join(f"t{n}" for n in row) for row in rows.tolist()]
+    block: dict[str, Any] = {"monitor": {"profile_every": 1000}}
+    block |= {} if arm.preset is None else {"correction": {"preset": arm.preset}}
+    block |= {} if arm.precision is None else {"precision": {"dtype": arm.precision}}
+    config = MismatchAsyncGRPOConfig(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=False,
+        vllm_server_base_url=server,
+        vllm_server_timeout=60.0,
+        token_budget=0,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=LONG,
+        max_inflight_tasks=PROMPTS * SAMPLES,
+        queue_maxsize=PROMPTS * SAMPLES,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        adam_beta2=0.99,
+        max_steps=STEPS,
+        max_grad_norm=1.0,
+        epsilon=0.2,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=seed,
+        mismatch=block,
+    )
+    words = AutoTokenizer.from_pretrained(model)
+    content = {"type": "string", "x-regex": r"^(.*)$"}
+    words.response_schema = {"type": "object", "properties": {"role": {"const": "assistant"}, "content": content}}
+    short = Short()
+    with ExitStack() as stack:
+        stack.enter_context(on_cpu())
+        trainer = MismatchAsyncGRPOTrainer(
+            model=str(model),
+            reward_funcs=lengths,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]}),
+            processing_class=words,
+            callbacks=[short],
+        )
+        trainer.train()
+    return short.curves
+
+
+def train_quietly(name: str, arm: AsyncArm, seed: int, model: Path, server: str, out: Path) -> None:
+    """Train in a process of its own, with what is printed kept in the run's folder."""
+    torch.set_num_threads(1)
+    be_quiet(out)
+    curves = train(arm, seed, model, server, out)
+    (out / "run.json").write_text(json.dumps({"arm": name, "seed": seed, "curves": curves}), encoding="utf-8")

@@ -1,0 +1,74 @@
+"""The same with TRL's AsyncGRPO: a trainer in float32 and a `vllm serve` in another dtype, whose rollouts are of older weights.
+
+    python -m benchmarks.stability.asynchronous --model runs/async/model
+    TRANSFER=mismatch_http examples/trl_server.sh serve runs/async/model --dtype bfloat16 --generation-config vllm
+    python -m benchmarks.stability.asynchronous --model runs/async/model --out runs/async --server http://127.0.0.1:8000
+
+The first command writes the checkpoint, published in bf16 as most are. The third runs the arms of the server's dtype,
+one to three minutes a run on two cores, server and trainer; a server for each of float32, bfloat16 and float16 makes all eight.
+`--record` keeps what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import requests
+
+from benchmarks.stability.async_arms import ASYNC, table
+from benchmarks.stability.page import write_page
+from benchmarks.stability.record import RECORDED_ASYNC, Runs, record
+
+
+def read(folder: Path) -> Runs:
+    """Return the finished runs of a folder, by arm and seed."""
+    runs: Runs = {}
+    for file in sorted(folder.glob("*/run.json")):
+        one = json.loads(file.read_text(encoding="utf-8"))
+        runs.setdefault(one["arm"], {})[one["seed"]] = one["curves"]
+    return {name: dict(sorted(runs[name].items())) for name in ASYNC if name in runs}
+
+
+def main() -> None:
+    """Write the checkpoint, or run what is missing of a server's arms, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="the checkpoint's folder, as the server was given it")
+    parser.add_argument("--server", help="address of a server; without one the checkpoint is written")
+    parser.add_argument("--out", type=Path, default=Path("runs/stability_async"))
+    parser.add_argument("--arms", nargs="+", default=[*ASYNC], choices=[*ASYNC], metavar="ARM")
+    parser.add_argument("--seeds", type=int, default=0, help="of each arm; 0 for its own number")
+    parser.add_argument("--record", action="store_true", help=f"keep what was measured in {RECORDED_ASYNC.name}")
+    args = parser.parse_args()
+    from benchmarks.stability import async_run  # not before it is needed: it imports TRL
+
+    if args.server is None:
+        async_run.checkpoint(args.model)
+        return
+    config = requests.get(f"{args.server}/server_info?config_format=json", timeout=60).json()["vllm_config"]
+    dtype = config["model_config"]["dtype"].removeprefix("torch.")
+    for name in args.arms:
+        for seed in range(1, 1 + (args.seeds or ASYNC[name].seeds)):
+            out = args.out / f"{name.replace(' ', '_')}-{seed}"
+            if ASYNC[name].engine != dtype or (out / "run.json").is_file():
+                continue
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(parents=True)
+            given = (name, ASYNC[name], seed, args.model, args.server, out)
+            process = multiprocessing.get_context("spawn").Process(target=async_run.train_quietly, args=given)
+            process.start()
+            process.join()
+            if process.exitcode != 0:
+                raise SystemExit(f"{out.name} ended with exit code {process.exitcode}; see {out / 'log.txt'}")
+    runs = read(args.out)
+    print(table(runs))
+    if args.record:
+        record(runs, RECORDED_ASYNC)
+        write_page()
+
+
+if __name__ == "__main__":
+    main()

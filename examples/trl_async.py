@@ -1,0 +1,112 @@
+"""AsyncGRPO with TRL, a vLLM server and the `mismatch:` block, on addition problems.
+
+On one GPU the server, with mismatch-ext installed beside vLLM (`examples/trl_server.sh serve` with your model and `--dtype
+float16`), and on others the trainer, which takes TRL's arguments:
+
+    CUDA_VISIBLE_DEVICES=1 python examples/trl_async.py --model_name_or_path Qwen/Qwen3-0.6B --max_steps 20 \
+        --vllm_server_base_url http://127.0.0.1:8000 --mismatch '{"precision": {"dtype": "float16"}}'
+
+Without a GPU the server gets TRANSFER=mismatch_http, and the trainer `--use_cpu`.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+# Run as a file, Python would look for modules in examples/ only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import examples.script as shared  # first, because it sets what vLLM reads when it is imported
+
+# isort: split
+import torch
+from datasets import Dataset
+from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
+from torch import Tensor
+from transformers import AutoTokenizer
+from trl import TrlParser
+
+from examples.arithmetic.task import make_dataset, score
+
+SMALL = {
+    "output_dir": "runs/async", "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 48,
+    "max_steps": 4, "learning_rate": 1e-4, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False,
+    "mismatch": '{"precision": {"dtype": "float32"}}',
+}  # fmt: skip
+"""Arguments for a small model and two CPU cores; a command line's go over them."""
+
+
+def reward(completions: list[Any], a: list[int], b: list[int], **_: object) -> list[float]:
+    """Score a batch of conversations; in a process of its own, so that it must be a module's function."""
+    return [score(str(turns[0].get("content", "")), x, y) for turns, x, y in zip(completions, a, b, strict=True)]
+
+
+def problems(count: int, seed: int) -> Dataset:
+    """Return problems as conversations, which AsyncGRPO asks for."""
+    rows = make_dataset(count, seed=seed)
+    return Dataset.from_list([{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows])
+
+
+def tokenizer_of(path: str) -> Any:
+    """Return a model's tokenizer; one without a chat template, as the small models have, gets one that adds nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        content = {"type": "string", "x-regex": r"^(.*)$"}
+        tokenizer.response_schema = {
+            "type": "object",
+            "properties": {"role": {"const": "assistant"}, "content": content},
+        }
+    return tokenizer
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *_: Any, softmax_scale: float, **__: Any
+) -> Tensor:
+    """Attend within each segment of a packed row, whose queries are the last of their keys, as flash-attn's function does."""
+    groups, parts = query.shape[1] // key.shape[1], []
+    for first, last, start, end in zip(
+        ends_q[:-1].tolist(), ends_q[1:].tolist(), ends_k[:-1].tolist(), ends_k[1:].tolist(), strict=True
+    ):
+        q, k, v = (part.transpose(0, 1) for part in (query[first:last], key[start:end], value[start:end]))
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        seen = torch.arange(end - start)[None] <= torch.arange(last - first)[:, None] + (end - start) - (last - first)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale)
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Return a context in which TRL's AsyncGRPO runs without CUDA: its attention is a kernel, and it asks CUDA for its speed."""
+    home = "trl.experimental.async_grpo"
+    stack = ExitStack()
+    attention = SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    stack.enter_context(mock.patch(f"{home}.packing._flash_attn", lambda: attention))
+    stack.enter_context(mock.patch(f"{home}.async_grpo_trainer.get_peak_flops_per_device", lambda *_: None))
+    return stack
+
+
+def main() -> None:
+    """Train."""
+    kinds: Any = (shared.ScriptArguments, MismatchAsyncGRPOConfig)
+    parser = TrlParser(kinds)
+    parser.set_defaults_with_config(**SMALL, use_cpu=not torch.cuda.is_available())
+    script, config = parser.parse_args_and_config()
+    path = shared.model_path(script)
+    with on_cpu() if config.use_cpu else ExitStack():
+        trainer = MismatchAsyncGRPOTrainer(
+            model=path,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=problems(64, seed=1000 + config.seed),
+            processing_class=tokenizer_of(path),
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

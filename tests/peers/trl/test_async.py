@@ -1,0 +1,290 @@
+"""TRL's AsyncGRPOTrainer with a block: what is known of each token, and what the loss makes of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
+from mismatch_ext.adapters.trl.async_grpo.carried import Carried, Sampled, Turn
+from mismatch_ext.adapters.trl.async_grpo.gate import Gate, Held
+from mismatch_ext.adapters.trl.async_grpo.loss import Terms
+from mismatch_ext.adapters.trl.async_grpo.rows import CarryingCollator, packed_nodes, routes_of, versions_of
+from mismatch_ext.adapters.trl.async_grpo.trainer import plain_attention
+from mismatch_ext.adapters.trl.async_grpo.worker import ending
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+from trl.experimental.async_grpo.async_rollout_worker import (
+    AsyncRolloutWorker,
+    TurnRecord,
+    _AsyncRolloutLoop,
+    _chain_to_sequences,
+)
+from trl.experimental.async_grpo.packing import TreeRow
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+from examples.trl_async import on_cpu, problems, tokenizer_of
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import correct, resolve
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.ranks import ONE_PROCESS
+from mismatch_ext.routing import RoutingShape
+from mismatch_ext.staleness import UNKNOWN
+from tests.peers.trl.failing import fail
+
+LAYOUT = RoutingShape(num_layers=2, layers=(0, 1), num_experts=8, top_k=2)
+
+
+def sample(ids: list[int], prompt: int, versions: list[int], advantage: float = 1.0, **more: Any) -> dict[str, Any]:
+    """Return a rollout as TRL hands it to its collator."""
+    metrics = Carried({"reward": 0.0})
+    metrics.versions = np.array([UNKNOWN] * prompt + versions)
+    for name, value in more.items():
+        setattr(metrics, name, value)
+    mask = np.array([0] * prompt + [1] * len(versions))
+    logprobs = np.where(mask == 1, -1.0 - 0.1 * np.arange(len(ids)), 0.0).astype(np.float32)
+    return {
+        "input_ids": np.array(ids), "completion_mask": mask, "old_log_probs": logprobs, "advantage": advantage, "group_id": 0,
+        "metrics": metrics,
+    }  # fmt: skip
+
+
+def row(*samples: dict[str, Any]) -> TreeRow:
+    """Return a packed row."""
+    found = TreeRow()
+    for one in samples:
+        found.add(one)
+    return found
+
+
+# What is known of a token.
+
+
+def test_the_gate_holds_requests_back_and_goes_to_another_process_only_when_it_is_spawned() -> None:
+    gate = Gate(multiprocessing.get_context("spawn"))
+    assert gate.enter() is None
+    gate.open(Held(step=3, update=4))
+    assert gate.enter() == Held(step=3, update=4) and gate.requests == 1
+    gate.close()
+    assert gate.enter() is None and gate.requests == 1
+    gate.leave()
+    assert gate.requests == 0
+    assert pickle.dumps(gate)  # as TRL tries whether it can
+
+
+def test_versions_go_through_trls_turns_forks_and_masks_with_their_tokens() -> None:
+    first, second = Turn(None, 6), Turn(None, 7)
+    cut = [*Sampled.of([-0.5, -0.6], 5, first), *Sampled.of([-0.7], 6, first)]
+    turns = [
+        TurnRecord([1, 2], [3, 4, 5], [*cut]),
+        # The template takes the last token back, and puts a tool's answer behind it.
+        TurnRecord([1, 2, 3, 4, 9, 9], [7, 8], [*Sampled.of([-0.8, -0.9], 7, second)]),
+    ]
+    (answer,), _ = _chain_to_sequences(turns[:1], "rollout", 1024)
+    assert Carried.along({}, answer.old_log_probs).versions.tolist() == [UNKNOWN, UNKNOWN, 5, 5, 6]
+    (sequence,), _ = _chain_to_sequences(turns, "rollout", 1024)
+    assert sequence.input_ids == [1, 2, 3, 4, 9, 9, 7, 8]
+    found = Carried.along({"reward": 1.0}, sequence.old_log_probs)
+    assert found.versions.tolist() == [UNKNOWN, UNKNOWN, 5, 5, UNKNOWN, UNKNOWN, 7, 7]
+    assert np.asarray(sequence.old_log_probs, dtype=np.float32).tolist() == pytest.approx(
+        [0, 0, -0.5, -0.6, 0, 0, -0.8, -0.9]
+    )
+    assert found == {"reward": 1.0} and found.routes is None  # of two answers
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again.versions.tolist() == found.versions.tolist()
+
+
+def test_versions_lie_beside_trls_own_terms_of_a_tree() -> None:
+    # A prompt of three tokens in both, and the first answer token too.
+    packed = row(sample([1, 2, 3, 4, 5], 3, [7, 8]), sample([1, 2, 3, 4, 6, 7], 3, [8, 8, 9]))
+    assert versions_of(packed).tolist() == [7, 8, 8, 8, 9]
+    assert len(packed.pack()["old_log_probs"]) == 5
+    assert [packed.tokens[node] for node in packed_nodes(packed)] == packed.pack()["input_ids"].tolist()
+    collator = CarryingCollator(DataCollatorForRollout(0), ends=[5])
+    batch = collator([[packed]])
+    assert batch["mismatch_versions"].shape == batch["token_index"].shape
+    assert batch["mismatch_ended"].tolist() == [[1, 0]]
+    lost = sample([1, 2, 3], 2, [7])
+    lost["metrics"] = {"reward": 0.0}
+    with pytest.raises(RecordError, match="without the versions of its tokens"):
+        collator([[row(lost)]])
+
+
+def test_routes_lie_at_their_own_rollouts_tokens_and_shared_ones_are_the_newest() -> None:
+    generator = np.random.default_rng(0)
+
+    def routes(tokens: int) -> Any:
+        return np.stack([[generator.permutation(8)[:2] for _ in range(2)] for _ in range(tokens - 1)]).astype(np.uint8)
+
+    old, new = routes(5), routes(6)
+    first = sample([1, 2, 3, 4, 5], 3, [7, 7], routes=old, routes_step=7)
+    second = sample([1, 2, 3, 4, 6, 7], 3, [8, 8, 8], routes=new, routes_step=8)
+    for samples in ([first, second], [second, first]):
+        packed = row(*samples)
+        ids, steps = routes_of(packed, LAYOUT)
+        place = {node: at for at, node in enumerate(packed_nodes(packed))}
+        for one, path in zip(samples, packed.sample_nodes, strict=True):
+            own, version = (old, 7) if one is first else (new, 8)
+            for position, node in enumerate(path[:-1]):
+                shared = position < 3  # the fourth token is another node: what follows it differs
+                expected = new if shared else own
+                assert ids[place[node]].tolist() == expected[position].tolist()
+                assert int(steps[place[node]]) == (8 if shared else version)
+            assert int(steps[place[path[-1]]]) == UNKNOWN
+    with pytest.raises(RecordError, match="without routes"):
+        routes_of(row(sample([1, 2, 3], 2, [7])), LAYOUT)
+
+
+# How it ends.
+
+
+def test_a_worker_that_has_failed_or_waits_at_the_gate_is_not_waited_for() -> None:
+    for fails in (True, False):
+        worker = AsyncRolloutWorker()
+        context = worker._mp_ctx
+        gate, goes_on = Gate(context), context.Event()
+        worker._process = context.Process(target=fail, args=(worker._stop_event_mp, worker._failed_event, goes_on))
+        worker._process.start()
+        while not (sleeping := worker._stop_event_mp._cond._sleeping_count.get_value()):
+            time.sleep(0.01)
+        assert sleeping == 1
+        if fails:
+            goes_on.set()
+            worker._process.join()
+            gate.open(Held(step=0, update=1))
+        process = worker._process
+        ended = threading.Thread(target=ending(worker, gate), daemon=True)
+        ended.start()
+        ended.join(60)
+        assert not ended.is_alive() and not process.is_alive() and worker._process is None
+
+
+# What the loss makes of it.
+
+
+@pytest.fixture(scope="module")
+def stock(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a trainer without a block, which needs no server until it trains."""
+    out = str(tmp_path_factory.mktemp("async"))
+    args = MismatchAsyncGRPOConfig(
+        output_dir=out, use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False
+    )
+    with on_cpu():
+        yield MismatchAsyncGRPOTrainer(
+            model=str(dense), reward_funcs=_zero, args=args, train_dataset=problems(4, seed=0),
+            processing_class=tokenizer_of(str(dense))
+        )  # fmt: skip
+
+
+def _zero(completions: list[Any], **_: object) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def test_without_a_block_all_parts_are_trls_own(stock: Any) -> None:
+    assert type(stock.weight_transfer) is WeightTransferClient and type(stock.rollout_worker) is AsyncRolloutWorker
+    assert stock.rollout_worker._loop_cls is _AsyncRolloutLoop and "mismatch" not in stock.rollout_worker._loop_kwargs
+    assert "check_health" not in vars(stock.rollout_worker)
+    collator = DataCollatorForRollout(0)
+    inputs = collator([[row(sample([1, 2, 3, 4, 5], 3, [0, 0], 0.7))]])
+    stock.current_gradient_accumulation_steps = 1
+    ours = stock.compute_loss(stock.model.train(), dict(inputs))
+    assert ours.item() == AsyncGRPOTrainer.compute_loss(stock, stock.model, dict(inputs)).item()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"preset": "token_truncate"},
+        {"level": "sequence", "bound": "mask", "upper": 1.5},
+        {"mode": "bypass", "reject": "token_k1", "reject_threshold": "0.05_20"},
+        {"mode": "bypass", "loss": "reinforce", "level": "token", "upper": 2.0},
+    ],
+)
+def test_trls_loss_has_the_gradient_that_the_correction_says(stock: Any, block: dict[str, Any]) -> None:
+    settings = resolve(_section(block))
+    model = stock.model.train()
+    samples = [sample([1, 2, 3, 4, 5], 3, [0, 0], 0.7), sample([1, 2, 3, 4, 6, 7], 3, [0, 0, 0], -1.3)]
+    inputs = CarryingCollator(DataCollatorForRollout(0), ends=[])([[row(*samples)]])
+    seen: dict[str, Any] = {}
+    hook = model.register_forward_hook(lambda module, args, output: seen.setdefault("out", output))
+    stock.current_gradient_accumulation_steps = 1
+    stock.compute_loss(model, inputs)
+    hook.remove()
+    terms = Terms.of(seen["out"].log_probs.flatten(), inputs)
+    stock._correction, stock._ranks = settings, ONE_PROCESS
+    changed = stock._corrected(terms, inputs)
+    model.zero_grad()
+    stock.compute_loss(model, changed).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    model.zero_grad()
+    done = correct(terms.rollout, terms.logprobs, terms.mask, settings, advantages=terms.advantages)
+    loss = torch.zeros(())
+    clips = settings.mode == "bypass" and settings.loss == "ppo_clip"
+    for number, one in enumerate(samples):
+        ids = torch.as_tensor(one["input_ids"])[None]
+        with plain_attention(model):
+            logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        own = logprobs.gather(-1, ids[0, 1:, None])[2:, 0]
+        count = len(own)
+        assert own.tolist() == pytest.approx(terms.logprobs[number, :count].tolist(), abs=1e-5)
+        if clips:
+            ratio = (own - terms.rollout[number, :count]).exp()
+            gained = torch.minimum(ratio * one["advantage"], ratio.clamp(0.8, 1.2) * one["advantage"])
+            loss = loss - (gained * done.mask[number, :count]).sum()
+        else:
+            loss = loss - (own * done.as_multiplier()[number, :count] * one["advantage"]).sum()
+    (loss / 5).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(found[name], parameter.grad, atol=1e-5, rtol=1e-3), name
+    assert any(bool(grad.abs().max() > 1e-4) for grad in found.values())
+
+
+def _section(block: dict[str, Any]) -> Any:
+    parsed = MismatchConfig.parse({"correction": block})
+    assert parsed is not None
+    return parsed.correction
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"kl": {"coef": 0.1}}, "mismatch.kl with AsyncGRPO"),
+        ({"sampling_mask": {}}, "mismatch.sampling_mask with AsyncGRPO"),
+        ({"level": "observe"}, "mismatch.level='observe' with AsyncGRPO"),
+        ({"routing": {"mode": "R2"}}, "mismatch.routing.mode='R2' with AsyncGRPO"),
+        ({"routing": {"mode": "R3", "reference": True}}, "mismatch.routing.reference=True with AsyncGRPO"),
+        ({"monitor": {"doctor": "first_batch"}}, "mismatch.monitor.doctor='first_batch' with AsyncGRPO"),
+        ({"monitor": {"keep_weights": 1}}, "mismatch.monitor.keep_weights=1 with AsyncGRPO"),
+        (
+            {"correction": {"preset": "token_truncate", "normalize": True}},
+            "mismatch.correction.normalize=True with AsyncGRPO",
+        ),
+    ],
+)
+def test_what_is_not_there_is_refused_by_its_name(block: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MismatchAsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, mismatch=block)
+
+
+def test_master_weights_stay_float32(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype='bfloat16' contradicts mismatch.precision"):
+        MismatchAsyncGRPOConfig(
+            output_dir=str(tmp_path), use_cpu=True, dtype="bfloat16", mismatch={"precision": {"dtype": "float16"}}
+        )
+    config = MismatchAsyncGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, mismatch={"precision": {"dtype": "float16"}}
+    )
+    assert config.fp16 and not config.bf16
