@@ -10,8 +10,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import json
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from benchmarks._quiet import be_quiet
 from benchmarks.lr_gap.sampler import TrainerSampler
 from examples.arithmetic.task import make_dataset, reward
 
@@ -97,11 +96,5 @@ def train(settings: dict[str, Any], out: Path) -> None:
 
 def train_quietly(settings: dict[str, Any], out: Path) -> None:
     """Train in a process of its own, with what is printed kept in the run's folder."""
-    with socket.socket() as free:  # accelerate's choice on a CPU is a fixed port, which another run may hold
-        free.bind(("localhost", 0))
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free.getsockname()[1])
-    with (out / "log.txt").open("w", encoding="utf-8") as log:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(log.fileno(), stream.fileno())
-        train(settings, out)
+    be_quiet(out)
+    train(settings, out)

@@ -41,7 +41,6 @@ class Arm:
         rate: Of Adam.
         period: Updates after which learning-rate control halves the rate; 0 for no control.
         kl: Of a KL to the first policy: "k3 in the loss", "surrogate" (whose gradient is the KL's own), or "".
-        lag: Updates by which the engine's weights are older.
         vocabulary: Of the base model.
     """
 
@@ -58,7 +57,6 @@ class Arm:
     rate: float = 1e-3
     period: int = 0
     kl: str = ""
-    lag: int = 0
     vocabulary: int = 512
 
 

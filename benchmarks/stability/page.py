@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 
 from benchmarks.gpu.svg import Figure, Panel, Series, svg
+from benchmarks.stability import async_arms
 from benchmarks.stability.arms import ARMS, CONTROLS, EXPERTS
-from benchmarks.stability.record import RECORDED, RECORDED_REAL, ROOT, Runs, recorded
+from benchmarks.stability.record import RECORDED, RECORDED_ASYNC, RECORDED_REAL, ROOT, Runs, recorded
 from benchmarks.stability.table import difference, first, largest, table
 
 PAGE, DRAWN = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"
@@ -23,11 +24,15 @@ def write_page() -> None:
 def page(text: str) -> str:
     """Return the page with the table of what is recorded."""
     parts = []
-    for file in (RECORDED_REAL, RECORDED):
+    for file, cores, shown in (
+        (RECORDED_REAL, "a core a run", table),
+        (RECORDED, "a core a run", table),
+        (RECORDED_ASYNC, "trainer and server on two cores", async_arms.table),
+    ):
         on, runs = recorded(file)
         versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
-        said = f"Measured {on['date']} on {on['cpu']}, a core a run, with {versions}; commit {on['commit']}."
-        parts.append(f"{said}\n\n{table(runs)}")
+        said = f"Measured {on['date']} on {on['cpu']}, {cores}, with {versions}; commit {on['commit']}."
+        parts.append(f"{said}\n\n{shown(runs)}")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     tables = "\n".join(parts)

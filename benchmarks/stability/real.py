@@ -3,7 +3,7 @@
     python -m benchmarks.stability.real --out runs/stability_real
 
 vLLM on a CPU runs no int4: each update sends weights that were rounded to that grid, as an engine that stores int4 would hold
-them. Model, language, reward and figures are the miniature's. One to two minutes a run, 25 runs. `--record` keeps what was
+them. Model, language, reward and figures are the miniature's. One to two minutes a run, 15 runs. `--record` keeps what was
 measured, with what the miniature's file holds already.
 """
 

@@ -11,8 +11,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import json
 import math
-import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from benchmarks._quiet import be_quiet
 from benchmarks.gpu.miniature import END, Language, coarse, on_grid
 from benchmarks.stability.arms import RealArm
 from benchmarks.stability.train import PROMPT, SHORT, base, publish
@@ -163,12 +162,6 @@ def train(arm: RealArm, seed: int, out: Path) -> dict[str, list[float]]:
 def train_quietly(name: str, arm: RealArm, seed: int, out: Path) -> None:
     """Train in a process of its own, with what is printed kept in the run's folder."""
     torch.set_num_threads(1)
-    with socket.socket() as free:  # accelerate's choice on a CPU is a fixed port, which another run may hold
-        free.bind(("localhost", 0))
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free.getsockname()[1])
-    with (out / "log.txt").open("w", encoding="utf-8") as log:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(log.fileno(), stream.fileno())
-        curves = train(arm, seed, out)
+    be_quiet(out)
+    curves = train(arm, seed, out)
     (out / "run.json").write_text(json.dumps({"arm": name, "seed": seed, "curves": curves}), encoding="utf-8")

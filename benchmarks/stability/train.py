@@ -55,12 +55,10 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
     # Its own trigger is a growth of length, of which there is none here: the period is given.
     control = LrControl(optimizer, make_controller(LrConfig(period=arm.period))) if arm.period else None
     scaler = LossScaler("cpu") if arm.trainer.dtype == torch.float16 else None
-    older: list[dict[str, Tensor]] = []
     kept: Curves = {name: [] for name in MEASURES}
     for _ in range(steps):
         prompts = language.sample(shape.prompts, PROMPT, generator, end=False).repeat_interleave(shape.samples, 0)
-        older = [*older, {name: p.detach().clone() for name, p in master.named_parameters()}][-(arm.lag + 1) :]
-        ids, mask, engine = _sampled(sides, arm.engine, older[0], prompts, shape.new, generator)
+        ids, mask, engine = sides.rollout(arm.engine, prompts, shape.new, generator)
         lengths = mask.sum(1)
         reward = advantages(lengths, shape.samples)[:, None].expand(mask.shape)
         trainer, ends = _scored(sides, arm.trainer, ids, gradient=True)
@@ -123,20 +121,6 @@ def kl_term(kind: str, trainer: Tensor, reference: Tensor, mask: Tensor, samples
         groups = torch.arange(len(mask)) // samples
         return kl_surrogate(trainer, reference, mask, KlConfig(coef=KL), groups=groups)
     return KL * torch.where(mask, kl_estimate(trainer, reference, "k3"), 0.0)
-
-
-def _sampled(
-    sides: Sides, grid: Grid, weights: dict[str, Tensor], prompts: Tensor, new: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample with the weights that the engine was last sent."""
-    now = {name: p.detach().clone() for name, p in sides.master.named_parameters()}
-    with torch.no_grad():
-        for name, parameter in sides.master.named_parameters():
-            parameter.copy_(weights[name])
-        found = sides.rollout(grid, prompts, new, generator)
-        for name, parameter in sides.master.named_parameters():
-            parameter.copy_(now[name])
-    return found
 
 
 def _scored(sides: Sides, grid: Grid, ids: Tensor, *, gradient: bool = False) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ DEFAULTS: dict[str, DefaultRule] = {
     ),
     PREFIX + "phantom_clip_frac": DefaultRule(
         above=0.03,
-        source="docs/stability.md: 0 without a mismatch, below 0.03 in runs as fast as their controls, else from 0.05.",
+        source="docs/stability.md: 0 without a mismatch, below 0.03 in runs as fast as their controls, over 0.048 in late ones.",
         meaning="the clip on pi_trainer/pi_engine stops tokens although the policy has not changed since they were sampled",
         advice="clip on the trainer's own ratio, by correction.preset: decoupled_token_is, or give both sides one precision",
     ),
