@@ -15,6 +15,7 @@ from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.host_names import PREFIX as PREFIX
 from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
+from mismatch_ext.metrics.growth import Growth
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.rundata import read_run
 from mismatch_ext.staleness import StaleGap
@@ -115,10 +116,11 @@ class RunRecorder:
         self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
         self._stale: StaleGap | None = None
         self._flushes: dict[str, int] = {}
+        self._growth = Growth()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what chooses the steps whose profiles are written and the tokens that are drawn, as JSON-able data."""
-        return {"flushes": dict(self._flushes), "created": self._created}
+        """Return the gap's growth, and what chooses steps whose profiles are written and tokens to draw, as JSON-able data."""
+        return {"flushes": dict(self._flushes), "created": self._created, "growth": self._growth.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, so that a resumed run draws what it would have drawn.
@@ -133,6 +135,7 @@ class RunRecorder:
                 f"the recorder's state is damaged: {dict(state)!r}; expected `flushes`, an integer >= 0 for each split, and "
                 "`created`, an integer >= 0. Resume from another checkpoint."
             )
+        self._growth.load_state_dict(state.get("growth"))  # checkpoints of older releases have none
         self._flushes, self._created = dict(flushes or {}), int(created or 0)
 
     @property
@@ -217,8 +220,8 @@ class RunRecorder:
             step: Finished optimizer steps.
 
         Returns:
-            Metrics with the prefix "mismatch/", those without routing replay with "mismatch/native/", and where versions are
-            followed those of `StaleGap`; empty when nothing was observed.
+            Metrics with the prefix "mismatch/", those without routing replay with "mismatch/native/", where versions are
+            followed those of `StaleGap`, and of training those of `Growth`; empty when nothing was observed.
         """
         summary, native = self._take(split, native=False), self._take(split, native=True)
         stale = self._take_stale() if split == "train" else {}
@@ -231,7 +234,13 @@ class RunRecorder:
         scalars = {PREFIX + name: value for name, value in summary.scalars.items()}
         if native is not None:
             scalars |= {f"{PREFIX}native/{name}": value for name, value in native.scalars.items()}
-        return scalars | stale
+        return scalars | stale | (self._grown(step, scalars, stale) if split == "train" else {})
+
+    def _grown(self, step: int, whole: Mapping[str, float], stale: Mapping[str, float]) -> dict[str, float]:
+        """Return how the gap has grown; where versions are followed, that of numerics alone."""
+        prefix, found = (PREFIX, whole) if self._stale is None else (f"{PREFIX}numerics/", stale)
+        k3 = found.get(f"{prefix}k3_kl")
+        return {} if k3 is None else {prefix + name: value for name, value in self._growth.add(step, k3).items()}
 
     def _take(self, split: str, *, native: bool) -> MismatchSummary | None:
         """Return what was observed since the last flush, over all ranks; None when nothing was, or all of it masked."""

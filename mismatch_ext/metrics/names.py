@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mismatch_ext.host_names import roles_table
+from mismatch_ext.metrics.growth import GROWTH_MEASURES, LEAST
 from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES
 
 
@@ -180,6 +181,18 @@ def table() -> str:
     lines.append(
         "| `routing/layer_<n>_set_mismatch` | share of tokens whose sets differ in layer n; in `metrics.jsonl` alone |"
     )
+    lines += [
+        "",
+        "## Of the gap's growth",
+        "",
+        f"Logged from log number {LEAST} of a training on; where versions are followed, of `numerics/k3_kl`, as `numerics/<name>`.",
+        "The slope is the median over all pairs of logs (Theil and Sen), its interval Sen's, widened where logs that follow each",
+        "other are alike: neither is moved by a few batches of a heavy tail.",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in GROWTH_MEASURES.items()]
     lines += ["", "## Of the mitigations", "", "Logged where the section is on.", "", "| name | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in MITIGATION_MEASURES.items()]
     lines += [

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.host_names import PREFIX, HostNames
+from mismatch_ext.metrics.growth import GROWTH_MEASURES
 from mismatch_ext.metrics.names import MEASURES
 from mismatch_ext.monitor.rules import Rule, Side, WatchAction, import_function, logged_names, resolve
 from mismatch_ext.monitor.state import Watch, read_state, state_of
@@ -280,7 +281,7 @@ def _raised(rule: Rule, name: str, value: float, side: Side, first_step: int, st
     streak = "" if rule.patience == 1 else f" for {rule.patience} logs in a row, since step {first_step}"
     text = f"{name} is {value:.4g} at step {step}, {_where(rule, side)}{streak}"
     short, default = name.removeprefix(NUMERICS).removeprefix(PREFIX), rule.default
-    is_what = MEASURES[short].meaning if short in MEASURES else ROUTING_MEASURES.get(short)
+    is_what = MEASURES[short].meaning if short in MEASURES else (GROWTH_MEASURES | ROUTING_MEASURES).get(short)
     text += f" ({is_what})" if is_what else ""
     # What the built-in rule knows is said of its own side and, as far as it depends on it, its own threshold.
     if default is None or default.main_side != side:

@@ -57,6 +57,15 @@ DEFAULTS: dict[str, DefaultRule] = {
         advice="give both sides one precision, correct by importance weights, or with experts replay their routing",
         numerics=True,
     ),
+    PREFIX + "k3_growth_low": DefaultRule(
+        above=2.0,
+        source="verl pull request #7519: k3 grew from 0.0100 to 0.0313 in 32 steps with fp8 weights, and stayed flat with mxfp8; "
+        "the factor is a choice.",
+        meaning="the gap has more than doubled over the last logs, beyond what chance does to batches that are alike",
+        advice="let the doctor examine a batch of the run (monitor.doctor: on_alarm), look at what the engine quantises and at "
+        "whether each weight update is exact, and correct by importance weights until the cause is found",
+        numerics=True,
+    ),
     PREFIX + "logp_abs_diff_mean": DefaultRule(
         above=0.1,
         source="slime's CI asserts at most 0.1; TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs.",

@@ -201,6 +201,7 @@ def test_trl_s_own_gap_is_watched_where_ours_is_not_logged() -> None:
 def test_the_built_in_rules() -> None:
     assert {name: (rule.above, rule.below, rule.patience) for name, rule in DEFAULTS.items()} == {
         "mismatch/k3_kl": (1e-3, None, 3),
+        "mismatch/k3_growth_low": (2.0, None, 3),
         "mismatch/logp_abs_diff_mean": (0.1, None, 3),
         "mismatch/log_ppl_abs_diff": (0.1, None, 3),
         "mismatch/ess_token": (None, 0.3, 3),

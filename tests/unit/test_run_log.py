@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,10 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     first.log.observe("train", *logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
-    assert saved["recorder"] == {"flushes": {"train": 1}, "created": 1} and set(saved) == {"monitor", "recorder"}
+    ((step, gap),) = saved["recorder"]["growth"]
+    assert (step, gap) == (1, pytest.approx(math.log(math.exp(0.5) - 1.5)))
+    counted = {"flushes": {"train": 1}, "created": 1, "growth": [[step, gap]]}
+    assert saved["recorder"] == counted and set(saved) == {"monitor", "recorder"}
 
     second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)
     second.log.load_state_dict(saved, step=1)
