@@ -119,13 +119,27 @@ class Served:
             raise RoutingError("the vLLM server does not record routing; start it with --enable-return-routed-experts.")
 
     def update(self, plain: Callable[[], None], weights: Weights) -> None:
-        """Send the trainer's weights by TRL's own way.
+        """Send the trainer's weights by TRL's own way, which the main process alone does: its failure is that of all ranks.
 
         Raises:
+            EngineError: The server does not take them, or does not hold this trainer's before; names which.
             WeightSyncError: The server has not got an update.
         """
         before = None if self._unnamed else self._client.stamps.last
-        plain()
+        failed: Exception | None = None
+        try:
+            plain()
+        except Exception as error:  # noqa: BLE001  # raised below
+            if not self._accelerator.is_main_process:
+                raise
+            failed = error
+
+        def sent() -> None:
+            if failed is not None:
+                raise failed
+
+        # Else the other ranks would go on, and wait for this one until their launcher ends them.
+        self._everywhere(sent)
         if not self._unnamed and self._client.stamps.last == before:
             raise WeightSyncError(
                 f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "

@@ -55,23 +55,35 @@ def leg(
         changed: Sections of the block that are other than in `block`.
         **rest: Trainer arguments.
     """
+    armed = Armed(resume)
+    trainer = trainer_of(model, out, block(mode) | (changed or {}), armed, steps, **rest)
+    if kill is not None:
+        plant(trainer, armed, **kill)
+    trainer.train(resume_from_checkpoint=resume or None)
+    return state_of(trainer)
+
+
+def trainer_of(
+    model: str, out: str, block: dict[str, Any], armed: Armed, steps: int, **rest: Any
+) -> MismatchGRPOTrainer:
+    """Build a trainer that saves a checkpoint after each step; arguments as for `leg`."""
     given = {
         "use_vllm": False, "bf16": False, "max_completion_length": 8, "max_steps": steps, "save_strategy": "steps",
         "save_steps": 1, "save_total_limit": 2, "model_init_kwargs": {"dtype": "float32", "experts_implementation": "eager"},
         **rest,
     }  # fmt: skip
-    armed = Armed(resume)
-    trainer = MismatchGRPOTrainer(
+    return MismatchGRPOTrainer(
         model=model,
         reward_funcs=graded,
-        args=MismatchGRPOConfig(**arguments(out, mismatch=block(mode) | (changed or {}), **given)),
+        args=MismatchGRPOConfig(**arguments(out, mismatch=block, **given)),
         # Three steps an epoch, so that runs are killed in each part of several.
         train_dataset=rows(3),
         callbacks=[armed],
     )
-    if kill is not None:
-        plant(trainer, armed, **kill)
-    trainer.train(resume_from_checkpoint=resume or None)
+
+
+def state_of(trainer: MismatchGRPOTrainer) -> dict[str, Any]:
+    """Return digests of all that a run ends with."""
     return {
         "parameters": digest_of(trainer.model),
         "optimizer": _digest(trainer.optimizer.state_dict()),

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -349,15 +349,15 @@ def overflow_on_one(trainer: Any, scales: list[Any]) -> None:
     trainer.training_step = training_step
 
 
-def main() -> None:
-    """Run the scenario named on the command line."""
+def main(scenarios: Mapping[str, Any]) -> None:
+    """Run the scenario of a module that is named on the command line."""
     name, payload = sys.argv[1], json.loads(sys.argv[2])
     faulthandler.dump_traceback_later(payload.pop("limit"), exit=True)
     name_cpu()
     if SHARDED:
         shard_on_cpu()
     result = Path(payload.pop("result"))
-    found = gather_object([globals()[name](**payload)])
+    found = gather_object([scenarios[name](**payload)])
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, default=str), encoding="utf-8")
     dist.barrier()
@@ -367,4 +367,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

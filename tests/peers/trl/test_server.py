@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import requests
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.rundata import METRICS_FILE, read_run
 from tests.oracle import expect_float32
 from tests.peers.engines.vllm_server import serving
-from tests.peers.scenarios import Run, named
+from tests.peers.scenarios import Ran, Run, named
+from tests.peers.trl.kills import check_lines, metrics_of
+from tests.peers.trl.ranks import check_ranks, launch, series
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_server as scenarios
+    from tests.peers.trl import scenarios_server_kills as kills
+    from tests.peers.trl import scenarios_server_ranks as ranks
 else:
+    kills = named("tests.peers.trl.scenarios_server_kills")
+    ranks = named("tests.peers.trl.scenarios_server_ranks")
     scenarios = named("tests.peers.trl.scenarios_server")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
@@ -26,11 +35,26 @@ KEEPING = ["--worker-extension-cls", "tests.peers.engines.kept_decode.Keeping"]
 NCCL = ["--weight-transfer-config", '{"backend": "nccl"}']
 
 
+STEPS = 6
+"""Optimizer steps of a run in which something is killed."""
+
+
 @pytest.fixture(scope="module")
-def server(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def start(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Return a function that starts a server, which stands to the end of this file."""
     flags = [*FLAGS, *ROUTES, *TRANSFER, *KEEPING]
-    with serving(moe, tmp_path_factory.mktemp("server"), *flags, development=True) as found:
-        yield found
+    with ExitStack() as standing:
+
+        def one(**given: Any) -> str:
+            folder = tmp_path_factory.mktemp("server")
+            return standing.enter_context(serving(moe, folder, *flags, development=True, **given))
+
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., str]) -> str:
+    return start()
 
 
 def test_every_section_in_float32_agrees_and_every_update_is_verified(
@@ -60,6 +84,35 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
     assert examined.data["causes"] == [], examined.message  # type: ignore[index]
 
 
+def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(
+    moe: Path, server: str, tmp_path: Path
+) -> None:
+    found = launch("ddp", ranks.train, tmp_path, model=moe, url=server).expect()
+    check_ranks("ddp", found)
+    # One client, and what it learns is known to both.
+    assert [rank["client"] for rank in found] == [True, False]
+    assert found[0]["verdicts"] == found[1]["verdicts"]
+    for rank in found:
+        assert [status for status, *_ in rank["verdicts"][1:]] == ["in_sync"] * 2
+        assert all("tensors are equal bit by bit" in message for *_, message in rank["verdicts"][1:])
+        assert rank["weight_version"] == 3
+        expect_float32(rank["logged"], [error for each in found for error in each["float32_errors"]])
+        # The old-logprob pass and the update, in each of three steps.
+        assert rank["forwards"] == 6
+        assert series(rank, "mismatch/routing/set_mismatch_frac") == [0.0] * 3
+    for step, entry in enumerate(found[0]["logged"]):
+        mine, others = (rank["heard"]["agreement"][step]["tokens"] for rank in found)
+        assert min(mine, others) > 0 and entry["mismatch/routing/compared_tokens"] == mine + others
+        (tokens, total, largest), (theirs, their_total, their_largest) = (rank["heard"]["gap"][step] for rank in found)
+        union = (total + their_total) / (tokens + theirs)
+        assert entry["mismatch/logp_abs_diff_mean"] == pytest.approx(union, rel=1e-6)
+        assert entry["mismatch/logp_abs_diff_max"] == pytest.approx(max(largest, their_largest), rel=1e-6)
+    # A failure that the main process alone can see ends both, and neither has stepped on.
+    first, second = (rank["overtaken"] for rank in found)
+    assert "another trainer, elsewhere:1:0" in first and second == f"on the main process: {first}", (first, second)
+    assert [rank["steps of the overtaken"] for rank in found] == [1, 1]
+
+
 def test_without_a_block_and_observed_runs_are_stock(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
     found = run(scenarios.stock, model=moe, out=tmp_path, url=server).expect()
     assert len(found["stock"]) == 2 and all(step["grad_norm"] > 0 for step in found["stock"])
@@ -68,6 +121,47 @@ def test_without_a_block_and_observed_runs_are_stock(run: Run, moe: Path, server
         assert ours == pytest.approx(stock, rel=1e-3, abs=1e-5)
         assert {key: observed[key] for key in stock} == pytest.approx(stock, rel=1e-3, abs=1e-5)
     assert any("--dtype float16" in finding for finding in found["findings"]), found["findings"]
+
+
+def test_kills_of_trainer_and_server_leave_no_trace(
+    run: Run, moe: Path, server: str, start: Callable[..., str], tmp_path: Path
+) -> None:
+    """The server is another one afterwards, at the same address."""
+
+    def leg(name: str = "killed", **given: Any) -> Ran:
+        return run(kills.leg, model=moe, out=tmp_path / name, url=server, steps=STEPS, **given)
+
+    whole = leg("whole").expect()
+    out = tmp_path / "killed"
+    for number, kill in enumerate(({"where": "generation", "count": 2}, {"where": "update", "count": 2})):
+        ran = leg(kill={"who": "trainer", **kill}, resume=number > 0)
+        assert ran.code == -signal.SIGKILL, (kill, ran.code, ran.stderr[-3000:])
+    # The second has left a server in the middle of an update.
+    refused = leg(resume=True)
+    assert refused.code != 0 and "failed half-way" in refused.stderr and "Restart it" in refused.stderr, refused.stderr
+    renamed = requests.post(f"{server}/update_weight_version", json={"new_version": "mended"}, timeout=30)
+    assert renamed.ok  # in truth no layer was touched
+
+    left = leg(kill={"who": "server", "where": "generation", "count": 2}, resume=True, save_steps=STEPS).expect()
+    assert f"the vLLM server at {server} cannot be reached" in left["error"], left
+    # Two steps of this leg, which no checkpoint was due after.
+    assert left["step"] == 5 and any(str(out / "checkpoint-5") in note for note in left["notes"]), left
+    kept = read_run(out / "mismatch")
+    assert sorted({record.step for record in kept.steps}) == [1, 2, 3, 4, 5] and kept.ends[-1].status == "failed"
+
+    assert start(port=int(server.rpartition(":")[2])) == server
+    assert leg(resume=True).expect() == whole
+    check_lines(out / "mismatch" / METRICS_FILE, STEPS)
+    series, expected = metrics_of(out), metrics_of(tmp_path / "whole")
+    assert series.keys() == expected.keys() == set(range(1, STEPS + 1))
+    for step, metrics in expected.items():
+        # What was learnt is the same to the last bit; what the engine's numbers are in, as its batches were rounded.
+        assert series[step] == pytest.approx(metrics, rel=1e-3, abs=1e-4), step
+    # The rollouts of each step, as TRL keeps them, and a sample of their tokens as both sides saw them.
+    assert [path.stem for path in sorted((out / "completions").iterdir())] == [
+        f"completions_{n:05d}" for n in range(1, 7)
+    ]
+    assert {record.step for record in read_run(out / "mismatch").scatters} == set(range(1, STEPS + 1))
 
 
 def test_faults_are_named(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
