@@ -87,7 +87,7 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
 def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(
     moe: Path, server: str, tmp_path: Path
 ) -> None:
-    found = launch("ddp", ranks.train, tmp_path, model=moe, url=server).expect()
+    found = launch("ddp", ranks.train, tmp_path, limit=200, model=moe, url=server).expect()
     check_ranks("ddp", found)
     # One client, and what it learns is known to both.
     assert [rank["client"] for rank in found] == [True, False]
@@ -144,10 +144,10 @@ def test_kills_of_trainer_and_server_leave_no_trace(
 
     left = leg(kill={"who": "server", "where": "generation", "count": 2}, resume=True, save_steps=STEPS).expect()
     assert f"the vLLM server at {server} cannot be reached" in left["error"], left
-    # Two steps of this leg, which no checkpoint was due after.
-    assert left["step"] == 5 and any(str(out / "checkpoint-5") in note for note in left["notes"]), left
+    # The one step of this leg, which no checkpoint was due after.
+    assert left["step"] == 4 and any(str(out / "checkpoint-4") in note for note in left["notes"]), left
     kept = read_run(out / "mismatch")
-    assert sorted({record.step for record in kept.steps}) == [1, 2, 3, 4, 5] and kept.ends[-1].status == "failed"
+    assert sorted({record.step for record in kept.steps}) == [1, 2, 3, 4] and kept.ends[-1].status == "failed"
 
     assert start(port=int(server.rpartition(":")[2])) == server
     assert leg(resume=True).expect() == whole
