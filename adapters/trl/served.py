@@ -54,7 +54,7 @@ class Served:
         if self._accelerator.is_main_process:
             try:
                 box[0] = ask()
-            except Exception as error:  # noqa: BLE001  # raised below
+            except Exception as error:  # raised below
                 box[1] = error
             sent = [box[0], None if box[1] is None else str(box[1])]
             broadcast_object_list(sent, from_process=0)
@@ -129,7 +129,7 @@ class Served:
         failed: Exception | None = None
         try:
             plain()
-        except Exception as error:  # noqa: BLE001  # raised below
+        except Exception as error:  # raised below
             if not self._accelerator.is_main_process:
                 raise
             failed = error
