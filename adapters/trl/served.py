@@ -54,7 +54,7 @@ class Served:
         if self._accelerator.is_main_process:
             try:
                 box[0] = ask()
-            except Exception as error:  # raised below
+            except Exception as error:  # noqa: BLE001  # raised below
                 box[1] = error
             sent = [box[0], None if box[1] is None else str(box[1])]
             broadcast_object_list(sent, from_process=0)
@@ -134,17 +134,17 @@ class Served:
                 raise
             failed = error
 
-        def sent() -> None:
+        def check() -> None:
             if failed is not None:
                 raise failed
+            if not self._unnamed and self._client.stamps.last == before:
+                raise WeightSyncError(
+                    f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "
+                    "VLLMGeneration.sync_weights or for its client's update_named_params has sent nothing. Remove it."
+                )
 
-        # Else the other ranks would go on, and wait for this one until their launcher ends them.
-        self._everywhere(sent)
-        if not self._unnamed and self._client.stamps.last == before:
-            raise WeightSyncError(
-                f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "
-                "VLLMGeneration.sync_weights or for its client's update_named_params has sent nothing. Remove it."
-            )
+        # On every rank: the others would go on, and wait for this one until their launcher ends them.
+        self._everywhere(check)
 
     @property
     def _unnamed(self) -> bool:
