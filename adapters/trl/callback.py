@@ -201,7 +201,10 @@ class MismatchCallback(TrainerCallback, ExportableState):
         if lr is None:
             return
         if getattr(args, "deepspeed_plugin", None) is not None:
-            raise ConfigError("mismatch.lr with DeepSpeed: its steps cannot be counted from outside; use DDP or FSDP2.")
+            raise ConfigError(
+                "mismatch.lr with MismatchCallback and DeepSpeed: DeepSpeed steps inside of the backward pass, before a callback "
+                "is asked; use MismatchGRPOTrainer, DDP or FSDP2."
+            )
         check_optimizer(args)
         strategy = getattr(args.logging_strategy, "value", args.logging_strategy)
         if lr.watches and (strategy != "steps" or logging_steps != 1):

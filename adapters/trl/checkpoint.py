@@ -230,6 +230,8 @@ class CheckpointMixin(_Host):
         if state is not None:
             self._go_on_from(state)
         precision = self._acting.precision
+        if self.is_deepspeed_enabled:
+            return  # it keeps its own
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
             self._log.event(
                 "warning",

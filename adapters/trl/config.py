@@ -195,9 +195,9 @@ class MismatchConfigMixin(_Host):
                 )
         if block.lr is not None:
             check_optimizer(self)
-        deepspeed = self.deepspeed_plugin is not None
+        plugin = self.deepspeed_plugin
         # Whether FSDP shards is accelerate's to say, once there is an accelerator.
-        check_sharding(block, use_vllm=self.use_vllm, deepspeed=deepspeed, fsdp=False)
+        check_sharding(block, deepspeed=None if plugin is None else plugin.deepspeed_config, fsdp=None)
 
     def _follow_objective(self, block: MismatchConfig) -> None:
         """Refuse what changes the objective of a trainer that has no seam for it."""

@@ -30,13 +30,15 @@ class TrainerSide:
     """What the wrapper needs to know of the trainer.
 
     Args:
-        named_parameters: Yields checkpoint names and tensors of the model being trained.
+        named_parameters: Yields names and what this rank holds of each parameter of the model being trained.
         score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]`.
         step: Returns the number of finished optimizer steps.
         on_sent: Receives the dtypes of the tensors of each weight update.
         event: Receives what is wrong with a weight update: level, name, message.
         compute_dtype: Dtype that its matrix products come out in.
         examines: Returns whether the next batch is examined here, for which what is sent is copied.
+        everywhere: Makes one digest of those of all ranks, where each holds a part of the weights.
+        prepared: Whether the model scores before training has begun as it does from then on, if it can at all.
     """
 
     named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -46,10 +48,12 @@ class TrainerSide:
     event: Callable[[str, str, str], None]
     compute_dtype: str
     examines: Callable[[], bool] = lambda: False
+    everywhere: Callable[[str], str] = str
+    prepared: bool = True
 
     def fingerprint(self) -> str:
-        """Return a digest of the present weights."""
-        return fingerprint(self.named_parameters())
+        """Return a digest of the present weights, the same on every rank."""
+        return self.everywhere(fingerprint(self.named_parameters()))
 
 
 class CheckedGeneration:
@@ -120,9 +124,10 @@ class CheckedGeneration:
             trainer_dtype=trainer.compute_dtype, event=trainer.event,
         )  # fmt: skip
         self.verifies = False
+        self._begins_later = rollout.fresh and not trainer.prepared
         if monitor.weight_sync != "off":
             with self.verdicts.checking("weight_sync"):
-                if rollout.fresh:
+                if rollout.fresh and trainer.prepared:
                     self.verifier.begin()
                 self.verifies = True
 
@@ -168,6 +173,7 @@ class CheckedGeneration:
             EngineError: The engine failed.
             WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
         """
+        self._begin_later()
         with self._engine_failures_named("updating weights"):
             self.engine.update(self._plain_sync, self._sent_parameters)
         self.weight_version += 1
@@ -176,6 +182,13 @@ class CheckedGeneration:
         if self.verifies:
             with self.verdicts.checking("weight_sync"), overridden(self, calling=True):
                 self.verifier.verify(self._sending.samples)
+
+    def _begin_later(self) -> None:
+        """Note the gap before the first update, if the trainer could not be asked when the engine was started."""
+        begins, self._begins_later = self._begins_later and self.verifies and self.trainer.step() == 0, False
+        if begins and not self.verifier.checker.begun:
+            with self.verdicts.checking("weight_sync"), overridden(self, calling=True):
+                self.verifier.begin()
 
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
+from mismatch_ext.adapters.trl.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import check_examinable
@@ -28,6 +30,7 @@ from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.served import Served
 from mismatch_ext.adapters.trl.server_checks import ServerCheck
 from mismatch_ext.adapters.trl.server_client import ClientOf
+from mismatch_ext.adapters.trl.sharded import ZERO3, held, is_sharded, same_everywhere, whole, zero_stage
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
@@ -73,6 +76,8 @@ class PreflightMixin(_Host):
     _sync_audited: bool
     _unwritten: list[str]
     _routing: ScoreReplay | None
+    # Token ids that are still to be held against the model's vocabulary.
+    _vocabulary: Tensor | None
     # Whether TRL's constructor runs; what is to be warned of the weights, once there is a run to warn in.
     _constructing = False
     _readiness: str | None = None
@@ -138,12 +143,18 @@ class PreflightMixin(_Host):
         if self._block is None:
             return
         with self._verdicts.checking("sharding"):
+            fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
             check_sharding(
-                self._block, use_vllm=self.use_vllm, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled
+                self._block,
+                deepspeed=configured(self.accelerator) if self.is_deepspeed_enabled else None,
+                fsdp=None if fsdp is None else fsdp.fsdp_version,
             )
         precision = self._acting.precision
         if precision is not None and precision.dtype == "float16":
-            compute_in_float16(self.accelerator, precision.loss_scale)
+            if self.is_deepspeed_enabled:
+                reduce_in_float32(configured(self.accelerator))  # the rest of float16 is DeepSpeed's own
+            else:
+                compute_in_float16(self.accelerator, precision.loss_scale)
         if self._constructing:
             self._check_model()
 
@@ -235,7 +246,10 @@ class PreflightMixin(_Host):
             self.vllm_generation,
             self._engine,
             trainer=TrainerSide(
-                named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
+                named_parameters=lambda: held(self.accelerator.unwrap_model(self.model)),
+                everywhere=same_everywhere(self.accelerator),
+                # DeepSpeed casts the model when training begins.
+                prepared=not is_sharded(self.accelerator) and not self.is_deepspeed_enabled,
                 score=self._score,
                 step=lambda: self.state.global_step,
                 on_sent=self._on_sent,
@@ -252,7 +266,10 @@ class PreflightMixin(_Host):
             masks=self._engine_masks(),
             base=self._base(),
         )
-        self._check_vocabulary(vocabulary)
+        # A model of ZeRO-3 runs when training has begun.
+        self._vocabulary = vocabulary if zero_stage(self.accelerator) == ZERO3 else None
+        if self._vocabulary is None:
+            self._check_vocabulary(vocabulary)
 
     def _base(self) -> Base | None:
         """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy.
@@ -260,9 +277,7 @@ class PreflightMixin(_Host):
         DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
         """
         model: Any = self.vllm_generation.model
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        copied = self.is_fsdp_enabled or (self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3)
-        if copied or self._verdicts.observes or not is_peft_model(model):
+        if is_sharded(self.accelerator) or self._verdicts.observes or not is_peft_model(model):
             return None
         return Base(model, self._engine.reading().model_dtype)
 
@@ -282,7 +297,7 @@ class PreflightMixin(_Host):
         """Return the `monitor` section; without the weight check where it cannot be done, which enforce has refused."""
         args: Any = self.args
         monitor = self._config.monitor
-        if args.sleeps or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        if args.sleeps:
             return dataclasses.replace(monitor, weight_sync="off")
         return monitor
 
@@ -300,6 +315,8 @@ class PreflightMixin(_Host):
         self._audit_report.raise_for_findings()
 
     def _read_trainer(self) -> TrainerReading:
+        if self.is_deepspeed_enabled:
+            return read_deepspeed(self.accelerator, self.model)
         return read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
 
     def _scan_readiness(self) -> str | None:
@@ -307,8 +324,13 @@ class PreflightMixin(_Host):
         parameters = self.accelerator.unwrap_model(self.model).named_parameters()
         # One after the other to where the model is going: its weights are still in the host's memory, where a scan is slow.
         device = self.accelerator.device
-        there = ((name, p.detach().to(device) if p.is_floating_point() else p) for name, p in parameters)
-        return check_readiness(there, self._config.precision)
+
+        def there() -> Iterator[tuple[str, Tensor]]:
+            for name, parameter in parameters:
+                with whole(parameter):
+                    yield name, parameter.detach().to(device) if parameter.is_floating_point() else parameter
+
+        return check_readiness(there(), self._config.precision)
 
     def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Warn, and keep the warning in the run's metrics file."""
@@ -324,6 +346,7 @@ class PreflightMixin(_Host):
         probes = vocabulary[None, :64]
         model = self.accelerator.unwrap_model(self.model)
         surplus = vocabulary_surplus(model, len(self._tokenizer), probes, self._autocast)
+        forget_order(self.accelerator)
         if surplus is not None:
             self._warn("vocabulary", str(surplus), vars(surplus))
 
@@ -336,10 +359,15 @@ class PreflightMixin(_Host):
         return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
 
     def _score(self, token_ids: Tensor) -> Tensor:
-        return score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
+        scores = score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
+        forget_order(self.accelerator)
+        return scores
 
     def _on_sent(self, dtypes: frozenset[str]) -> None:
         """Audit both sides once more at the first weight update, with the dtypes that went over."""
+        if self._vocabulary is not None:
+            vocabulary, self._vocabulary = self._vocabulary, None
+            self._check_vocabulary(vocabulary)
         if not self._sync_audited:
             self._sync_audited = True
             received = self.vllm_generation.reading.model_dtype

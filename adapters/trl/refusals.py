@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.trl.deepspeed import check_deepspeed
 from mismatch_ext.adapters.trl.readings import sampling_settings
 
 from mismatch_ext.config import MismatchConfig, RoutingConfig
@@ -110,8 +111,8 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
             "it examines log-probabilities over the whole vocabulary", "none",
         ),
         (
-            "deepspeed", args.deepspeed, args.deepspeed_plugin is not None,
-            "replay was not run where the output projection is sharded", "DDP",
+            "deepspeed", args.deepspeed, args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3,
+            "replay was not run where the output projection is sharded", "stages 0 to 2, DDP",
         ),
     ):  # fmt: skip
         if wrong:
@@ -119,40 +120,24 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
     masking.asked(sampling_settings(args, given))
 
 
-def check_sharding(block: MismatchConfig, *, use_vllm: bool, deepspeed: bool, fsdp: bool) -> None:
-    """Refuse what DeepSpeed's own optimizer and sharded parameters keep from working.
+def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None, fsdp: int | None) -> None:
+    """Refuse what sharded parameters keep from working.
 
     Args:
         block: The block.
-        use_vllm: Whether an engine generates, whose weights are verified.
-        deepspeed: Whether DeepSpeed trains.
-        fsdp: Whether FSDP shards the model.
+        deepspeed: DeepSpeed's configuration, where DeepSpeed trains.
+        fsdp: Version of the FSDP that shards the model, if one does.
 
     Raises:
-        PrecisionError: float16, whose loss scaler DeepSpeed keeps to itself.
+        PrecisionError: As `check_deepspeed`.
         ConfigError: A section that cannot work there.
     """
-    if deepspeed and block.precision is not None and block.precision.dtype == "float16":
-        raise PrecisionError(
-            "mismatch.precision.dtype='float16' with DeepSpeed: DeepSpeed keeps a loss scaler of its own that "
-            "cannot be audited here; use DDP or FSDP2, or set fp16 in the DeepSpeed config without "
-            "mismatch.precision."
-        )
-    if deepspeed and block.lr is not None:
-        raise ConfigError(
-            "mismatch.lr with DeepSpeed: its optimizer's steps cannot be counted from outside; use DDP or FSDP2, or "
-            "remove mismatch.lr."
-        )
-    if fsdp and block.sampling_mask is not None:
+    if deepspeed is not None:
+        check_deepspeed(block, deepspeed)
+    if fsdp is not None and block.sampling_mask is not None:
         raise ConfigError(
             "mismatch.sampling_mask with FSDP: replay was not run where the output projection is sharded; use DDP, or remove "
             "mismatch.sampling_mask."
-        )
-    if use_vllm and (deepspeed or fsdp) and block.monitor.weight_sync != "off":
-        raise ConfigError(
-            f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with sharded parameters (FSDP or "
-            "DeepSpeed): this release verifies weights of unsharded models only; set mismatch.monitor.weight_sync='off' "
-            "to go on unverified."
         )
 
 

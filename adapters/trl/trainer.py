@@ -23,10 +23,11 @@ from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, phantom
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
+from mismatch_ext.adapters.trl.deepspeed import engine_of, scale_metrics
 from mismatch_ext.adapters.trl.examining import ExaminingMixin
 from mismatch_ext.adapters.trl.forward_hooks import KEY
 from mismatch_ext.adapters.trl.kl import KlReward
-from mismatch_ext.adapters.trl.lr import LrMixin
+from mismatch_ext.adapters.trl.lr import EngineLr, LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.observing import ObservingMixin
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -132,7 +133,9 @@ class MismatchTrainerMixin(
             with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
         if self._acting.lr is not None:
-            self._lr = LrCallback(self._acting.lr)
+            section = self._acting.lr
+            stepped = self.is_deepspeed_enabled
+            self._lr = EngineLr(section, lambda: engine_of(self.accelerator)) if stepped else LrCallback(section)
             self.add_callback(self._lr)
         self._in_loss = sections_in_loss(self._acting)
         self._around_loss = self._kl is not None or bool(self._in_loss)
@@ -416,6 +419,8 @@ class MismatchTrainerMixin(
         metrics: dict[str, float] = {}
         if isinstance(self.accelerator.scaler, LossScaler):
             metrics |= {PREFIX + name: value for name, value in self.accelerator.scaler.metrics().items()}
+        if self.is_deepspeed_enabled:
+            metrics |= {PREFIX + name: value for name, value in scale_metrics(self.accelerator).items()}
         # Where a failed check ends no run, a rank may have none.
         lone = self._verdicts.observes and self.use_vllm and self._config.monitor.weight_sync != "off"
         if self._verdict is not None or (lone and self.accelerator.num_processes > 1):

@@ -287,6 +287,11 @@ class WeightSyncChecker:
             # The first version stays: an engine that never got an update is near it, however old it is.
             self._versions = self._versions[:1] + [*self._versions[1:], trainer][-HISTORY:]
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is a baseline, or an update, to judge the next one by."""
+        return bool(self._versions)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-able data."""
         return {

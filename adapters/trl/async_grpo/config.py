@@ -8,12 +8,11 @@ from typing import Any
 
 from mismatch_ext.adapters.transformers.lr import check_optimizer
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
-from mismatch_ext.adapters.trl.refusals import check_sharding
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from mismatch_ext.config import CorrectionConfig, MismatchConfig, RoutingConfig
 from mismatch_ext.correction import resolve
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.precision.dtypes import canonical
 
 
@@ -89,4 +88,29 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
             )
         if block.lr is not None:
             check_optimizer(self)
-        check_sharding(block, use_vllm=True, deepspeed=self.deepspeed_plugin is not None, fsdp=False)
+        check_unsharded(block, deepspeed=self.deepspeed_plugin is not None, fsdp=False)
+
+
+def check_unsharded(block: MismatchConfig, *, deepspeed: bool, fsdp: bool) -> None:
+    """Refuse sections that were run with whole parameters alone.
+
+    Raises:
+        PrecisionError: float16 with DeepSpeed.
+        ConfigError: `lr` with DeepSpeed, or verified weights with sharded parameters.
+    """
+    if deepspeed and block.precision is not None and block.precision.dtype == "float16":
+        raise PrecisionError(
+            "mismatch.precision.dtype='float16' with AsyncGRPO and DeepSpeed: its loss scaler is read back by "
+            "MismatchGRPOTrainer alone; use DDP, or MismatchGRPOTrainer."
+        )
+    if deepspeed and block.lr is not None:
+        raise ConfigError(
+            "mismatch.lr with AsyncGRPO and DeepSpeed: the steps of its engine are counted by MismatchGRPOTrainer alone; use "
+            "DDP, MismatchGRPOTrainer, or remove mismatch.lr."
+        )
+    if (deepspeed or fsdp) and block.monitor.weight_sync != "off":
+        raise ConfigError(
+            f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with AsyncGRPO and sharded parameters (FSDP or "
+            "DeepSpeed): its updates are verified with whole parameters alone; use DDP, MismatchGRPOTrainer, or set "
+            "mismatch.monitor.weight_sync='off' to go on unverified."
+        )

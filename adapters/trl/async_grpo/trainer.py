@@ -20,7 +20,7 @@ from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.async_grpo.config import MismatchAsyncGRPOConfig
+from mismatch_ext.adapters.trl.async_grpo.config import MismatchAsyncGRPOConfig, check_unsharded
 from mismatch_ext.adapters.trl.async_grpo.fresh import FreshRollouts
 from mismatch_ext.adapters.trl.async_grpo.gate import Gate
 from mismatch_ext.adapters.trl.async_grpo.leading import Leading
@@ -37,7 +37,7 @@ from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.overridden import shadowed
 from mismatch_ext.adapters.trl.preflight import compute_in_float16
 from mismatch_ext.adapters.trl.readings import sampling_settings
-from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers, check_sharding
+from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers
 from mismatch_ext.adapters.trl.server_checks import ServerCheck, unchecked
 from mismatch_ext.adapters.trl.server_client import without_repeating
 from mismatch_ext.adapters.vllm.http import ServerHttp
@@ -125,7 +125,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         super().create_accelerator_and_postprocess()
         if self._block is None:
             return
-        check_sharding(self._block, use_vllm=True, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled)
+        check_unsharded(self._block, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled)
         precision = self._block.precision
         if precision is not None and precision.dtype == "float16":
             compute_in_float16(self.accelerator, precision.loss_scale)

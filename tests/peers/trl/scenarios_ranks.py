@@ -273,8 +273,7 @@ def refused(dense: str, out: str) -> dict[str, str]:
     found = {}
     blocks: dict[str, Any] = {"normalize": {"correction": {"preset": "slime_mis"}}}
     if SHARDED:
-        blocks["weights"] = {"monitor": {"weight_sync": "error"}}
-        blocks["reference"] = {"kl": {"coef": 0.1}, "monitor": {"weight_sync": "off"}}
+        blocks["reference"] = {"kl": {"coef": 0.1}}
     for name, block in blocks.items():
         variables = {"FSDP_CPU_RAM_EFFICIENT_LOADING": str(name == "reference").lower()}
         started = mock.patch("vllm.LLM.__init__", side_effect=AssertionError("an engine was started"))
@@ -320,8 +319,7 @@ def engines(model: str, out: str) -> dict[str, Any]:
         "precision": {"dtype": dtype, **({"loss_scale": {"init_scale": 256.0}} if dtype == "float16" else {})},
         "routing": R3,
         "kl": {"coef": 0.05},
-        # This release verifies weights of unsharded models only.
-        "monitor": {"weight_sync": "off" if SHARDED else "error", "doctor": "first_batch"},
+        "monitor": {"doctor": "first_batch"},
     }
     trainer = build(model, out, block, use_vllm=True, bf16=None)
     heard, scales = listen(trainer), []

@@ -1,0 +1,168 @@
+"""What DeepSpeed trains in, before its engine is there by its configuration and afterwards read back from the engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, PrecisionError
+from mismatch_ext.lr.control import innermost
+from mismatch_ext.precision.audit import TrainerReading
+
+HALVES = {"fp16": "float16", "bf16": "bfloat16"}
+"""Sections of DeepSpeed's configuration that make it compute in a half dtype."""
+
+
+def engine_of(accelerator: Accelerator) -> Any | None:
+    """Return DeepSpeed's engine; None before training has begun."""
+    return getattr(accelerator.deepspeed_engine_wrapped, "engine", None)
+
+
+def configured(accelerator: Accelerator) -> dict[str, Any]:
+    """Return DeepSpeed's configuration, as far as transformers has settled it."""
+    found: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
+    return found
+
+
+def reduce_in_float32(config: dict[str, Any]) -> None:
+    """Let gradients of float16 be summed over ranks in float32, unless the configuration says otherwise."""
+    if config.get("communication_data_type") is None:
+        config["communication_data_type"] = "fp32"
+
+
+def check_deepspeed(block: MismatchConfig, config: dict[str, Any]) -> None:
+    """Refuse settings of DeepSpeed under which a section would not be what it says.
+
+    Args:
+        block: The block.
+        config: DeepSpeed's configuration.
+
+    Raises:
+        PrecisionError: Loss-scale settings that DeepSpeed does not read, or an autocast that covers updates alone.
+        ConfigError: Weights that are in no memory, or a schedule that DeepSpeed steps by itself.
+    """
+    zero = config.get("zero_optimization", {})
+    precision = block.precision
+    if precision is not None and precision.dtype == "float16" and precision.loss_scale != type(precision.loss_scale)():
+        raise PrecisionError(
+            f"mismatch.precision.loss_scale={precision.loss_scale!r} with DeepSpeed: its own loss scaler reads its own settings. "
+            "Leave it out, and set fp16.initial_scale_power, loss_scale_window, hysteresis and min_loss_scale in DeepSpeed's "
+            "configuration."
+        )
+    if precision is not None and config.get("torch_autocast", {}).get("enabled"):
+        raise PrecisionError(
+            "mismatch.precision with torch_autocast in DeepSpeed's configuration: TRL scores completions with the model itself, "
+            "outside of DeepSpeed's autocast, and would update in another dtype than it scores in. Remove torch_autocast; "
+            "fp16 or bf16 follow from mismatch.precision."
+        )
+    if block.monitor.weight_sync != "off" and zero.get("offload_param", {}).get("device") == "nvme":
+        raise ConfigError(
+            f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with zero_optimization.offload_param.device='nvme': "
+            "weights on a disk are not read to see whether they moved; allowed: 'cpu', 'none'. Change it, or set "
+            "mismatch.monitor.weight_sync='off' to go on unverified."
+        )
+    if block.lr is not None and "scheduler" in config:
+        raise ConfigError(
+            "mismatch.lr with a scheduler in DeepSpeed's configuration: DeepSpeed steps that inside of its own step, and what "
+            "TRL logs would not be the rate that was applied. Remove the scheduler there, and set lr_scheduler_type."
+        )
+
+
+def read_deepspeed(accelerator: Accelerator, model: nn.Module) -> TrainerReading:
+    """Return what DeepSpeed trains in: of its engine, or before there is one of its configuration.
+
+    Args:
+        accelerator: The trainer's.
+        model: The model being trained.
+    """
+    engine, config = engine_of(accelerator), configured(accelerator)
+    device = accelerator.device.type
+    if engine is None:
+        half = next((name for key, name in HALVES.items() if config.get(key, {}).get("enabled") is True), None)
+        sizes = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.is_floating_point())
+        scaler = _configured_scaler(config["fp16"]) if half == "float16" else None
+        reduce = _named(config.get("communication_data_type")) or half or "float32"
+        return TrainerReading(
+            parameter_dtypes={"float32": sizes},
+            autocast_dtype=half,
+            scaler=scaler,
+            reduce_dtype=reduce if accelerator.num_processes > 1 else None,
+            device=device,
+        )
+    masters: Counter[str] = Counter()
+    for parameter in _masters(engine.optimizer):
+        masters[_name(parameter.dtype)] += parameter.numel()
+    # Of a matrix product, which comes out in the dtype of the weights: DeepSpeed casts the model.
+    kinds = Counter(_name(p.dtype) for p in model.parameters() if p.is_floating_point())
+    computes = kinds.most_common(1)[0][0]
+    return TrainerReading(
+        parameter_dtypes=dict(masters),
+        autocast_dtype=None if computes == "float32" else computes,
+        scaler=_scaler(engine) if engine.fp16_enabled() else None,
+        reduce_dtype=_name(engine.communication_data_type) if accelerator.num_processes > 1 else None,
+        device=device,
+    )
+
+
+def forget_order(accelerator: Accelerator) -> None:
+    """Let ZeRO-3 forget in which order a pass of ours came by its modules.
+
+    It fetches weights ahead in the order of the last pass. TRL gathers the output projection by itself where it computes
+    log-probabilities, which fails if that is under way already.
+    """
+    optimizer = getattr(engine_of(accelerator), "optimizer", None)
+    find = getattr(optimizer, "_get_param_coordinator", None)
+    coordinator = None if find is None else find()
+    if coordinator is not None and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
+def scale_metrics(accelerator: Accelerator) -> dict[str, float]:
+    """Return the loss scale and the steps that were skipped for an overflow; empty where DeepSpeed scales no loss."""
+    engine = engine_of(accelerator)
+    if engine is None or not engine.fp16_enabled():
+        return {}
+    steps = engine.global_steps
+    return {
+        "loss_scale": float(engine.optimizer.loss_scaler.cur_scale),
+        "overflow_steps": float(engine.skipped_steps),
+        "overflow_frac": engine.skipped_steps / steps if steps else 0.0,
+    }
+
+
+def _configured_scaler(section: dict[str, Any]) -> dict[str, Any]:
+    # 0 is DeepSpeed's word for a scale that moves, and 16 the power of two that it begins with.
+    static = float(section.get("loss_scale") or 0)
+    return {
+        "class": "DeepSpeed's scaler",
+        "enabled": static != 1.0,
+        "scale": static or 2.0 ** section.get("initial_scale_power", 16),
+    }
+
+
+def _scaler(engine: Any) -> dict[str, Any]:
+    scaler = engine.optimizer.loss_scaler
+    # A static scale of 1 scales nothing.
+    enabled = bool(scaler.dynamic) or float(scaler.cur_scale) != 1.0
+    return {"class": type(scaler).__name__, "enabled": enabled, "scale": float(scaler.cur_scale)}
+
+
+def _masters(optimizer: Any) -> list[Any]:
+    """Return this rank's parts of the weights that the optimizer steps."""
+    partitions = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    if partitions is not None:
+        return list(partitions)
+    return [parameter for group in innermost(optimizer).param_groups for parameter in group["params"]]
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _named(setting: str | None) -> str | None:
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
+    return None if setting is None else names.get(setting, setting)

@@ -1,0 +1,67 @@
+"""Weights that are spread over ranks, by FSDP2 or by DeepSpeed's third stage: what a rank holds, and a digest of all of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+ZERO3 = 3
+
+
+def zero_stage(accelerator: Accelerator) -> int | None:
+    """Return the stage of DeepSpeed's ZeRO, and None where DeepSpeed does not train."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return None if plugin is None else int(plugin.zero_stage)
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Tell whether no rank holds all of the weights."""
+    return zero_stage(accelerator) == ZERO3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and what this rank holds of each parameter: all of it, or its shard.
+
+    Args:
+        model: The model, unwrapped.
+    """
+    reshard(model)
+    for name, parameter in model.named_parameters():
+        # Outside of a pass the parameter itself is empty under ZeRO-3.
+        yield name, getattr(parameter, "ds_tensor", parameter)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of whole weights that FSDP2 keeps from a forward pass for a backward pass that may never come.
+
+    It keeps those of the outermost module, whose parameters would else be shards at one time and whole at another.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(parameter: Tensor) -> AbstractContextManager[Any]:
+    """Return a block in which a parameter is whole on every rank; every rank enters it."""
+    if not hasattr(parameter, "ds_tensor"):
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
+    return gathered
+
+
+def same_everywhere(accelerator: Accelerator) -> Callable[[str], str]:
+    """Return what makes one digest of those of all ranks, each of which holds a part; every rank calls it."""
+
+    def join(digest: str) -> str:
+        return hashlib.blake2b("".join(gather_object([digest])).encode(), digest_size=16).hexdigest()
+
+    return join if is_sharded(accelerator) and accelerator.num_processes > 1 else lambda digest: digest
