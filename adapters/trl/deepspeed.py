@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate import Accelerator
@@ -34,7 +35,7 @@ def reduce_in_float32(config: dict[str, Any]) -> None:
         config["communication_data_type"] = "fp32"
 
 
-def check_deepspeed(block: MismatchConfig, config: dict[str, Any]) -> None:
+def check_deepspeed(block: MismatchConfig, config: Mapping[str, Any]) -> None:
     """Refuse settings of DeepSpeed under which a section would not be what it says.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.served import Served
 from mismatch_ext.adapters.trl.server_checks import ServerCheck
 from mismatch_ext.adapters.trl.server_client import ClientOf
-from mismatch_ext.adapters.trl.sharded import ZERO3, held, is_sharded, same_everywhere, whole, zero_stage
+from mismatch_ext.adapters.trl.sharded import ZERO3, gathered, held, is_sharded, same_everywhere, zero_stage
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
@@ -321,16 +320,9 @@ class PreflightMixin(_Host):
 
     def _scan_readiness(self) -> str | None:
         """Check that the weights fit the dtype that both sides will compute in; return what is to be warned of."""
-        parameters = self.accelerator.unwrap_model(self.model).named_parameters()
-        # One after the other to where the model is going: its weights are still in the host's memory, where a scan is slow.
-        device = self.accelerator.device
-
-        def there() -> Iterator[tuple[str, Tensor]]:
-            for name, parameter in parameters:
-                with whole(parameter):
-                    yield name, parameter.detach().to(device) if parameter.is_floating_point() else parameter
-
-        return check_readiness(there(), self._config.precision)
+        # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
+        parameters = gathered(self.accelerator.unwrap_model(self.model), self.accelerator.device)
+        return check_readiness(parameters, self._config.precision)
 
     def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Warn, and keep the warning in the run's metrics file."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -48,14 +49,25 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def whole(parameter: Tensor) -> AbstractContextManager[Any]:
-    """Return a block in which a parameter is whole on every rank; every rank enters it."""
+def gathered(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and whole parameters, one after the other on a device; every rank takes part where they are sharded.
+
+    Args:
+        model: The model, unwrapped; FSDP2 has not sharded it yet.
+        device: Where they are to be looked at.
+    """
+    for name, parameter in model.named_parameters():
+        with _whole(parameter):
+            yield name, parameter.detach().to(device) if parameter.is_floating_point() else parameter
+
+
+def _whole(parameter: Tensor) -> AbstractContextManager[Any]:
     if not hasattr(parameter, "ds_tensor"):
         return nullcontext()
     import deepspeed
 
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
-    return gathered
+    gathering: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
+    return gathering
 
 
 def same_everywhere(accelerator: Accelerator) -> Callable[[str], str]:
