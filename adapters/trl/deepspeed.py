@@ -20,7 +20,8 @@ HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 
 def engine_of(accelerator: Accelerator) -> Any | None:
     """Return DeepSpeed's engine; None before training has begun."""
-    return getattr(accelerator.deepspeed_engine_wrapped, "engine", None)
+    # Accelerate sets it where DeepSpeed trains alone.
+    return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
 
 
 def configured(accelerator: Accelerator) -> dict[str, Any]:
