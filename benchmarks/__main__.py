@@ -17,6 +17,7 @@ from benchmarks import (
     bench_report,
     bench_routing,
     bench_sampling_mask,
+    bench_trl_server,
     bench_trl_step,
     bench_verl_scale,
 )
@@ -32,6 +33,7 @@ MODULES = (
     bench_report,
     bench_doctor,
     bench_verl_scale,
+    bench_trl_server,
     bench_trl_step,
 )
 

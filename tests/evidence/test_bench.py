@@ -19,6 +19,10 @@ def test_costs_beside_what_others_have(evidence: Callable[..., None]) -> None:
     assert rows and all(set(row) == {"name", "ours", "theirs", "ratio", "equal"} for row in rows)
     assert all(row["equal"] for row in rows)
     (step,) = [row for row in rows if row["name"].startswith("a training step of TRL")]
+    (served,) = [
+        row for row in rows if row["name"].startswith("a step of TRL with a vLLM server") and "processor" in row["name"]
+    ]
+    assert served["ratio"] > 1 / 1.1, served  # the checks of a step are a twentieth of it
     # Both sides do the same work but for what we add, and what we add is one pass over tokens in a step of several.
     assert step["ratio"] > 1 / 1.5, step
     evidence("bench", {row["name"]: row["ratio"] for row in rows if row["ratio"] is not None}, command="make bench")

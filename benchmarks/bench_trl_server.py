@@ -1,0 +1,328 @@
+"""A step of TRL's GRPO with a `vllm serve` and every update and rollout checked, against stock TRL's, step by step in turn.
+
+Two trainers have a server each, and take turns by single steps, so that a machine that slows down slows both and nothing runs
+beside a step that is timed. TRL's own client reaches no server on a CPU: the stock one sends weights in the same requests as
+ours, and asks nothing. What the block does here changes no number, so that both sample the same tokens and learn the same, which
+is checked. Two ratios are printed: of the clock, and of the processor time of trainer and server together, which other programs
+do not lengthen. The parts are seconds of the clock over those of the stock step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from benchmarks._quiet import be_quiet
+from benchmarks.gpu.miniature import END
+from tests.peers.engines.vllm_server import processes, serving
+
+BLOCK: dict[str, Any] = {"precision": {"dtype": "float32"}, "monitor": {}}
+"""What computes nothing otherwise than stock: the audit, names and verification of updates, records, the gap."""
+FLAGS = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-model-len", "512")
+TRANSFER = ("--weight-transfer-config", '{"backend": "mismatch_http"}')
+WARM_UP = 2
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of a model and of a step.
+
+    Args:
+        name: How the row calls it.
+        vocabulary: Tokens.
+        hidden: Width; the MLP is four times as wide.
+        layers: Decoder layers.
+        prompts: Of a step, with 8 completions each.
+        prompt: Tokens of a prompt.
+        new: Tokens of a completion, at most.
+        micro: Completions of a micro-batch.
+    """
+
+    name: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    prompts: int
+    prompt: int
+    new: int
+    micro: int
+
+
+STEP = Shape(name="a step", vocabulary=4096, hidden=256, layers=4, prompts=8, prompt=32, new=96, micro=16)
+TOY = Shape(name="a toy's step", vocabulary=64, hidden=64, layers=2, prompts=2, prompt=8, new=16, micro=8)
+
+
+def save(shape: Shape, folder: Path) -> int:
+    """Write a model with random weights and its tokenizer; return its number of parameters."""
+    from benchmarks.stability.real_run import tokenizer
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=4 * shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.hidden // 32, num_key_value_heads=shape.hidden // 64,
+        head_dim=32, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.05, bos_token_id=None,
+        eos_token_id=END, pad_token_id=END,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer(shape.vocabulary).save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Return the share of even tokens."""
+    return [sum(word[-1] in "02468" for word in text.split()) / max(len(text.split()), 1) for text in completions]
+
+
+class Parts:
+    """Seconds spent in functions, without those in others of them that they call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner: list[float] = []
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call."""
+        found, self.seconds = dict(self.seconds), defaultdict(float)
+        return found
+
+    def time(self, owner: Any, name: str, part: str) -> None:
+        """Time a function of an object from here on."""
+        plain = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            self._inner.append(0.0)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - began
+                self.seconds[part] += took - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += took
+
+        setattr(owner, name, timed)
+
+
+def watch(trainer: Any) -> Parts:
+    """Time what a block adds to a step."""
+    from mismatch_ext.adapters.trl import generation
+    from mismatch_ext.adapters.trl import trainer as module
+
+    parts, checked = Parts(), trainer.vllm_generation
+    verifier, client = checked.verifier, checked.vllm_client
+    for owner, name, part in (
+        (client, "expect_own_weights", "names of updates"),
+        (verifier, "verify", "verification: comparing, tensors of every worker"),
+        (verifier.rollout, "score", "verification: the server's prefill of probes"),
+        (verifier.rollout, "decode", "verification: the server's decode after probes"),
+        (verifier, "look", "verification: the trainer's scores of probes"),
+        (verifier, "moved", "whether weights moved since the last update"),
+        (generation.engine.Sending, "note", "verification: comparing, tensors of every worker"),
+        (generation, "to_records", "records"),
+        (trainer, "_check_records", "records"),
+        (trainer._log, "observe", "the gap, metrics and alarms"),
+        (module, "phantom", "the gap, metrics and alarms"),
+        (trainer, "_steer_by_rollouts", "the gap, metrics and alarms"),
+        (trainer, "_extra_metrics", "the gap, metrics and alarms"),
+        (trainer._log, "write", "the gap, metrics and alarms"),
+    ):
+        parts.time(owner, name, part)
+    plain = client.http.post
+
+    def post(path: str, body: Any = None) -> Any:
+        return naming(path, body) if path == "/update_weight_version" else plain(path, body)
+
+    holder = type("Naming", (), {"post": staticmethod(plain)})()
+    parts.time(holder, "post", "names of updates")
+    naming = holder.post
+    client.http.post = post
+    return parts
+
+
+class TakesTurns(TrainerCallback):
+    """Waits for its turn before each step, and reports what the step took, logging and checks included."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.parts = Parts()
+        self.began: tuple[float, float] | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report the step before, and wait."""
+        self._report(state)
+        self.pipe.recv()
+        self.parts.take()
+        self.began = time.perf_counter(), time.process_time()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report the last step."""
+        self._report(state)
+
+    def _report(self, state: Any) -> None:
+        clock, processor = self.began or (0.0, 0.0)
+        logs = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
+        kept = {name: logs.get(name) for name in ("num_tokens", "reward", "loss", "grad_norm")}
+        gap = logs.get("sampling/sampling_logp_difference/mean")
+        spent = {"clock": time.perf_counter() - clock, "processor": time.process_time() - processor}
+        self.pipe.send({**spent, "learnt": kept, "gap": gap, "parts": self.parts.take()})
+
+
+def transport(base: type) -> type:
+    """Return TRL's client with weights in the bodies of requests, where its own way takes a GPU on both sides."""
+    from mismatch_ext.adapters.vllm.http import ServerHttp
+    from mismatch_ext.adapters.vllm.remote import RemoteEngine
+
+    class Transport(base):  # type: ignore[misc, valid-type]
+        def init_communicator(self, device: Any = 0) -> None:
+            self.remote = RemoteEngine(ServerHttp(self.base_url, self.session, 60.0))
+            self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": {}})
+
+        def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+            self._start_weight_update()
+            self.remote.send(named_params)
+            self._finish_weight_update()
+
+    return Transport
+
+
+def train(kind: str, shape: Shape, model: str, out: str, url: str, steps: int, pipe: Connection) -> None:
+    """Train in a process of its own, a step whenever it is told to."""
+    Path(out).mkdir()
+    be_quiet(Path(out))
+    import trl.generation.vllm_generation as module
+    from datasets import Dataset
+    from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
+
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(1, shape.vocabulary, (steps * shape.prompts, shape.prompt), generator=generator)
+    rows = [{"prompt": " ".join(f"t{token}" for token in row)} for row in drawn.tolist()]
+    given: dict[str, Any] = {
+        "output_dir": out, "max_steps": steps, "num_generations": 8, "per_device_train_batch_size": shape.micro,
+        "gradient_accumulation_steps": 8 * shape.prompts // shape.micro, "max_completion_length": shape.new, "bf16": False,
+        "use_cpu": True, "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False, "seed": 0, "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": "float32"}, "generation_kwargs": {"seed": 1},
+    }  # fmt: skip
+    turns = TakesTurns(pipe)
+    rest: dict[str, Any] = {
+        "model": model,
+        "reward_funcs": reward,
+        "train_dataset": Dataset.from_list(rows),
+        "callbacks": [turns],
+    }
+    if kind == "ours":
+        trainer = MismatchGRPOTrainer(args=MismatchGRPOConfig(**given, mismatch=BLOCK), **rest)
+        turns.parts = watch(trainer)
+    else:
+        module.VLLMClient = transport(module.VLLMClient)  # type: ignore[misc]
+        trainer = GRPOTrainer(args=GRPOConfig(**given), **rest)
+    trainer.train()
+    pipe.close()
+    os._exit(0)  # threads of libraries may outlive the main one
+
+
+def processor_of(url: str) -> float:
+    """Return the seconds that a server's processes have had of the processor."""
+    spent = 0
+    for process in processes(url):
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        spent += int(fields[11]) + int(fields[12])
+    return spent / TICKS
+
+
+def measure(shape: Shape, steps: int) -> tuple[int, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Return the model's number of parameters, and what the steps of ours and of stock took, pair by pair."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    urls: dict[str, str] = {}
+    found: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as standing:
+        folder = Path(name)
+        size = save(shape, folder / "model")
+        for kind in found:
+            (folder / f"server-{kind}").mkdir()
+            urls[kind] = standing.enter_context(
+                serving(folder / "model", folder / f"server-{kind}", *FLAGS, *TRANSFER, development=True)
+            )
+            here, there = context.Pipe()
+            given = (kind, shape, str(folder / "model"), str(folder / kind), urls[kind], steps, there)
+            child = context.Process(target=train, args=given, daemon=True)
+            child.start()
+            there.close()
+            pipes[kind] = here
+            standing.callback(here.close)  # one whose partner has failed would wait for ever
+            try:
+                here.recv()  # built, and waiting for its first turn
+            except EOFError:
+                raise RuntimeError((folder / kind / "log.txt").read_text(encoding="utf-8")[-3000:]) from None
+        for step in range(steps):
+            for kind in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
+                before = processor_of(urls[kind])
+                pipes[kind].send("go")
+                told = pipes[kind].recv()
+                told["processor"] += processor_of(urls[kind]) - before
+                found[kind].append(told)
+    return size, list(zip(found["ours"], found["theirs"], strict=True))[WARM_UP:]
+
+
+def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
+    """Return the rows of a shape: the whole step by the clock and by the processor, then each part of what we add."""
+    size, pairs = measure(shape, steps)
+    same = [same_learnt(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
+    # Servers form their batches as requests come in, and a sum that is rounded otherwise may, rarely, tip a token.
+    assert sum(same) >= len(same) - 1, [(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
+    tokens = (pairs[-1][0]["learnt"]["num_tokens"] - pairs[0][0]["learnt"]["num_tokens"]) / (len(pairs) - 1)
+    equal = f"tokens, reward, loss and gradient norm in {sum(same)} of {len(same)} steps"
+    what = f"{shape.name} of TRL with a vLLM server, {size / 1e6:.2g} million parameters, {tokens:.0f} tokens"
+    found: list[dict[str, Any]] = []
+    for unit in ("clock", "processor"):
+        name = f"{what}: every update and rollout checked vs stock, {unit} time"
+        mine, stock = ([side[unit] for side in sides] for sides in zip(*pairs, strict=True))
+        ratio = median(theirs / ours for ours, theirs in zip(mine, stock, strict=True))
+        found.append({"name": name, "ours": median(mine), "theirs": median(stock), "ratio": ratio, "equal": equal})
+    step = median(theirs["clock"] for _, theirs in pairs)
+    for part in sorted({part for ours, _ in pairs for part in ours["parts"]}):
+        seconds = median(ours["parts"].get(part, 0.0) for ours, _ in pairs)
+        name = f"{what}: {part}, against the whole stock step, clock time"
+        ratio = step / seconds if seconds else None
+        found.append({"name": name, "ours": seconds, "theirs": step, "ratio": ratio, "equal": equal})
+    return found
+
+
+def same_learnt(ours: dict[str, float], theirs: dict[str, float]) -> bool:
+    """Tell whether two steps were of the same tokens and taught the same, but for rounding."""
+    if ours["num_tokens"] != theirs["num_tokens"] or ours["reward"] != theirs["reward"]:
+        return False
+    return all(abs(ours[name] - theirs[name]) <= 1e-5 + 1e-3 * abs(theirs[name]) for name in ("loss", "grad_norm"))
+
+
+def run(steps: int = 10, shapes: tuple[Shape, ...] = (STEP, TOY)) -> list[dict[str, Any]]:
+    """Return the rows of this benchmark; a ratio is the stock step's time over ours."""
+    return [row for shape in shapes for row in rows_of(shape, steps)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--toy", action="store_true", help="The toy alone.")
+    chosen = parser.parse_args()
+    for row in run(chosen.steps, (TOY,) if chosen.toy else (STEP, TOY)):
+        print(json.dumps(row))
