@@ -4,7 +4,7 @@ Two trainers have a server each, and take turns by single steps, so that a machi
 beside a step that is timed. TRL's own client reaches no server on a CPU: the stock one sends weights in the same requests as
 ours, and asks nothing. What the block does here changes no number, so that both sample the same tokens and learn the same, which
 is checked. Two ratios are printed: of the clock, and of the processor time of trainer and server together, which other programs
-do not lengthen. The parts are seconds of the clock over those of the stock step.
+do not lengthen. Of each part, the ratio is of the whole stock step to it, by the clock.
 """
 
 from __future__ import annotations
