@@ -19,6 +19,7 @@ SECTIONS = {
     "MismatchConfig": "mismatch",
     "PrecisionConfig": "mismatch.precision",
     "LossScaleConfig": "mismatch.precision.loss_scale",
+    "QuantizedConfig": "mismatch.precision.quantized",
     "CorrectionConfig": "mismatch.correction",
     "KlConfig": "mismatch.kl",
     "KlControllerConfig": "mismatch.kl.controller",

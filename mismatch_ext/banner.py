@@ -83,7 +83,9 @@ def banner(
     else:
         set_by = f"   [{integration.precision}]" if integration.precision else ""
         done = "compared with both sides" if observes else "audited on both sides"
-        lines.append(f"  precision  uniform {block.precision.dtype}: {done}{set_by}")
+        parts = {"weights": block.precision.quantized.weights, "KV cache": block.precision.quantized.kv_cache}
+        but = "".join(f", engine's {part} in {name}" for part, name in parts.items() if name is not None)
+        lines.append(f"  precision  uniform {block.precision.dtype}{but}: {done}{set_by}")
     lines += _mitigations(block, integration, integration.sampler if engine is None else engine["engine"])
     if engine is not None:
         passes = "prefill, decode" if block.monitor.weight_sync_decode_tokens else "prefill"

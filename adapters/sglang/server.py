@@ -135,7 +135,9 @@ def check_server(
     """
     fields = _report(info)
     reading = read_server(info, original_logprobs=original_logprobs)
-    policy = PrecisionPolicy(config.precision.dtype if config.precision is not None else canonical(trainer_dtype))
+    policy = (
+        PrecisionPolicy(canonical(trainer_dtype)) if config.precision is None else PrecisionPolicy.of(config.precision)
+    )
     routing = config.routing is not None and config.routing.mode == "R3" if needs_routing is None else needs_routing
     problems = [
         *version_problems(reading),

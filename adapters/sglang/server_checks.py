@@ -62,11 +62,16 @@ def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[
     if reading.kv_cache_dtype not in policy.kv_cache_dtypes:
         why = "Another cache dtype rounds keys and values that the trainer does not."
         allowed = " or ".join(policy.kv_cache_dtypes)
-        problems.append(_problem("kv_cache_dtype", reading.kv_cache_dtype, allowed, "--kv-cache-dtype auto", why))
-    if reading.quantization is not None:
+        flag = f"--kv-cache-dtype {policy.kv_cache or 'auto'}"
+        problems.append(_problem("kv_cache_dtype", reading.kv_cache_dtype, allowed, flag, why))
+    if reading.quantization != policy.quantization:
         why = "Quantised weights are not the trainer's."
         flag = "leave out --quantization, --torchao-config and --modelopt-quant"
-        problems.append(_problem("quantization", reading.quantization, "none", flag, why))
+        if policy.quantization is not None:
+            why, flag = "mismatch.precision.quantized.weights asks for it.", f"--quantization {policy.quantization}"
+        problems.append(
+            _problem("quantization", reading.quantization or "none", policy.quantization or "none", flag, why)
+        )
     if reading.logprobs_mode != policy.logprobs_mode:
         why = "Log-probabilities then ignore the temperature that is sampled with."
         problems.append(_problem(ORIGINAL_LOGPROB, "1", "unset", f"unset {ORIGINAL_LOGPROB}", why))

@@ -104,7 +104,9 @@ class Rollout:
         acting = block.acting
         asked: dict[str, Any] = {} if torch.cuda.is_available() else dict(ON_CPU)
         if acting.precision is not None:
-            asked["dtype"] = acting.precision.dtype
+            parts = acting.precision.quantized
+            wanted = {"dtype": acting.precision.dtype, "quantization": parts.weights, "kv_cache_dtype": parts.kv_cache}
+            asked |= {name: value for name, value in wanted.items() if value is not None}
         if acting.routing is not None and acting.routing.mode == "R3":
             asked["enable_return_routed_experts"] = True
         engine = Engine(model_path=model, skip_tokenizer_init=True, **{"log_level": "error", **asked, **arguments})

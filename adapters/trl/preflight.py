@@ -30,6 +30,7 @@ from mismatch_ext.adapters.trl.served import Served
 from mismatch_ext.adapters.trl.server_checks import ServerCheck
 from mismatch_ext.adapters.trl.server_client import ClientOf
 from mismatch_ext.adapters.trl.sharded import ZERO3, gathered, held, is_sharded, same_everywhere, zero_stage
+from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
@@ -110,7 +111,7 @@ class PreflightMixin(_Host):
         given: Any = config.generation_kwargs  # a mapping, since the configuration has settled
         patches: list[Patch] = []
         if self._config.precision is not None:
-            arguments["dtype"] = self._config.precision.dtype
+            arguments |= asked_of(self._config.precision)
         if r3:
             arguments[FLAG] = True
         if self._config.sampling_mask is not None:
@@ -177,7 +178,7 @@ class PreflightMixin(_Host):
                     self._routing = found
         if self._config.precision is not None:
             with self._verdicts.checking("precision", applied=True):
-                policy = PrecisionPolicy(self._config.precision.dtype)
+                policy = PrecisionPolicy.of(self._config.precision)
                 audit(policy, self._read_trainer(), None, None, FIXES).raise_for_findings()
             with self._verdicts.checking("readiness"):
                 self._readiness = self._scan_readiness()
@@ -309,7 +310,7 @@ class PreflightMixin(_Host):
         self._readings["engine"] = reading = self._engine.reading()
         if self._config.precision is None:
             return
-        policy = PrecisionPolicy(self._config.precision.dtype)
+        policy = PrecisionPolicy.of(self._config.precision)
         self._audit_report = audit(policy, trainer, reading, sync, FIXES)
         self._audit_report.raise_for_findings()
 

@@ -7,7 +7,9 @@ from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
+from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.names import spelled
+from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.versions import installed
 
 LOGPROBS = "processed_logprobs"
@@ -83,8 +85,25 @@ class ServerCheck:
                     f"it computes in {reading.model_dtype}, and mismatch.precision.dtype is {precision.dtype!r}",
                 )
             )
+        if precision is not None:
+            found += self._quantized(PrecisionPolicy.of(precision), reading)
         if self.block.routing is not None and self.block.routing.mode == "R3" and not remote.records_routing:
             found.append(("--enable-return-routed-experts", "mismatch.routing.mode is 'R3', and it records no routes"))
+        return found
+
+    def _quantized(self, policy: PrecisionPolicy, reading: EngineReading) -> list[tuple[str, str]]:
+        """Return which parts of the server are quantised otherwise than asked; what is not asked for is the audit's to refuse."""
+        found = []
+        if policy.quantization not in (None, reading.quantization):
+            said = reading.quantization or "none"
+            found.append(
+                (f"--quantization {policy.quantization}", f"mismatch.precision.quantized.weights, and it has {said}")
+            )
+        if policy.kv_cache is not None and reading.kv_cache_dtype not in policy.kv_cache_dtypes:
+            said = reading.kv_cache_dtype
+            found.append(
+                (f"--kv-cache-dtype {policy.kv_cache}", f"mismatch.precision.quantized.kv_cache, and it has {said}")
+            )
         return found
 
 

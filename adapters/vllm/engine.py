@@ -14,6 +14,8 @@ from mismatch_ext.versions import require
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from mismatch_ext.config.precision import PrecisionConfig
+
 
 def runner(llm: LLM) -> Any:
     """Return the model runner of an engine that lives in this process.
@@ -32,6 +34,13 @@ def runner(llm: LLM) -> Any:
             "start it with VLLM_ENABLE_V1_MULTIPROCESSING=0 or with distributed_executor_backend='external_launcher'."
         )
     return worker.model_runner
+
+
+def asked_of(precision: PrecisionConfig) -> dict[str, str]:
+    """Return the arguments of `vllm.LLM` that make an engine compute as the `precision` section says."""
+    parts = {"quantization": precision.quantized.weights, "kv_cache_dtype": precision.quantized.kv_cache}
+    # A checkpoint that holds integers says its method itself.
+    return {"dtype": precision.dtype} | {name: value for name, value in parts.items() if value is not None}
 
 
 def is_cpu(llm: LLM) -> bool:
@@ -75,8 +84,23 @@ def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
         parameter_dtypes=dict(counts),
         kv_cache_dtype=asked if held == "uint8" and asked != "auto" else held,
         logprobs_mode=str(config.logprobs_mode),
-        quantization=config.quantization,
+        quantization=quantization_of(model_runner.model, config.quantization),
     )
+
+
+def quantization_of(model: Any, asked: str | None) -> str | None:
+    """Return the method by which a model's layers are quantised; None where they are not, whatever was asked for.
+
+    Some of vLLM's methods leave what they have no kernel for as it is, such as all layers of a model without experts.
+
+    Args:
+        model: The engine's.
+        asked: Name of the method in vLLM's configuration.
+    """
+    methods = {type(layer.quant_method).__name__ for layer in model.modules() if getattr(layer, "quant_method", None)}
+    # Attention has a method of its own, for the scales of a cache.
+    holds = any(not name.startswith("Unquantized") and "KVCache" not in name for name in methods)
+    return asked if holds else None
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
-from mismatch_ext.adapters.vllm.engine import is_cpu, read_engine, shutdown
+from mismatch_ext.adapters.vllm.engine import asked_of, is_cpu, read_engine, shutdown
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, require_routing
 from mismatch_ext.adapters.vllm.verified import InProcess
@@ -104,7 +104,7 @@ class Rollout(InProcess):
         asked: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
         patches = []
         if acting.precision is not None:
-            asked["dtype"] = acting.precision.dtype
+            asked |= asked_of(acting.precision)
         if acting.routing is not None and acting.routing.mode == "R3":
             asked[FLAG] = True
         if current_platform.is_cpu():

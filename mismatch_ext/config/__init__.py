@@ -9,7 +9,7 @@ from mismatch_ext.config.correction import CorrectionConfig
 from mismatch_ext.config.kl import KlConfig, KlControllerConfig
 from mismatch_ext.config.lr import LrConfig, SurgeConfig, Trigger
 from mismatch_ext.config.monitor import AlarmConfig, MonitorConfig
-from mismatch_ext.config.precision import LossScaleConfig, PrecisionConfig
+from mismatch_ext.config.precision import LossScaleConfig, PrecisionConfig, QuantizedConfig
 from mismatch_ext.config.routing import RoutingConfig
 from mismatch_ext.config.sampling_mask import SamplingMaskConfig
 from mismatch_ext.strict import Action
@@ -25,6 +25,7 @@ __all__ = [
     "MismatchConfig",
     "MonitorConfig",
     "PrecisionConfig",
+    "QuantizedConfig",
     "RoutingConfig",
     "SamplingMaskConfig",
     "SurgeConfig",

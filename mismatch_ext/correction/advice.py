@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -20,7 +21,7 @@ class Advice:
         keep: Share of sequences that the bounds below keep.
         sequence_bounds: Symmetric bounds (1/x, x) of the product of ratios.
         geometric_bounds: The same of the geometric mean.
-        token_bounds: The same of a single ratio, keeping that share of tokens.
+        token_bounds: The same of a single ratio, keeping that share of tokens; of measured ones where they were given.
         outside: Share of sequences (of tokens, for level `token`) beyond the given settings' bounds; None without settings.
         rejected: Share of sequences (of tokens, for `token_k1`) that each k1 rule of the given settings drops; k2 and k3
             rules are not judged.
@@ -53,7 +54,13 @@ class Advice:
 
 
 def advise(
-    *, sigma: float, length: float, mean: float = 0.0, settings: ResolvedCorrection | None = None, keep: float = 0.9
+    *,
+    sigma: float,
+    length: float,
+    mean: float = 0.0,
+    settings: ResolvedCorrection | None = None,
+    keep: float = 0.9,
+    measured: Sequence[float] = (),
 ) -> Advice:
     """Say which thresholds keep a share of the sequences.
 
@@ -67,6 +74,8 @@ def advise(
         mean: Mean of the same difference (minus the metric `kl`), nats.
         settings: A correction whose bounds are to be judged.
         keep: Share of sequences to keep.
+        measured: Differences of sampled tokens, nats: the bounds of a single ratio are then their quantile, in the place of a
+            normal one's, whose tail is too light for a quantised engine.
 
     Returns:
         Bounds per level, and the level to use.
@@ -79,11 +88,16 @@ def advise(
         ("length", 1 <= length < math.inf, "a number >= 1"),
         ("mean", math.isfinite(mean), "a finite number"),
         ("keep", 0 < keep < 1, "0 < x < 1"),
+        ("measured", all(map(math.isfinite, measured)), "finite numbers, in nats"),
     ):
         if not ok:
             raise ConfigError(f"advise: {name}={locals()[name]!r} is not allowed; allowed: {allowed}.")
     total, average = (length * mean, math.sqrt(length) * sigma), (mean, sigma / math.sqrt(length))
     bounds = {name: _bounds(*spread, keep) for name, spread in (("s", total), ("g", average), ("t", (mean, sigma)))}
+    if measured:
+        sizes = sorted(map(abs, measured))
+        x = math.exp(min(sizes[math.ceil(keep * len(sizes)) - 1], 700.0))
+        bounds["t"] = 1 / x, x
     spreads = {"sequence": total, "geometric": average, "token": (mean, sigma)}
     outside, rejected = None, {}
     if settings is not None:

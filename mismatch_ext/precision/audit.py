@@ -13,7 +13,7 @@ from typing import Any
 
 from mismatch_ext.errors import PrecisionAuditError
 from mismatch_ext.precision.fixes import TrainerFixes
-from mismatch_ext.precision.names import spelled
+from mismatch_ext.precision.names import NAMES, spelled
 from mismatch_ext.precision.policy import PrecisionPolicy
 
 NONE = "none"
@@ -314,13 +314,19 @@ def _audit_engine(collected: _Audit, policy: PrecisionPolicy, engine: EngineRead
     # Routers, their biases and lm_head may be kept in float32 on purpose: wider than asked for is no
     # mismatch.
     foreign = sorted(set(held) - {policy.engine_dtype, "float32"})
+    quantized = policy.quantization is not None
     if held:
+        # What quantised weights are stored in is the method's matter; another compute dtype beside them is not.
+        wrong = set(foreign) & set(NAMES) if quantized else foreign
+        mostly = quantized or max(held, key=lambda key: held[key]) == policy.engine_dtype
         collected.check(
             "engine",
             "parameters",
-            f"mostly {policy.engine_dtype}",
+            f"{policy.engine_dtype} beside {policy.quantization} weights"
+            if quantized
+            else f"mostly {policy.engine_dtype}",
             _mix(held),
-            not foreign and max(held, key=lambda key: held[key]) == policy.engine_dtype,
+            not wrong and mostly,
             f"Start {name} with dtype={policy.engine_dtype!r} and without quantisation; read the engine's "
             "weights again after its weight update.",
         )
@@ -328,11 +334,13 @@ def _audit_engine(collected: _Audit, policy: PrecisionPolicy, engine: EngineRead
     collected.check(
         "engine",
         "KV cache",
-        policy.engine_dtype,
+        policy.kv_cache or policy.engine_dtype,
         f"auto ({dtype})" if cache == "auto" else cache,
         cache in policy.kv_cache_dtypes,
         f"Start {name} with kv_cache_dtype='auto': another cache dtype rounds keys and values that the "
-        "trainer does not.",
+        "trainer does not. If it is on purpose, say so: mismatch.precision.quantized.kv_cache."
+        if policy.kv_cache is None
+        else f"Start {name} with kv_cache_dtype={policy.kv_cache!r}, or correct mismatch.precision.quantized.kv_cache.",
     )
     collected.check(
         "engine",
@@ -346,10 +354,13 @@ def _audit_engine(collected: _Audit, policy: PrecisionPolicy, engine: EngineRead
     collected.check(
         "engine",
         "quantization",
-        NONE,
+        policy.quantization or NONE,
         engine.quantization or NONE,
-        engine.quantization is None,
-        f"Start {name} without quantisation: quantised weights are not the trainer's.",
+        engine.quantization == policy.quantization,
+        f"Start {name} without quantisation: quantised weights are not the trainer's. If they are quantised on purpose, say so: "
+        "mismatch.precision.quantized.weights."
+        if policy.quantization is None
+        else f"Start {name} with quantization={policy.quantization!r}, or correct mismatch.precision.quantized.weights.",
     )
 
 

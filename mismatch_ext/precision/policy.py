@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mismatch_ext.precision.dtypes import canonical
+
+if TYPE_CHECKING:
+    from mismatch_ext.config.precision import PrecisionConfig
+
+_SHORT = {"fp8": "fp8_e4m3"}
 
 
 @dataclass(frozen=True)
@@ -13,12 +19,21 @@ class PrecisionPolicy:
 
     Args:
         dtype: Compute dtype of both sides, by any name that `canonical` knows.
+        quantization: Method by which the engine's weights are quantised on purpose; None for none.
+        kv_cache: Format of its KV cache, likewise.
 
     Raises:
         PrecisionError: The name is no compute dtype.
     """
 
     dtype: str
+    quantization: str | None = None
+    kv_cache: str | None = None
+
+    @classmethod
+    def of(cls, precision: PrecisionConfig) -> PrecisionPolicy:
+        """Return the policy that the `precision` section asks for."""
+        return cls(precision.dtype, precision.quantized.weights, precision.quantized.kv_cache)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", canonical(self.dtype))
@@ -55,8 +70,10 @@ class PrecisionPolicy:
 
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
-        """Dtypes of the engine's KV cache: its compute dtype, by name or as "auto"."""
-        return ("auto", self.dtype)
+        """Dtypes of the engine's KV cache: its compute dtype, by name or as "auto", or the format that is asked for."""
+        if self.kv_cache is None:
+            return ("auto", self.dtype)
+        return tuple(dict.fromkeys((self.kv_cache, _SHORT.get(self.kv_cache, self.kv_cache))))
 
     @property
     def logprobs_mode(self) -> str:

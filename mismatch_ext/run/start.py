@@ -63,7 +63,7 @@ def check_block(block: MismatchConfig) -> None:
 
 def set_precision(precision: PrecisionConfig, trainer: LoopTrainer) -> None:
     """Let the trainer compute as asked, in float16 with a loss scaler."""
-    policy = PrecisionPolicy(precision.dtype)
+    policy = PrecisionPolicy.of(precision)
     scaler = None
     if policy.needs_scaler:
         scaler = LossScaler(trainer.device.type, **dataclasses.asdict(precision.loss_scale))
@@ -80,7 +80,7 @@ def audited(
     """
     if block.precision is None:
         return None
-    report = audit(PrecisionPolicy(block.precision.dtype), trainer.reading(), rollout.reading(), sync)
+    report = audit(PrecisionPolicy.of(block.precision), trainer.reading(), rollout.reading(), sync)
     report.raise_for_findings()
     return report
 

@@ -132,7 +132,12 @@ def test_configuration_is_frozen() -> None:
         ({"monitor": {"alarms": {"k3_kl": {"patience": 0}}}}, ["alarms.k3_kl.patience", "0", "an integer >= 1"]),
         (
             {"monitor": {"alarms": {"reward": {"action": "stop"}}}},
-            ["mismatch.monitor.alarms.reward", "above=None", "no built-in threshold", "k3_kl, logp_abs_diff_mean"],
+            [
+                "mismatch.monitor.alarms.reward",
+                "above=None",
+                "no built-in threshold",
+                "k3_kl, k3_growth_low, logp_abs_diff_mean",
+            ],
         ),
         (
             {"monitor": {"alarms": {"reward": {"above": 1, "below": 2}}}},

@@ -46,6 +46,17 @@ def test_the_level_follows_the_length() -> None:
     assert "geometric" in text and "20000 tokens" in text and "exceeded by" in text
 
 
+def test_bounds_of_single_ratios_follow_a_measured_tail() -> None:
+    """Of 1,000 tokens 15 are off by 2 nats: a normal one's bound of 99 % would cut hardly any of these, the measured one does."""
+    measured = [0.01 * (-1) ** n for n in range(985)] + [2.0] * 15
+    normal = advise(sigma=0.245, length=100, keep=0.99).token_bounds
+    found = advise(sigma=0.245, length=100, keep=0.98, measured=measured).token_bounds
+    assert found == pytest.approx((math.exp(-0.01), math.exp(0.01))) and normal[1] > 1.8
+    assert advise(sigma=0.245, length=100, keep=0.99, measured=measured).token_bounds[1] == pytest.approx(math.exp(2))
+    with pytest.raises(ConfigError, match="measured"):
+        advise(sigma=0.1, length=10, measured=[math.nan])
+
+
 def test_no_gap_needs_no_bounds() -> None:
     advice = advise(sigma=0.0, length=1000)
     assert advice.level == "sequence" and advice.sequence_bounds == pytest.approx((1.0, 1.0))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_ext.errors import PrecisionAuditError, PrecisionError
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, PrecisionAuditError, PrecisionError
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import canonical, coarser, facts, torch_dtype
 from mismatch_ext.precision.fixes import TrainerFixes
@@ -84,6 +85,49 @@ HALVES: list[tuple[str, str, dict[str, Any]]] = [
     ("sync", "sent dtype", {"sent_dtype": "bfloat16"}),
     ("sync", "received dtype", {"received_dtype": "bfloat16"}),
 ]
+
+
+QUANTIZED = PrecisionPolicy("bfloat16", "fp8_per_channel", "fp8")
+HELD = {"parameter_dtypes": {"float8_e4m3fn": 900, "float32": 20, "bfloat16": 80}}
+FP8 = {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e4m3", **HELD}
+
+
+def test_parts_that_are_quantised_on_purpose_pass() -> None:
+    audit(QUANTIZED, trainer("bfloat16"), engine("bfloat16", **FP8), None).raise_for_findings()
+    weights, cache = (PrecisionPolicy("bfloat16", quantization="fp8_per_channel"), {"kv_cache_dtype": "auto"})
+    assert audit(weights, trainer("bfloat16"), engine("bfloat16", **FP8 | cache), None).ok
+    cache_alone = PrecisionPolicy("bfloat16", kv_cache="fp8_e4m3")
+    assert audit(cache_alone, trainer("bfloat16"), engine("bfloat16", kv_cache_dtype="fp8_e4m3"), None).ok
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "what", "fix"),
+    [
+        (QUANTIZED, {"quantization": "int8"}, "quantization", "quantization='fp8_per_channel', or correct"),
+        (QUANTIZED, {"quantization": None}, "quantization", "mismatch.precision.quantized.weights"),
+        (QUANTIZED, {"kv_cache_dtype": "auto"}, "KV cache", "kv_cache_dtype='fp8', or correct"),
+        (QUANTIZED, {"kv_cache_dtype": "fp8_e5m2"}, "KV cache", "mismatch.precision.quantized.kv_cache"),
+        (QUANTIZED, {"parameter_dtypes": {"float8_e4m3fn": 900, "float16": 1}}, "parameters", "dtype='bfloat16'"),
+        (PrecisionPolicy("bfloat16", quantization="fp8_per_channel"), {}, "KV cache", "quantized.kv_cache"),
+        (PrecisionPolicy("bfloat16", kv_cache="fp8"), HELD | {"parameter_dtypes": {"bfloat16": 1}}, "quantization",
+         "say so: mismatch.precision.quantized.weights"),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_quantised_otherwise_is_refused_by_name(
+    policy: PrecisionPolicy, changes: dict[str, Any], what: str, fix: str
+) -> None:
+    report = audit(policy, trainer("bfloat16"), engine("bfloat16", **FP8 | changes), None)
+    (finding,) = report.findings
+    assert finding.what == what and fix in finding.fix and finding.expected != finding.found
+
+
+def test_the_section_names_what_is_quantised() -> None:
+    block = MismatchConfig.parse({"precision": {"dtype": "bfloat16", "quantized": {"weights": "fp8_per_channel"}}})
+    assert block is not None and block.precision is not None
+    assert PrecisionPolicy.of(block.precision) == PrecisionPolicy("bfloat16", "fp8_per_channel", None)
+    for wrong in ("", "auto", "None"):
+        with pytest.raises(ConfigError, match="mismatch.precision.quantized.kv_cache"):
+            MismatchConfig.parse({"precision": {"dtype": "bfloat16", "quantized": {"kv_cache": wrong}}})
 
 
 def halved(*halves: tuple[str, str, dict[str, Any]]) -> Any:

@@ -130,7 +130,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         if precision is not None and precision.dtype == "float16":
             compute_in_float16(self.accelerator, precision.loss_scale)
         if precision is not None:
-            audit(PrecisionPolicy(precision.dtype), self._read_trainer(), None, None, FIXES).raise_for_findings()
+            audit(PrecisionPolicy.of(precision), self._read_trainer(), None, None, FIXES).raise_for_findings()
             parameters = self.accelerator.unwrap_model(self.model).named_parameters()
             self._readiness = check_readiness(((name, p.detach()) for name, p in parameters), precision)
         if self._block.routing is not None:
@@ -271,7 +271,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         assert self._block is not None
         self._readings = {"trainer": self._read_trainer(), "engine": self._remote.reading()}
         if self._block.precision is not None:
-            policy = PrecisionPolicy(self._block.precision.dtype)
+            policy = PrecisionPolicy.of(self._block.precision)
             self._audit_report = audit(policy, self._readings["trainer"], self._readings["engine"], sync, FIXES)
             self._audit_report.raise_for_findings()
 

@@ -281,7 +281,7 @@ def _audit(
 ) -> AuditReport | None:
     if block.precision is None:
         return None
-    policy = PrecisionPolicy(block.precision.dtype)
+    policy = PrecisionPolicy.of(block.precision)
     reports = [audit(policy, trainer, engine, None, FIXES) for trainer in trainers for engine in engines]
     for report in reports:
         report.raise_for_findings()

@@ -8,6 +8,7 @@ from typing import Any
 
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import active_block, digest
+from mismatch_ext.adapters.vllm.engine import quantization_of
 from mismatch_ext.adapters.vllm.routing import records_routing
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
@@ -42,7 +43,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             parameter_dtypes=dict(counts),
             kv_cache_dtype=asked if held == "uint8" and asked != "auto" else held,
             logprobs_mode=str(config.model_config.logprobs_mode),
-            quantization=config.model_config.quantization,
+            quantization=quantization_of(runner.model, config.model_config.quantization),
         )
         block = active_block()
         if block is not None and block.level == "enforce":
@@ -63,7 +64,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         model = self.model_runner.model
         held, found = dict(model.named_parameters()), {}
         for name, wanted in shapes.items():
-            if name not in held:
+            if name not in held or held[name].dtype.itemsize < 2:  # quantised layers hold no bits of the trainer's
                 continue
             values, shape, start = held[name].detach(), tuple(wanted), 0
             vocabulary = getattr(model.get_submodule(name.rpartition(".")[0]), "shard_indices", None)

@@ -176,9 +176,13 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
             f"it sends weights in bfloat16, not in {dtype}",
         )
     quantization = group.rollout.get("quantization")
-    if quantization:
+    if (quantization or None) != block.precision.quantized.weights:
         raise refused(
-            "actor_rollout_ref.rollout.quantization", quantization, "None", f"the rollout would not compute in {dtype}"
+            "actor_rollout_ref.rollout.quantization",
+            quantization,
+            repr(block.precision.quantized.weights),
+            f"the rollout would not compute in {dtype}; what is quantised on purpose is named in "
+            "mismatch.precision.quantized.weights",
         )
     wanted = {"param_dtype": SHORT[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     for role in ("actor", "ref"):

@@ -1,0 +1,59 @@
+"""The gap of a quantised engine by format: `python -m benchmarks.quantised`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.quantised.formats import FORMATS
+from benchmarks.quantised.measure import measured
+
+COLUMNS = ("mean |Δlogp|", "k3", "F(1.1)")
+
+
+def rows(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the table as Markdown, and what does not run below it."""
+    lines = [
+        "| format | "
+        + " | ".join(COLUMNS)
+        + " | largest | share by cause | bound advised | sample size | bias removed |",
+        "|" + "---|" * 8,
+    ]
+    for name, one in found.items():
+        if "refused" in one:
+            continue
+        parts = [f"{part} {_interval(share, '.0%')}" for part, share in one["share of the gap's square"].items()]
+        after = one["corrected"]
+        cells = [name, *(_interval(one[column], ".2g") for column in COLUMNS), f"{one['largest |Δlogp|']:.2g}"]
+        cells += ["; ".join(parts), f"{after['upper bound']:.3g}", f"{after['effective sample size']:.4f}"]
+        lines.append("| " + " | ".join([*cells, _interval(after["bias removed"], ".0%")]) + " |")
+    refused = [f"- {name}: {one['refused']}" for name, one in found.items() if "refused" in one]
+    return [*lines, "", "Not run here:" if refused else "", *refused]
+
+
+def _interval(found: dict[str, Any], digits: str) -> str:
+    return f"{found['value']:{digits}} ({found['low']:{digits}} to {found['high']:{digits}})"
+
+
+def main() -> None:
+    """Measure every format and print the table; `--json` prints the figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print figures in the place of the table")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="some of them")
+    options = parser.parse_args()
+    found = {name: measured(FORMATS[name]) for name in tqdm(options.formats, file=sys.stderr)}
+    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(rows(found)))
+
+
+if __name__ == "__main__":
+    main()

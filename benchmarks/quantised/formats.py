@@ -1,0 +1,136 @@
+"""Formats that an engine stores weights, activations and its KV cache in, and how each is started in vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers.doctor_quantised import FP8_LARGEST, cached, int4, int8
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Round = Callable[[Tensor], Tensor]
+GROUP = 32
+
+
+def fp8_rows(x: Tensor) -> Tensor:
+    """Return what e4m3 leaves with a scale for each row: of a weight's output channel, or of a token."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_LARGEST
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One row of the table.
+
+    Args:
+        arguments: Of `vllm.LLM`.
+        weights: What is left of a linear layer's weights; None leaves them whole.
+        activations: What is left of what goes into it.
+        cache: What is left of keys and values.
+        compressed: Field `quantization_config` of a checkpoint that holds integers, and what its layers hold; None serves the
+            shipped one.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    weights: Round | None = None
+    activations: Round | None = None
+    cache: Round | None = None
+    compressed: tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Tensor]]] | None = None
+
+    @property
+    def causes(self) -> dict[str, Round]:
+        """The parts that are quantised, in the order in which they are changed."""
+        parts = {"weights": self.weights, "activations": self.activations, "KV cache": self.cache}
+        return {name: rounded for name, rounded in parts.items() if rounded is not None}
+
+
+def _integers(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False, **more}
+
+
+def _config(form: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def _eight(name: str, weight: Tensor) -> dict[str, Tensor]:
+    scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return {name: (weight / scale).round().clamp(-127, 127).to(torch.int8), f"{name}_scale": scale}
+
+
+def _four(name: str, weight: Tensor) -> dict[str, Tensor]:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    groups = weight.view(weight.shape[0], -1, GROUP)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
+    integers = (groups / scale).round().clamp(-8, 7).to(torch.int8).view(weight.shape)
+    layer = name.removesuffix(".weight")
+    return {
+        f"{layer}.weight_packed": pack_to_int32(integers, 4),
+        f"{layer}.weight_scale": scale.squeeze(-1).bfloat16(),
+        f"{layer}.weight_shape": torch.tensor(weight.shape),
+    }
+
+
+_TOKENS = _integers(8, "token") | {"dynamic": True}
+FORMATS: dict[str, Format] = {
+    "bf16": Format(),
+    "fp8 weights and activations, a scale per channel and token": Format(
+        arguments={"quantization": "fp8_per_channel"}, weights=fp8_rows, activations=fp8_rows
+    ),
+    "int8 weights and activations (W8A8), a scale per channel and token": Format(
+        weights=int8,
+        activations=int8,
+        compressed=(_config("int-quantized", _integers(8, "channel"), _TOKENS), _eight),
+    ),
+    "fp8 KV cache, e4m3": Format(
+        arguments={"kv_cache_dtype": "fp8_e4m3"}, cache=cached(torch.float8_e4m3fn, truncated=True)
+    ),
+    "fp8 KV cache, e5m2": Format(
+        arguments={"kv_cache_dtype": "fp8_e5m2"}, cache=cached(torch.float8_e5m2, truncated=True)
+    ),
+    "int8 KV cache": Format(arguments={"kv_cache_dtype": "int8_per_token_head"}, cache=int8),
+    "fp8 weights and activations, a scale per tensor": Format(
+        arguments={"quantization": "fp8"}, weights=fp8_rows, activations=fp8_rows
+    ),
+    "fp8 weights and activations, a scale per block": Format(arguments={"quantization": "fp8_per_block"}),
+    "mxfp8": Format(arguments={"quantization": "mxfp8"}),
+    "int8 weights, by vLLM while it loads": Format(
+        arguments={"quantization": "int8_per_channel_weight_only"}, weights=int8
+    ),
+    "nvfp4 weights, by vLLM while it loads": Format(arguments={"quantization": "nvfp4_per_token"}),
+    f"int4 weights (W4A16), groups of {GROUP}": Format(
+        weights=int4(GROUP),
+        compressed=(_config("pack-quantized", _integers(4, "group", group_size=GROUP), None), _four),
+    ),
+}
+"""vLLM's CPU kernels truncate what they write into an fp8 cache (docs/upstream)."""
+
+
+def served(form: Format, source: Path, target: Path) -> Path:
+    """Return the checkpoint that an engine of a format serves, made of the trainer's weights in bfloat16."""
+    if form.compressed is None:
+        return source
+    config, made = form.compressed
+    shutil.copytree(source, target)
+    found = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(json.dumps(found | {"quantization_config": config}), encoding="utf-8")
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        # Rounded as the trainer's are when they are sent, and quantised then: otherwise the two sides have other grids.
+        rounded = weight.bfloat16()
+        tensors |= made(name, rounded.float()) if name.endswith("_proj.weight") else {name: rounded}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
