@@ -48,11 +48,18 @@ def _interval(found: dict[str, Any], digits: str) -> str:
 def main() -> None:
     """Measure every format and print the table; `--json` prints the figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print figures in the place of the table")
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of figures for each format in the place of the table"
+    )
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="some of them")
     options = parser.parse_args()
-    found = {name: measured(FORMATS[name]) for name in tqdm(options.formats, file=sys.stderr)}
-    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(rows(found)))
+    found = {}
+    for name in tqdm(options.formats, file=sys.stderr):
+        found[name] = measured(FORMATS[name])
+        if options.json:
+            print(json.dumps({name: found[name]}, ensure_ascii=False), flush=True)
+    if not options.json:
+        print("\n".join(rows(found)))
 
 
 if __name__ == "__main__":

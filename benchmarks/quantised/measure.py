@@ -37,18 +37,24 @@ def measured(form: Format) -> dict[str, Any]:
         checkpoint = served(form, own, Path(folder) / "served")
         given = {"max_model_len": 256} | dict(form.arguments)
         try:
-            engine = VllmEngine(str(checkpoint), dtype="bfloat16", arguments=given)
-        except (MismatchError, NotImplementedError, AttributeError) as error:
+            sample = _sampled(str(checkpoint), form, given)
+        except (MismatchError, AttributeError) as error:  # the latter where a CPU's build has no kernel
             return {"refused": _reason(error)}
-        try:
-            if _whole(engine, form):
-                return {"refused": "starts, and leaves the layers of a dense model in bfloat16"}
-            prompts = [encode(row["prompt"]) for row in make_dataset(RESPONSES, seed=5000)]
-            asked: dict[str, Any] = {"responses": RESPONSES, "max_tokens": TOKENS}
-            sample = engine.sample(prompts, **asked, sampling={"seed": 0})
-        finally:
-            engine.shutdown()
+    if sample is None:
+        return {"refused": "starts, and leaves all layers of a dense model in bfloat16"}
     return figures(form, sample, own)
+
+
+def _sampled(checkpoint: str, form: Format, arguments: dict[str, Any]) -> Sample | None:
+    """Return what a format's engine samples; None where it quantises nothing of what it is to."""
+    engine = VllmEngine(checkpoint, dtype="bfloat16", arguments=arguments)
+    try:
+        if "quantization" in form.arguments and engine.reading.quantization is None:
+            return None
+        prompts = [encode(row["prompt"]) for row in make_dataset(RESPONSES, seed=5000)]
+        return engine.sample(prompts, responses=RESPONSES, max_tokens=TOKENS, sampling={"seed": 0})
+    finally:
+        engine.shutdown()
 
 
 def _reason(error: Exception) -> str:
@@ -58,11 +64,6 @@ def _reason(error: Exception) -> str:
         if mark in text:
             text = text.partition("}: ")[2] or text
     return text.partition("; if memory is short")[0][:240]
-
-
-def _whole(engine: VllmEngine, form: Format) -> bool:
-    """Tell whether an engine that is to quantise weights has done so with none."""
-    return "quantization" in form.arguments and engine.reading.quantization is None
 
 
 def figures(form: Format, sample: Sample, own: Path) -> dict[str, Any]:
