@@ -1,7 +1,7 @@
 """The alarm on the growth of the gap, in TRL with vLLM: `python -m benchmarks.quantised.growth`.
 
-At each update the engine is sent the trainer's weights with a part of int4's rounding error. The part is the same at each update,
-or grows so that k3 grows as verl's pull request #7519 saw it with fp8 weights: from 0.0100 to 0.0313 in 32 steps.
+At each update the engine is sent the trainer's weights with a multiple of int4's rounding error. The multiple is the same at each
+update, or grows so that k3 grows tenfold in 32 steps; verl's pull request #7519 saw 0.0100 become 0.0313 in as many with fp8 weights.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.rundata import read_run
 
-STEPS, PART, GROUP = 48, 0.3, 32
-ARMS = {"constant": 1.0, "growing": (0.0313 / 0.0100) ** (0.5 / 32)}
+STEPS, PART, GROUP = 40, 2.0, 32
+ARMS = {"constant": 1.0, "growing": 10 ** (0.5 / 32)}
 """Factor on the error from one update to the next; k3 grows by its square."""
 ALARM = "mismatch/k3_growth_low"
 
 
 @contextmanager
 def off_by(model: nn.Module, part: float) -> Iterator[None]:
-    """Move linear layers' weights a part of the way to int4 while they are sent."""
+    """Move linear layers' weights towards int4, and beyond it, while they are sent."""
     parameters, masters = dict(model.named_parameters()), {}
     for name, rounded in quantised(model, int4(GROUP)).items():
         masters[name] = parameters[name].detach().clone()
@@ -67,7 +67,7 @@ def train(arm: str, out: Path) -> None:
         vllm_gpu_memory_utilization=0.05,
         vllm_max_model_length=64,
         model_init_kwargs={"dtype": "float32"},
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=64,
         num_generations=4,
         max_completion_length=24,
         learning_rate=1e-6,
@@ -82,7 +82,7 @@ def train(arm: str, out: Path) -> None:
         # The engine's weights are not the trainer's, on purpose.
         mismatch={"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "off", "profile_every": 1000}},
     )
-    rows = Dataset.from_list(make_dataset(8 * STEPS, seed=5))
+    rows = Dataset.from_list(make_dataset(16 * STEPS, seed=5))
     trainer = MismatchGRPOTrainer(model=str(FOLDER / "dense"), reward_funcs=even, args=config, train_dataset=rows)
     model = trainer.accelerator.unwrap_model(trainer.model)
     send: Callable[[], Any] = trainer.vllm_generation.sync_weights

@@ -16,7 +16,7 @@ CAUSES = "share of the gap's square"
 
 
 def test_the_gap_of_a_quantised_engine_has_shares(evidence: Callable[..., None]) -> None:
-    """A quantised vLLM is further from its trainer than bf16; the quantised parts make most of that, and bounded weights mend most."""
+    """A quantised vLLM is further from its trainer than bf16; the quantised parts make most of it, bounded weights mend most."""
     command = in_readme("python -m benchmarks.quantised")
     printed = shell(f"{command} --json")
     print(printed)
@@ -41,7 +41,7 @@ def test_the_gap_of_a_quantised_engine_has_shares(evidence: Callable[..., None])
 
 
 def test_the_alarm_fires_on_an_error_that_grows_and_on_no_constant_one(evidence: Callable[..., None]) -> None:
-    """In TRL with vLLM the alarm on growth is raised where the planted error of the weights grows, and never where it is constant."""
+    """In TRL with vLLM the alarm on growth is raised where a planted error of the weights grows, never where it is constant."""
     command = in_readme("python -m benchmarks.quantised.growth")
     shell("rm -rf runs/quantised_growth")
     printed = shell(command)
