@@ -25,9 +25,9 @@ def rows(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the table as Markdown, and what does not run below it."""
     lines = [
         "| format | "
-        + " | ".join(COLUMNS)
+        + " | ".join(COLUMNS).replace("|Δlogp|", "\\|Δlogp\\|")
         + " | largest | share by cause | bound advised | sample size | bias removed |",
-        "|" + "---|" * 8,
+        "|" + "---|" * 9,
     ]
     for name, one in found.items():
         if "refused" in one:

@@ -1,7 +1,7 @@
 """The alarm on the growth of the gap, in TRL with vLLM: `python -m benchmarks.quantised.growth`.
 
 At each update the engine is sent the trainer's weights with a multiple of int4's rounding error. The multiple is the same at each
-update, or grows so that k3 grows tenfold in 24 steps; verl's pull request #7519 saw 0.0100 become 0.0313 in 32, with fp8.
+update, or grows tenfold in 48 steps, and k3 by its square or more; verl's pull request #7519 saw 0.0100 become 0.0313 in 32.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ RUN_BY = {
     "python -m benchmarks.stability --out runs/stability_again --arms bypass matched --seeds 2 --jobs 2": (
         "evidence/test_stability.py::test_a_clip_on_the_engines_ratio_stops_what_is_learnt"
     ),
-    "python -m benchmarks.quantised": "evidence/test_quantised.py::test_the_gap_of_a_quantised_engine_has_shares",
+    "python -m benchmarks.quantised": "evidence/test_quantised.py::test_a_quantised_engine_is_further_away_and_weights_mend_it",
     "python -m benchmarks.quantised.growth": (
         "evidence/test_quantised.py::test_the_alarm_fires_on_an_error_that_grows_and_on_no_constant_one"
     ),
