@@ -84,9 +84,9 @@ def read_deepspeed(accelerator: Accelerator, model: nn.Module) -> TrainerReading
     engine, config = engine_of(accelerator), configured(accelerator)
     device = accelerator.device.type
     if engine is None:
-        half = next((name for key, name in HALVES.items() if config.get(key, {}).get("enabled") is True), None)
+        half = next((name for key, name in HALVES.items() if _enabled(config, key, accelerator.mixed_precision)), None)
         sizes = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.is_floating_point())
-        scaler = _configured_scaler(config["fp16"]) if half == "float16" else None
+        scaler = _configured_scaler(config.get("fp16", {})) if half == "float16" else None
         reduce = _named(config.get("communication_data_type")) or half or "float32"
         return TrainerReading(
             parameter_dtypes={"float32": sizes},
@@ -134,6 +134,12 @@ def scale_metrics(accelerator: Accelerator) -> dict[str, float]:
         "overflow_steps": float(engine.skipped_steps),
         "overflow_frac": engine.skipped_steps / steps if steps else 0.0,
     }
+
+
+def _enabled(config: Mapping[str, Any], section: str, mixed_precision: str) -> bool:
+    enabled = config.get(section, {}).get("enabled")
+    # What a file given to `accelerate launch` leaves open, accelerate settles when the model is prepared.
+    return enabled is True or (enabled in (None, "auto") and mixed_precision == section)
 
 
 def _configured_scaler(section: dict[str, Any]) -> dict[str, Any]:

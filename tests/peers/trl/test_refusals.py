@@ -281,6 +281,29 @@ def test_what_does_not_go_with_deepspeed_or_shards(
     assert type(refusal.value) is error and all(word in str(refusal.value) for word in words), refusal.value
 
 
+@pytest.mark.parametrize(
+    ("section", "mixed", "computes"),
+    [
+        ({"fp16": {"enabled": True}}, "no", "float16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16", "bfloat16"),
+        ({}, "fp16", "float16"),
+        ({"bf16": {"enabled": False}}, "bf16", None),
+    ],
+)
+def test_what_deepspeed_will_compute_in_is_read_off_its_configuration(
+    peers: Any, section: Any, mixed: str, computes: str | None
+) -> None:
+    from mismatch_ext.adapters.trl.deepspeed import read_deepspeed
+
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=section))
+    accelerator: Any = SimpleNamespace(
+        state=state, mixed_precision=mixed, device=torch.device("cpu"), num_processes=1
+    )  # fmt: skip
+    reading = read_deepspeed(accelerator, torch.nn.Linear(2, 2))
+    assert (reading.autocast_dtype, reading.parameter_dtypes) == (computes, {"float32": 6})
+    assert (reading.scaler is not None) == (computes == "float16")
+
+
 @pytest.fixture
 def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers' arguments say that DeepSpeed trains, and nothing come to build it."""
