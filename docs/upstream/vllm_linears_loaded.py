@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vo
 TRAINER = Qwen3ForCausalLM(Qwen3Config(num_attention_heads=2, num_key_value_heads=2, **SIZES))
 TRAINER.save_pretrained(FOLDER := tempfile.mkdtemp())
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-ENGINE = LLM(FOLDER, dtype="bfloat16", enforce_eager=True, gpu_memory_utilization=0.05, skip_tokenizer_init=True)
+ENGINE = LLM(FOLDER, dtype="float32", enforce_eager=True, gpu_memory_utilization=0.05, skip_tokenizer_init=True)
 
 
 def seen(load=lambda llm, weights: llm.apply_model(lambda model: model.load_weights(weights))) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from docs.upstream.scripts import SCRIPTS, read
 from docs.upstream.shown import HOLDS, MENDED
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 else:
     scenarios = named("tests.peers.scenarios_upstream")
     verl_scenarios = named("tests.peers.verl.in_process.scenarios_upstream")
+
+
+NEED_AVX512 = ("vllm_fp8_cache",)
+"""Scripts whose kernel vLLM compiles for CPUs with AVX-512 alone."""
 
 
 def fast(*peers: str) -> list[str]:
@@ -38,8 +43,15 @@ def check(found: list[dict[str, Any]], names: list[str]) -> None:
 
 @pytest.mark.parametrize("peers", [("torch", "transformers", "accelerate", "trl"), ("vllm",)], ids=" ".join)
 def test_faults_are_seen_without_the_workaround_alone(run: Run, peers: tuple[str, ...]) -> None:
-    names = fast(*peers)
-    check(run(scenarios.shown, names=names).expect()["shown"], names)
+    names, found = fast(*peers), run(scenarios.shown, names=fast(*peers)).expect()["shown"]
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        # The fault cannot come up: vLLM has no such cache on this CPU.
+        there = [one for one in found if one["script"] in NEED_AVX512 and not one["workaround"]]
+        assert all("Unsupported CPU attention configuration" in one["seen"] for one in there), there
+        names = [name for name in names if name not in NEED_AVX512]
+        found = [one for one in found if one["script"] in names]
+    if names:
+        check(found, names)
 
 
 def test_faults_of_verl_and_megatron_are_seen_without_the_workaround_alone(run: Run) -> None:
