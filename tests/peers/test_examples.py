@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from mismatch_ext.rundata import read_run
+from tests.peers.engines.served import answering, free_port
 from tests.peers.engines.sglang_environment import HELD, MAIN, PYTHON, environment, stub_uses
+from tests.peers.engines.vllm_server import named_vllm
 from tests.readme import in_readme, shell
 from tests.rendezvous import rendezvous
 
@@ -154,6 +156,33 @@ def test_callback_only_with_a_model_of_ones_own(dense: Path, tmp_path: Path) -> 
     assert [row[1:3] for row in rows] == [("1.00e-05", "1"), ("5.00e-06", "0.5"), ("2.50e-06", "0.25")]
     (raised,) = [event for event in read_run(tmp_path / "mismatch").events if event.name == "alarm"]
     assert raised.step == 1 and raised.level == "warning"
+
+
+def test_the_server_example_trains_a_dense_model_in_float16(tmp_path: Path) -> None:
+    port, script = free_port(), ["bash", "examples/trl_server.sh"]
+    model = ROOT / "examples/arithmetic/models/dense"
+    serve = [*script, "serve", str(model), "--dtype", "float16", "--host", "127.0.0.1", "--port", str(port)]
+    variables = os.environ | rendezvous() | {
+        "PYTHON": sys.executable, "TRANSFER": "mismatch_http", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": named_vllm(tmp_path), "PYTHONUTF8": "1",
+    }  # fmt: skip
+    flags = ["--max-model-len", "160", "--enforce-eager", "--generation-config", "vllm"]
+    with answering([*serve, *flags], port, variables, tmp_path / "server.log") as url:
+        done = subprocess.run(
+            [
+                *(*script, "train", "--output_dir", tmp_path / "run", "--max_steps", "2", "--eval_prompts", "8", *BATCH),
+                *("--mismatch", '{"precision": {"dtype": "float16"}}'),
+            ],
+            cwd=ROOT, env=variables | {"SERVER": url}, capture_output=True, encoding="utf-8", timeout=400,
+        )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    run = read_run(tmp_path / "run/mismatch")
+    assert [end.status for end in run.ends] == ["completed"]
+    trained = [record.metrics for record in run.steps if "mismatch/weight_sync_gap" in record.metrics]
+    assert len(trained) == 2 and not [event for event in run.events if event.level == "error"]
+    for metrics in trained:
+        # The weights of both sides are the same, and their float16 kernels are not.
+        assert 0 < metrics["mismatch/logp_abs_diff_mean"] < 1e-2 and metrics["mismatch/loss_scale"] >= 1
 
 
 def test_a_config_file_and_a_block_on_the_command_line(dense: Path, tmp_path: Path) -> None:

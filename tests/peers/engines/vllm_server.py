@@ -41,7 +41,7 @@ def serving(
     command += ["--max-model-len", "256", "--enforce-eager", "--generation-config", "vllm", *flags]
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": str(int(development)),
-        "PYTHONPATH": os.pathsep.join([_named_vllm(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([named_vllm(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
     environment |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
     with answering(command, port, environment, folder / f"vllm-{port}.log") as url:
@@ -68,7 +68,7 @@ def _group(path: Path) -> int | None:
     return int(fields[2]) if fields else None
 
 
-def _named_vllm(folder: Path) -> str:
+def named_vllm(folder: Path) -> str:
     """Return a folder that gives the installed vLLM the name by which `vllm serve` asks for itself, which vllm-cpu has not."""
     try:
         metadata.version("vllm")
