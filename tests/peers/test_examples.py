@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from mismatch_ext.rundata import read_run
-from tests.peers.engines.served import answering, free_port
+from tests.peers.engines.served import answering
 from tests.peers.engines.sglang_environment import HELD, MAIN, PYTHON, environment, stub_uses
 from tests.peers.engines.vllm_server import named_vllm
 from tests.readme import in_readme, shell
-from tests.rendezvous import rendezvous
+from tests.rendezvous import free_port, rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL_EXAMPLES = ("callback_only", "dense_fp16", "kl_ablation", "lr_control", "moe_r3", "trl_grpo")

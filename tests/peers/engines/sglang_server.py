@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.peers.engines.served import answering, free_port
+from tests.peers.engines.served import answering
 from tests.peers.engines.sglang_environment import HELD, MAIN, PYTHON, environment
+from tests.rendezvous import free_port
 
 # A CPU and small models need them. A scheduler that waits would take a core from the trainer's side.
 FLAGS = (

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
-from tests.peers.engines.served import answering, free_port
+from tests.peers.engines.served import answering
+from tests.rendezvous import free_port
 
 COMMAND = "from vllm.entrypoints.cli.main import main; main()"
 
