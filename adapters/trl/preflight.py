@@ -297,7 +297,8 @@ class PreflightMixin(_Host):
         """Return the `monitor` section; without the weight check where it cannot be done, which enforce has refused."""
         args: Any = self.args
         monitor = self._config.monitor
-        if args.sleeps:
+        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if args.sleeps or (fsdp is not None and fsdp.fsdp_version == 1):
             return dataclasses.replace(monitor, weight_sync="off")
         return monitor
 

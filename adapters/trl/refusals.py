@@ -139,6 +139,13 @@ def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None
             "mismatch.sampling_mask with FSDP: replay was not run where the output projection is sharded; use DDP, or remove "
             "mismatch.sampling_mask."
         )
+    if fsdp == 1 and block.monitor.weight_sync != "off":
+        # torch starts it on no CPU, so that nobody has seen it verified.
+        raise ConfigError(
+            f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with fsdp_version=1: scoring probes and telling moved "
+            "weights were run with FSDP2's shards alone; set fsdp_version: 2 in accelerate's config, or "
+            "mismatch.monitor.weight_sync='off' to go on unverified."
+        )
 
 
 def check_reference(plugin: Any, processes: int, reference: bool) -> None:

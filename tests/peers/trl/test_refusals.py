@@ -266,6 +266,7 @@ def test_a_section_with_nothing_after_it_through_trls_own_parser(peers: Any, tmp
             ["weight_sync='error' with zero_optimization.offload_param.device='nvme'"],
         ),
         (MASKS, {"fsdp": 2}, ConfigError, ["mismatch.sampling_mask with FSDP"]),
+        ({}, {"fsdp": 1}, ConfigError, ["weight_sync='error' with fsdp_version=1", "fsdp_version: 2"]),
     ],
 )
 def test_what_does_not_go_with_deepspeed_or_shards(
