@@ -12,6 +12,7 @@ from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATC
 from mismatch_ext.patches.verl.validate_config import NOT_LOADED, RUNTIME_ENV, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
+from mismatch_ext.patches.vllm.top_logprobs import TOP_LOGPROBS
 
 from mismatch_ext.patching import Patch
 
@@ -26,6 +27,7 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (SERVER_CLIENT, "while TRL builds its trainer with `vllm_mode: server`; only with a `mismatch` block"),
     (CPU_MOE_REPACK, "during weight updates on a CPU: `update_weights`, and those of a server with the plugin"),
     (CPU_ROUTES, "while TRL builds its trainer with `routing.mode: R3`, on a CPU with vLLM 0.31 or later"),
+    (TOP_LOGPROBS, "while TRL's colocated vLLM generates, with `sampling_mask`"),
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (NOT_LOADED, "wherever verl could not load this package; without a `mismatch` block it calls verl's own"),

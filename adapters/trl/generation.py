@@ -19,6 +19,7 @@ from torch import Tensor
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError
 from mismatch_ext.fingerprint import fingerprint
+from mismatch_ext.patching import swapped
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
@@ -234,17 +235,18 @@ class CheckedGeneration:
         self.send_moved()
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
         capture: AbstractContextManager[list[Any]] = nullcontext([])
-        if self.layout is not None:
+        patches = () if self.masks is None else self.masks.patches
+        if self.layout is not None or patches:
             # With a version it resets the prefix cache where TRL has not.
-            version = None if observes else lambda: self.weight_version
+            version = None if observes or self.layout is None else lambda: self.weight_version
             capture = self.engine.captured(version)
         ours = self.verdicts.around("engine", self.engine.generating())
         with self._engine_failures_named("generating"), ours, self.verdicts.around("routes", capture) as outputs:
-            with overridden(self, calling=True):
+            with swapped(*patches), overridden(self, calling=True):
                 result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
         supports = None
         if self.masks is not None:
-            supports, result = self.masks.of(result)
+            supports, result = self.masks.of(result, (outputs or []) if patches else None)
         with self.verdicts.checking("records"):
             prompt_ids, completion_ids, logprobs, _ = result
             routing = None

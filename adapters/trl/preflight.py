@@ -39,6 +39,7 @@ from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
+from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from torch import Tensor, nn
 
 from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig
@@ -129,7 +130,7 @@ class PreflightMixin(_Host):
             return []
         patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
         patches += CHECKPOINTS if self._config.routing is not None else ()
-        patches += [FUSED_HEAD] if self._config.sampling_mask is not None else []
+        patches += [FUSED_HEAD, *top_logprobs()] if self._config.sampling_mask is not None else []
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 

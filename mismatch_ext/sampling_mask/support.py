@@ -44,15 +44,37 @@ class TokenSupport:
         Raises:
             RecordError: An id is not in the vocabulary, or twice at one position; names response and token.
         """
-        for token, row in enumerate(rows):
-            found = set(row)
-            if len(found) != len(row) or not all(0 <= one < vocabulary for one in found):
-                bad = next((one for one in row if not 0 <= one < vocabulary), None)
-                wrong = "lists an id twice" if bad is None else f"lists id {bad}; allowed: 0 to {vocabulary - 1}"
-                raise RecordError(f"rollout {name}, token {token}: its sampling mask {wrong}.")
-        counts = torch.tensor([0, *map(len, rows)], dtype=torch.int64)
-        flat = [one for row in rows for one in sorted(row)]
-        return cls(ids=torch.tensor(flat, dtype=_narrow(vocabulary)), offsets=counts.cumsum(0), vocabulary=vocabulary)
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        flat = torch.tensor([one for row in rows for one in row], dtype=torch.int64)
+        return cls.from_places(flat, torch.repeat_interleave(counts), len(rows), vocabulary, name)
+
+    @classmethod
+    def from_places(cls, ids: Tensor, places: Tensor, positions: int, vocabulary: int, name: str = "") -> TokenSupport:
+        """Store token ids with the position of each, in any order.
+
+        Args:
+            ids: Ids `[M]`, of any integer dtype.
+            places: Their positions `[M]`, int64.
+            positions: T.
+            vocabulary: V.
+            name: The response's name, used in messages.
+
+        Raises:
+            RecordError: As `from_lists`.
+        """
+        for bad in ((ids < 0) | (ids >= vocabulary)).nonzero()[:1, 0].tolist():
+            raise RecordError(
+                f"rollout {name}, token {int(places[bad])}: its sampling mask lists id {int(ids[bad])}; allowed: 0 to "
+                f"{vocabulary - 1}."
+            )
+        keys = (places * vocabulary + ids).sort().values
+        for twice in (keys.diff() == 0).nonzero()[:1, 0].tolist():
+            raise RecordError(
+                f"rollout {name}, token {int(keys[twice]) // vocabulary}: its sampling mask lists an id twice."
+            )
+        offsets = torch.zeros(positions + 1, dtype=torch.int64)
+        offsets[1:] = torch.bincount(places, minlength=positions).cumsum(0)
+        return cls(ids=(keys % vocabulary).to(_narrow(vocabulary)), offsets=offsets, vocabulary=vocabulary)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> TokenSupport:

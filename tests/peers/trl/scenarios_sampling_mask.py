@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, engine_masks
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit
 from torch import Tensor
@@ -87,6 +89,27 @@ class Measured(MismatchGRPOTrainer):
         return torch.cat([one.flatten().double() for one in found])
 
 
+def kept_and_listed(trainer: Any) -> dict[str, Any]:
+    """Sample the same twice: masks of numbers that the engine kept, and of the objects that vLLM makes."""
+    generation, found = trainer.vllm_generation, {}
+    prompts = [row["prompt"] for row in rows()][:4]
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    generation.generation_kwargs = {"seed": 3}
+    for name in ("kept", "listed"):
+        records: list[Any] = []
+        hidden = overridden(engine_masks, top_logprobs=lambda: ()) if name == "listed" else nullcontext()
+        with hidden, generation.keeping(records), engine.captured_outputs(generation.llm) as outputs:
+            result = generation.generate(ids, None, 1)
+        found[name] = {
+            "records": [[one.response_ids, one.rollout_logprobs, one.support.ids.tolist()] for one in records],
+            "offsets": [one.support.offsets.tolist() for one in records],
+            "result": result,
+            "objects": sum(len(top) for one in outputs for top in one.outputs[0].logprobs),
+            "tokens": sum(len(one.outputs[0].token_ids) for one in outputs),
+        }
+    return found
+
+
 def settings(model: str, out: str) -> dict[str, Any]:
     """Sample with each kind of truncation, a step each, and one more with none of them replayed in the reference."""
     callback = NextSettings()
@@ -111,6 +134,7 @@ def settings(model: str, out: str) -> dict[str, Any]:
         "warned": [str(one.message) for one in caught if "renormalises" in str(one.message)],
         "patches": [patch["name"] for patch in trainer._patches],
         "passes": trainer._masked_passes,
+        "engine": kept_and_listed(trainer),
     }
 
 

@@ -34,6 +34,11 @@ def test_the_ratio_is_one_over_what_the_engine_sampled_from(run: Run, dense: Pat
     assert found["kl"][0] == pytest.approx(0.0, abs=1e-9) and min(found["kl"][1:]) > 1e-3
     assert not found["warned"] and "trl/fused_head" in found["patches"]
     assert found["passes"] >= 4 * len(found["found"])
+    # The same of numbers that the engine keeps as of vLLM's objects, bit for bit; an object for each sampled token alone.
+    kept, listed = (found["engine"][name] for name in ("kept", "listed"))
+    assert all(kept[name] == listed[name] for name in ("records", "offsets", "result", "tokens"))
+    assert kept["objects"] == kept["tokens"] > 0 and listed["objects"] >= 60 * listed["tokens"]
+    assert "vllm/top_logprobs" in found["patches"]
 
 
 def test_masks_follow_their_tokens_however_the_head_comes_to_them(run: Run) -> None:

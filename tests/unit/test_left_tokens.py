@@ -1,0 +1,103 @@
+"""What was left to sample from, taken from an engine's arrays: as from its lists, in a few bytes for each position."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mismatch_ext.adapters.trl.engine_masks import EngineMasks
+from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
+from numpy.typing import NDArray
+
+from mismatch_ext.errors import RecordError
+from mismatch_ext.sampling_mask import support_of_top
+from mismatch_ext.sampling_mask.toplogprobs import PENDING, LeftTokens
+
+Columns = tuple[NDArray[np.int32], NDArray[np.float32]]
+
+
+def drawn(generator: np.random.Generator, positions: int, vocabulary: int, asked: int, least: int = 1) -> Columns:
+    """Return what an engine reports of positions, at some of which a sampled token is NaN or was cut off."""
+    ids, logprobs = np.empty((2, positions, asked + 1))
+    for row in range(positions):
+        logits = generator.normal(size=vocabulary)
+        order = np.argsort(-logits)
+        left = int(generator.integers(least, vocabulary + 1)) if generator.random() < 0.5 else min(least, vocabulary)
+        logits[order[left:]] = -math.inf
+        if generator.random() < 0.02:
+            logits[order[0]] = math.nan
+        sampled = order[generator.integers(left)] if generator.random() < 0.98 else order[-1]
+        columns = [sampled, *order[:asked]]
+        ids[row], logprobs[row] = columns, logits[columns]
+    return ids.astype(np.int32), logprobs.astype(np.float32)
+
+
+def outcome(of_lists: bool, columns: Columns, asked: int, vocabulary: int) -> object:
+    given = {"asked": asked, "vocabulary": vocabulary, "name": "7"}
+    try:
+        if of_lists:  # as vLLM and TRL hand them on: each id once, None for NaN
+            rows = [dict(zip(*row, strict=True)) for row in zip(*(one.tolist() for one in columns), strict=True)]
+            values = [[None if math.isnan(value) else value for value in row.values()] for row in rows]
+            found = support_of_top([list(row) for row in rows], values, **given)  # type: ignore[arg-type]
+        else:
+            left = LeftTokens()
+            for row in range(len(columns[0])):
+                left.take(*(one[row : row + 1] for one in columns))
+            found = left.support(**given)  # type: ignore[arg-type]
+    except RecordError as error:
+        return str(error)
+    return found.ids.dtype, found.ids.tolist(), found.offsets.tolist(), found.vocabulary
+
+
+def test_arrays_give_the_masks_and_the_errors_that_lists_give() -> None:
+    generator = np.random.default_rng(0)
+    errors = 0
+    for _ in range(600):
+        vocabulary = int(generator.choice([3, 5, 9, 40]))
+        asked, positions = int(generator.integers(1, vocabulary + 1)), int(generator.integers(0, 6))
+        columns = drawn(generator, positions, vocabulary, asked)
+        ours, theirs = (outcome(lists, columns, asked, vocabulary) for lists in (False, True))
+        assert ours == theirs
+        errors += isinstance(ours, str)
+    assert 100 < errors < 500
+
+
+def test_a_response_is_read_as_it_grows_and_what_was_cut_off_takes_no_memory() -> None:
+    asked, positions = 136, 2 * PENDING + 5
+    columns = drawn(np.random.default_rng(1), positions, 40_000, asked, least=3)
+    # Of every token that is left fewer than asked for, for the most part.
+    columns[1][:, 4:] = -math.inf
+    left = LeftTokens()
+    for row in range(positions):
+        left.take(*(one[row : row + 1] for one in columns))
+        assert len(left._pending) < PENDING
+    found = left.support(asked=asked, vocabulary=40_000)
+    held = sum(part.nbytes for parts in left._read for part in parts)
+    assert len(found) == positions and held <= 4 * int(found.counts.sum()) + 9 * positions
+    assert left.support(asked=asked, vocabulary=40_000).ids.equal(found.ids)
+
+
+def test_completions_find_their_masks_by_the_very_lists_that_the_engine_returned() -> None:
+    # With tensor parallelism each rank has the outputs of all, and TRL takes its own.
+    outputs, completions = [], []
+    for sampled in (4, 2, 4):
+        logprobs = SampledLogprobs()
+        logprobs.left.take(np.array([[sampled, sampled, 1, 0]]), np.array([[-0.3, -0.3, -1.0, -math.inf]]))
+        logprobs.append({sampled: -0.3})
+        completions.append([sampled])
+        outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=completions[-1], logprobs=logprobs)]))
+    masks = EngineMasks(asked=3, vocabulary=9)
+    mine = completions[1:]
+    result = ([[5]] * 2, mine, [[[-0.3]]] * 2, [[[2]], [[4]]])
+    supports, handed = masks.of(result, outputs)
+    assert [one.ids.tolist() for one in supports] == [[1, 2], [1, 4]] and handed is result
+    assert [len(one) for one in masks.of(([[5]], [[]], [[]], [[]]), outputs)[0]] == [0]
+    for others, seen in ((outputs, [[2], [4]]), ([], mine)):
+        with pytest.raises(RecordError, match=r"rollout 0: its tokens are not those of an output of LLM\.generate"):
+            masks.of((result[0], seen, *result[2:]), others)
+    # Without the patch, of TRL's lists.
+    lists = ([[5]], [[4]], [[[-0.3, -1.0, -math.inf]]], [[[4, 1, 0]]])
+    supports, handed = masks.of(lists, None)
+    assert supports[0].ids.tolist() == [1, 4] and handed[2:] == ([[[-0.3]]], [[[4]]])
