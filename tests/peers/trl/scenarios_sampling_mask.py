@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, engine_masks
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit
