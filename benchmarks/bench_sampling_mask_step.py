@@ -19,7 +19,7 @@ import time
 import tracemalloc
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -41,8 +41,23 @@ AGAINST = {
     "objects": "masks made of objects",
 }
 WARM_UP = 2
-SHAPES = (replace(TOY, new=48), STEP)
-TOP_K = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, and what is cut off in it."""
+
+    shape: Shape
+    top_k: int
+    top_p: float = 1.0
+
+
+LONGER_TOY = replace(TOY, new=48)
+# On a CPU vLLM sorts the vocabulary for a top_p, whether there are masks or not, and for a top_k alone does not.
+CASES = {
+    "toy": (Case(LONGER_TOY, 8, 0.9), Case(LONGER_TOY, 8)),
+    "step": (Case(STEP, 8), Case(STEP, 8, 0.9), Case(STEP, 64)),
+}
 EQUAL = "tokens, masks, log-probabilities, loss and gradient norm of each step bit for bit as of vLLM's objects"
 
 
@@ -106,8 +121,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def train(kind: str, shape: Shape, top_k: int, model: str, out: str, steps: int, pipe: Connection) -> None:
+def train(kind: str, case: Case, model: str, out: str, steps: int, pipe: Connection) -> None:
     """Train in a process of its own, a step whenever it is told to."""
+    shape = case.shape
     Path(out).mkdir()
     be_quiet(Path(out))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -127,7 +143,8 @@ def train(kind: str, shape: Shape, top_k: int, model: str, out: str, steps: int,
 
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(1, shape.vocabulary, (steps * shape.prompts, shape.prompt), generator=generator)
-    cut: dict[str, Any] = {"top_p": 1.0, "top_k": 0} if kind == "off" else {"top_p": 0.9, "top_k": top_k}
+    off = kind == "off"
+    cut: dict[str, Any] = {"top_p": 1.0 if off else case.top_p, "top_k": 0 if off else case.top_k}
     trainer = Trainer(
         model=model,
         reward_funcs=reward,
@@ -147,17 +164,17 @@ def train(kind: str, shape: Shape, top_k: int, model: str, out: str, steps: int,
     os._exit(0)  # engine threads may outlive the main one
 
 
-def measure(shape: Shape, top_k: int, steps: int) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+def measure(case: Case, steps: int) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """Return the model's number of parameters, and what each kind's steps took."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     pipes: dict[str, Connection] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as standing:
         folder = Path(name)
-        size = save(shape, folder / "model")
+        size = save(case.shape, folder / "model")
         for kind in KINDS:
             here, there = context.Pipe()
-            given = (kind, shape, top_k, str(folder / "model"), str(folder / kind), steps, there)
+            given = (kind, case, str(folder / "model"), str(folder / kind), steps, there)
             child = context.Process(target=train, args=given, daemon=True)
             child.start()
             there.close()
@@ -174,9 +191,9 @@ def measure(shape: Shape, top_k: int, steps: int) -> tuple[int, dict[str, list[d
     return size, found
 
 
-def rows_of(shape: Shape, top_k: int, steps: int) -> list[dict[str, Any]]:
-    """Return the rows of a shape: time, processor time and memory of a step."""
-    size, found = measure(shape, top_k, steps + 1)
+def rows_of(case: Case, steps: int) -> list[dict[str, Any]]:
+    """Return the rows of a case: time, processor time and memory of a step."""
+    size, found = measure(case, steps + 1)
     for ours, plain, objects in zip(found["masks"], found["truncated"], found["objects"], strict=True):
         assert ours["sampled"] == plain["sampled"] == objects["sampled"], "they sampled other tokens"
         assert ours["learnt"] == objects["learnt"], (ours["learnt"], objects["learnt"])
@@ -184,7 +201,8 @@ def rows_of(shape: Shape, top_k: int, steps: int) -> list[dict[str, Any]]:
     timed = {kind: one[WARM_UP:-1] for kind, one in found.items()}
     tokens = median(one["tokens"] for one in timed["masks"])
     model = f"{size / 1e6:.2g} million parameters"
-    what = f"{shape.name} of TRL with vLLM, {model}, {tokens} sampled tokens, top_p 0.9 of top_k {top_k}"
+    cut = f"top_k {case.top_k}" + (f", top_p {case.top_p}" if case.top_p < 1 else "")
+    what = f"{case.shape.name} of TRL with vLLM, {model}, {tokens} sampled tokens, {cut}"
     rows = []
     for kind, against in AGAINST.items():
         for key, unit in (
@@ -215,17 +233,19 @@ def rows_of(shape: Shape, top_k: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def run(steps: int = 8) -> list[dict[str, Any]]:
+def run(steps: int = 5) -> list[dict[str, Any]]:
     """Return the rows of this benchmark; `times` is what a step with masks takes over the other, `ratio` its inverse."""
-    return [row for shape in SHAPES for row in rows_of(shape, TOP_K, steps)]
+    return [row for cases in CASES.values() for case in cases for row in rows_of(case, steps)]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--toy", action="store_true", help="The toy alone.")
-    parser.add_argument("--top-k", type=int, default=TOP_K)
+    parser.add_argument("--steps", type=int, default=5, help="Of which two warm up.")
+    parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--case", type=int, help="One case, counted from 0.")
     chosen = parser.parse_args()
-    for shape in SHAPES[:1] if chosen.toy else SHAPES:
-        for row in rows_of(shape, chosen.top_k, chosen.steps):
-            print(json.dumps(row), flush=True)
+    for name, cases in CASES.items():
+        for number, case in enumerate(cases):
+            if chosen.only in (None, name) and chosen.case in (None, number):
+                for row in rows_of(case, chosen.steps):
+                    print(json.dumps(row), flush=True)
