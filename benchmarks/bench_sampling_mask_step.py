@@ -155,7 +155,7 @@ def train(kind: str, case: Case, model: str, out: str, steps: int, pipe: Connect
             gradient_accumulation_steps=8 * shape.prompts // shape.micro, max_completion_length=shape.new, bf16=False,
             use_cpu=True, use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.05, vllm_max_model_length=512,
             logging_steps=1, save_strategy="no", report_to="none", gradient_checkpointing=False, seed=0, disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"}, learning_rate=0.0,
+            model_init_kwargs={"dtype": "float32"}, learning_rate=0.0, generation_kwargs={"ignore_eos": True},
             mismatch=MASKS if kind in ("masks", "objects") else BLOCK, **cut,
         ),
     )  # fmt: skip
