@@ -95,6 +95,7 @@ def kept_and_listed(trainer: Any) -> dict[str, Any]:
     prompts = [row["prompt"] for row in rows()][:4]
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     generation.generation_kwargs = {"seed": 3}
+    generation.send_moved()
     for name in ("kept", "listed"):
         records: list[Any] = []
         hidden = overridden(engine_masks, top_logprobs=lambda: ()) if name == "listed" else nullcontext()
