@@ -64,7 +64,7 @@ class LeftTokens:
     def __init__(self) -> None:
         self._pending: list[tuple[NDArray[Any], NDArray[Any]]] = []
         # Ids of the most likely tokens that were left, how many these are, whether any was cut off, and the sampled token.
-        self._read: list[tuple[NDArray[Any], ...]] = []
+        self._read: list[tuple[Any, ...]] = []
 
     def take(self, ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
         """Add positions.
