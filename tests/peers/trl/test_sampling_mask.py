@@ -37,7 +37,7 @@ def test_the_ratio_is_one_over_what_the_engine_sampled_from(run: Run, dense: Pat
     # The same of numbers that the engine keeps as of vLLM's objects, bit for bit; an object for each sampled token alone.
     kept, listed = (found["engine"][name] for name in ("kept", "listed"))
     assert all(kept[name] == listed[name] for name in ("records", "offsets", "result", "tokens"))
-    assert kept["objects"] == kept["tokens"] > 0 and listed["objects"] >= 60 * listed["tokens"]
+    assert kept["objects"] == kept["tokens"] > 0 and listed["objects"] > 8 * listed["tokens"]
     assert "vllm/top_logprobs" in found["patches"]
 
 
