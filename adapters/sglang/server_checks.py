@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,15 +79,21 @@ def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[
     return problems
 
 
-def model_problems(fields: Mapping[Any, Any], sends_all_weights: bool) -> list[ServerProblem]:
-    """Check that the server runs the checkpoint's model, with weights that updates reach, and samples as a request says."""
+def model_problems(fields: Mapping[Any, Any], sends_all_weights: bool, quantized: bool = False) -> list[ServerProblem]:
+    """Check that the server runs the checkpoint's model, with weights that updates reach, and samples as a request says.
+
+    Args:
+        fields: The server's report.
+        sends_all_weights: Whether the trainer sends all weights before the first request.
+        quantized: Whether its weights are quantised on purpose: an override of their format alone is then none of the model.
+    """
     found: list[ServerProblem] = []
     preferred, override = fields.get("preferred_sampling_params"), fields.get("json_model_override_args")
     if _given(preferred):
         why = "They fill in what a request leaves out, and no record has them."
         flag = "leave out --preferred-sampling-params"
         found.append(_problem("preferred_sampling_params", preferred, "none", flag, why))
-    if _given(override):
+    if _given(override) and not (quantized and _of_format_alone(override)):
         why = "The server's model is then another one than the checkpoint's configuration, which the trainer computes with, says."
         flag = "leave out --json-model-override-args"
         found.append(_problem("json_model_override_args", override, "{}", flag, why))
@@ -178,6 +185,15 @@ def server_notes(fields: Mapping[Any, Any], assumed: bool) -> tuple[str, ...]:
             "sample, each with a seed of its own (a request without one has seed 42)."
         )
     return tuple(notes)
+
+
+def _of_format_alone(override: object) -> bool:
+    """Tell whether an override says how weights are quantised and nothing else, as verl's does for fp8."""
+    try:
+        found = json.loads(override) if isinstance(override, str) else override
+    except ValueError:
+        return False
+    return isinstance(found, dict) and set(found) == {"quantization_config"}
 
 
 def _given(value: object) -> bool:

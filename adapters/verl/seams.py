@@ -38,7 +38,10 @@ SEAMS = (
             Has("verl.workers.engine_workers:ActorRolloutRefWorker"),
             Has("verl.workers.engine_workers:TrainingWorker"),
             Has("verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"),
-            Has("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension"),
+            *(
+                Has(f"verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension{name}")
+                for name in ("", ".update_weights_from_ipc", "._update_weights", "._iter_all_models_with_config")
+            ),
         ),
         upstream=_SOURCE + "workers/engine_workers.py",
         where=("verl",),

@@ -16,9 +16,9 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.quantised.formats import FORMATS
-from benchmarks.quantised.measure import measured
+from benchmarks.quantised.measure import RESPONSES, SHARES, measured
 
-COLUMNS = ("mean |Δlogp|", "k3", "F(1.1)")
+COLUMNS = ("mean |Δlogp|", "k3", "F(1.1)", "divergence")
 
 
 def rows(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -27,12 +27,12 @@ def rows(found: dict[str, dict[str, Any]]) -> list[str]:
         "| format | "
         + " | ".join(COLUMNS).replace("|Δlogp|", "\\|Δlogp\\|")
         + " | largest | share by cause | bound advised | sample size | bias removed |",
-        "|" + "---|" * 9,
+        "|" + "---|" * 10,
     ]
     for name, one in found.items():
         if "refused" in one:
             continue
-        parts = [f"{part} {_interval(share, '.0%')}" for part, share in one["share of the gap's square"].items()]
+        parts = [f"{part} {_interval(share, '.0%')}" for part, share in one.get(SHARES, {}).items()]
         after = one["corrected"]
         cells = [name, *(_interval(one[column], ".2g") for column in COLUMNS), f"{one['largest |Δlogp|']:.2g}"]
         cells += ["; ".join(parts), f"{after['upper bound']:.3g}", f"{after['effective sample size']:.4f}"]
@@ -51,16 +51,21 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="print a line of figures for each format in the place of the table"
     )
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="some of them")
+    parser.add_argument("--engine", choices=FORMATS, default="vllm", help="whose formats; it runs in this process")
+    parser.add_argument(
+        "--formats", nargs="+", metavar="FORMAT", help="some of its formats, each by the beginning of its name"
+    )
+    parser.add_argument("--responses", type=int, default=RESPONSES, help="responses sampled of each")
     options = parser.parse_args()
+    names = [name for name in FORMATS[options.engine] if name.startswith(tuple(options.formats or ("",)))]
     found = {}
-    for name in tqdm(options.formats, file=sys.stderr):
-        found[name] = measured(FORMATS[name])
+    for name in tqdm(names, file=sys.stderr):
+        found[name] = measured(options.engine, FORMATS[options.engine][name], options.responses)
         if options.json:
             print(json.dumps({name: found[name]}, ensure_ascii=False), flush=True)
     if not options.json:
         print("\n".join(rows(found)))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # SGLang's scheduler imports this module anew
     main()

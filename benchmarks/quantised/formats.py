@@ -1,4 +1,4 @@
-"""Formats that an engine stores weights, activations and its KV cache in, and how each is started in vLLM."""
+"""Formats that an engine stores weights, activations and its KV cache in, and how each is started in vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.doctor_quantised import FP8_LARGEST, cached, int4, int8
+from mismatch_ext.adapters.transformers.doctor_quantised import FP8_LARGEST
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,25 +29,15 @@ class Format:
     """One row of the table.
 
     Args:
-        arguments: Of `vllm.LLM`.
-        weights: What is left of a linear layer's weights; None leaves them whole.
-        activations: What is left of what goes into it.
-        cache: What is left of keys and values.
+        arguments: Of `vllm.LLM`, or of `sglang.Engine`.
+        parts: What is quantised, in the order in which it is: weights, activations (what goes into linear layers), KV cache.
         compressed: Field `quantization_config` of a checkpoint that holds integers, and what its layers hold; None serves the
             shipped one.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    weights: Round | None = None
-    activations: Round | None = None
-    cache: Round | None = None
+    parts: tuple[str, ...] = ()
     compressed: tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Tensor]]] | None = None
-
-    @property
-    def causes(self) -> dict[str, Round]:
-        """The parts that are quantised, in the order in which they are changed."""
-        parts = {"weights": self.weights, "activations": self.activations, "KV cache": self.cache}
-        return {name: rounded for name, rounded in parts.items() if rounded is not None}
 
 
 def _integers(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
@@ -85,38 +75,41 @@ def _four(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 _TOKENS = _integers(8, "token") | {"dynamic": True}
-FORMATS: dict[str, Format] = {
+BOTH, CACHE = ("weights", "activations"), ("KV cache",)
+VLLM: dict[str, Format] = {
     "bf16": Format(),
     "fp8 weights and activations, a scale per channel and token": Format(
-        arguments={"quantization": "fp8_per_channel"}, weights=fp8_rows, activations=fp8_rows
+        arguments={"quantization": "fp8_per_channel"}, parts=BOTH
     ),
     "int8 weights and activations (W8A8), a scale per channel and token": Format(
-        weights=int8,
-        activations=int8,
-        compressed=(_config("int-quantized", _integers(8, "channel"), _TOKENS), _eight),
+        parts=BOTH, compressed=(_config("int-quantized", _integers(8, "channel"), _TOKENS), _eight)
     ),
-    "fp8 KV cache, e4m3": Format(
-        arguments={"kv_cache_dtype": "fp8_e4m3"}, cache=cached(torch.float8_e4m3fn, truncated=True)
-    ),
-    "fp8 KV cache, e5m2": Format(
-        arguments={"kv_cache_dtype": "fp8_e5m2"}, cache=cached(torch.float8_e5m2, truncated=True)
-    ),
-    "int8 KV cache": Format(arguments={"kv_cache_dtype": "int8_per_token_head"}, cache=int8),
-    "fp8 weights and activations, a scale per tensor": Format(
-        arguments={"quantization": "fp8"}, weights=fp8_rows, activations=fp8_rows
-    ),
-    "fp8 weights and activations, a scale per block": Format(arguments={"quantization": "fp8_per_block"}),
-    "mxfp8": Format(arguments={"quantization": "mxfp8"}),
+    "fp8 KV cache, e4m3": Format(arguments={"kv_cache_dtype": "fp8_e4m3"}, parts=CACHE),
+    "fp8 KV cache, e5m2": Format(arguments={"kv_cache_dtype": "fp8_e5m2"}, parts=CACHE),
+    "int8 KV cache": Format(arguments={"kv_cache_dtype": "int8_per_token_head"}, parts=CACHE),
+    "fp8 weights and activations, a scale per tensor": Format(arguments={"quantization": "fp8"}, parts=BOTH),
+    "fp8 weights and activations, a scale per block": Format(arguments={"quantization": "fp8_per_block"}, parts=BOTH),
+    "mxfp8": Format(arguments={"quantization": "mxfp8"}, parts=BOTH),
     "int8 weights, by vLLM while it loads": Format(
-        arguments={"quantization": "int8_per_channel_weight_only"}, weights=int8
+        arguments={"quantization": "int8_per_channel_weight_only"}, parts=("weights",)
     ),
-    "nvfp4 weights, by vLLM while it loads": Format(arguments={"quantization": "nvfp4_per_token"}),
+    "nvfp4 weights, by vLLM while it loads": Format(arguments={"quantization": "nvfp4_per_token"}, parts=BOTH),
     f"int4 weights (W4A16), groups of {GROUP}": Format(
-        weights=int4(GROUP),
+        parts=("weights",),
         compressed=(_config("pack-quantized", _integers(4, "group", group_size=GROUP), None), _four),
     ),
 }
-"""vLLM's CPU kernels truncate what they write into an fp8 cache (docs/upstream)."""
+SGLANG: dict[str, Format] = {
+    "bf16": Format(),
+    "fp8 KV cache, e4m3": Format(arguments={"kv_cache_dtype": "fp8_e4m3"}, parts=CACHE),
+    "fp8 KV cache, e5m2": Format(arguments={"kv_cache_dtype": "fp8_e5m2"}, parts=CACHE),
+    "fp8 weights and activations (fp8)": Format(arguments={"quantization": "fp8"}, parts=BOTH),
+    "fp8 weights and activations (w8a8_fp8)": Format(arguments={"quantization": "w8a8_fp8"}, parts=BOTH),
+    "int8 weights and activations (W8A8), a scale per channel and token": Format(
+        parts=BOTH, compressed=(_config("int-quantized", _integers(8, "channel"), _TOKENS), _eight)
+    ),
+}
+FORMATS = {"vllm": VLLM, "sglang": SGLANG}
 
 
 def served(form: Format, source: Path, target: Path) -> Path:

@@ -1,84 +1,128 @@
-"""The gap of one format on real vLLM: its size and tail, its causes, and what a correction leaves of it."""
+"""The gap of one format on a real engine: its size and tail, the shares of its parts, and what a correction leaves of it.
+
+Suffixes of shapes: N tokens of all responses; V ids of the vocabulary.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers.doctor import Scorer, load_model
-from mismatch_ext.adapters.transformers.doctor_changes import Cached, RoundedInputs, weights
-from mismatch_ext.adapters.transformers.doctor_quantised import linear_layers, quantised
-from mismatch_ext.adapters.vllm.doctor import VllmEngine
-from numpy.typing import NDArray
+from mismatch_ext.adapters.transformers.doctor import load_model
 from torch import nn
 
-from benchmarks.quantised.formats import Format, Round, served
+from benchmarks.quantised.engines import Floats, start, whole
+from benchmarks.quantised.formats import Format, served
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
-from examples.arithmetic.tokenizer import encode
+from examples.arithmetic.tokenizer import VOCABULARY, encode
 from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.correction import advise, correct
 from mismatch_ext.doctor import Sample
-from mismatch_ext.errors import MismatchError
+from mismatch_ext.errors import EngineError
 from mismatch_ext.metrics import bootstrap_ratio
 
-RESPONSES, TOKENS, KEEP = 192, 112, 0.99
-Floats = NDArray[np.float64]
+RESPONSES, TOKENS, KEEP = 1792, 112, 0.99
+SHARES, REST = "share of the divergence", "rounding and all else"
 
 
-def measured(form: Format) -> dict[str, Any]:
-    """Return the figures of a format, or `{"refused": why}` where this vLLM does not run it on this machine."""
+def measured(kind: str, form: Format, responses: int = RESPONSES) -> dict[str, Any]:
+    """Return the figures of a format, or `{"refused": why}` where this engine does not run it on this machine.
+
+    Args:
+        kind: "vllm" or "sglang".
+        form: The format.
+        responses: How many are sampled.
+    """
     own = FOLDER / "dense"
+    prompts = [encode(row["prompt"]) for row in make_dataset(responses, seed=5000)]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = served(form, own, Path(folder) / "served")
-        given = {"max_model_len": 256} | dict(form.arguments)
         try:
-            sample = _sampled(str(checkpoint), form, given)
-        except (MismatchError, AttributeError) as error:  # the latter where a CPU's build has no kernel
+            engine = start(kind, checkpoint, form.arguments, len(VOCABULARY))
+        except EngineError as error:
             return {"refused": _reason(error)}
-    if sample is None:
-        return {"refused": "starts, and leaves all layers of a dense model in bfloat16"}
-    return figures(form, sample, own)
-
-
-def _sampled(checkpoint: str, form: Format, arguments: dict[str, Any]) -> Sample | None:
-    """Return what a format's engine samples; None where it quantises nothing of what it is to."""
-    engine = VllmEngine(checkpoint, dtype="bfloat16", arguments=arguments)
-    try:
-        if "quantization" in form.arguments and engine.reading.quantization is None:
-            return None
-        prompts = [encode(row["prompt"]) for row in make_dataset(RESPONSES, seed=5000)]
-        return engine.sample(prompts, responses=RESPONSES, max_tokens=TOKENS, sampling={"seed": 0})
-    finally:
-        engine.shutdown()
+        try:
+            if form.parts and not engine.quantises():
+                return {"refused": "starts, and leaves all layers of a dense model in bfloat16"}
+            sample, arms = engine.sample(prompts, TOKENS), []
+            if len(form.parts) > 1:
+                with engine.whole_inputs(checkpoint):
+                    arms.append(engine.distributions(sample))
+            with engine.compared_inputs() as counted:
+                arms.append(engine.distributions(sample))
+        finally:
+            engine.shutdown()
+    if form.parts:
+        plain = start(kind, own, {}, len(VOCABULARY))
+        try:
+            arms.insert(0, plain.distributions(sample))
+        finally:
+            plain.shutdown()
+    found = figures(form.parts, sample, arms, distributions(load_model(own), sample))
+    return found | (
+        {"inputs of quantised layers, and rounded otherwise than by the formula": counted} if counted else {}
+    )
 
 
 def _reason(error: Exception) -> str:
-    """Return what vLLM said, without the settings that it was asked for."""
-    text = " ".join(str(error).split())
-    for mark in ("refuses the settings", "does not start with"):
-        if mark in text:
-            text = text.partition("}: ")[2] or text
-    return text.partition("; if memory is short")[0][:240]
+    """Return the first sentences of what the engine said."""
+    return str(error).partition("; if memory is short")[0].partition("If memory is short")[0][:240]
 
 
-def figures(form: Format, sample: Sample, own: Path) -> dict[str, Any]:
-    """Return gap, causes and what a correction leaves of the tokens that an engine sampled."""
-    model = load_model(own)
-    scorer = Scorer(model, sample, trainer_dtype="bfloat16", engine_dtype="bfloat16")
-    gap = scorer.scores.trainer - sample.engine
+@torch.no_grad()
+def distributions(model: nn.Module, sample: Sample, batch: int = 64) -> Floats:
+    """Return the trainer's log-probabilities of every id at every token of the responses `[N, V]`, its products in bfloat16."""
+    found, rows = [], whole(sample)
+    for first in range(0, len(rows), batch):
+        some = [torch.tensor(ids) for ids in rows[first : first + batch]]
+        ids = nn.utils.rnn.pad_sequence(some, batch_first=True)
+        there = nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in some], batch_first=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=ids, attention_mask=there, use_cache=False).logits
+        said = logits.float().log_softmax(-1).double().numpy()
+        for row, prompt in enumerate(sample.prompts[first : first + batch]):
+            found.append(said[row, len(prompt) - 1 : len(some[row]) - 1])
+    return np.concatenate(found)
+
+
+def figures(parts: tuple[str, ...], sample: Sample, arms: list[Floats], trainer: Floats) -> dict[str, Any]:
+    """Return the gap, the shares of its parts, and what a correction leaves of it.
+
+    Args:
+        parts: What is quantised.
+        sample: What the engine sampled, with its log-probabilities.
+        arms: The log-probabilities `[N, V]` of the same tokens by the engine without quantisation, with its parts added one after
+            another, and with all of them last.
+        trainer: The trainer's.
+    """
+    gap = trainer[np.arange(len(trainer)), sample.tokens] - sample.engine
+    summed = Summed(sample)
     found: dict[str, Any] = {"tokens": len(gap)}
-    per_response = Summed(sample)
-    found["mean |Δlogp|"] = per_response.mean(np.abs(gap))
-    found["k3"] = per_response.mean(np.expm1(gap) - gap)
-    found["F(1.1)"] = per_response.mean((np.abs(gap) > np.log(1.1)).astype(np.float64))
+    found["mean |Δlogp|"] = summed.mean(np.abs(gap))
+    found["k3"] = summed.mean(np.expm1(gap) - gap)
+    found["F(1.1)"] = summed.mean((np.abs(gap) > np.log(1.1)).astype(np.float64))
     found["largest |Δlogp|"] = float(np.abs(gap).max())
-    found["share of the gap's square"] = shares(form, scorer, gap, per_response)
-    found["corrected"] = corrected(sample, gap)
+    reached = [divergence(trainer, arm) for arm in arms]
+    found["divergence"] = summed.mean(reached[-1])
+    if parts:
+        added = dict(
+            zip(parts, (after - before for before, after in zip(reached[:-1], reached[1:], strict=True)), strict=True)
+        )
+        found[SHARES] = {name: summed.share(one, reached[-1]) for name, one in (added | {REST: reached[0]}).items()}
+    return found | {"corrected": corrected(sample, gap)}
+
+
+def divergence(trainer: Floats, engine: Floats) -> Floats:
+    """Return the Kullback-Leibler divergence of an engine from the trainer at each token `[N]`, over the whole vocabulary.
+
+    It is what k3 is an estimate of from sampled tokens alone, without the noise of which token was sampled.
+    """
+    gap = trainer - engine
+    found: Floats = (np.exp(engine) * (np.expm1(gap) - gap)).sum(-1)
     return found
 
 
@@ -96,32 +140,9 @@ class Summed:
         """Return the mean per token with its interval."""
         return bootstrap_ratio(self(values), self(np.ones_like(values))).to_dict()
 
-
-def shares(form: Format, scorer: Scorer, gap: Floats, summed: Summed) -> dict[str, Any]:
-    """Return the part of the gap's mean square that goes with each quantised part, and with all else.
-
-    The model in float32 is changed one part after another on the same tokens. A part's share is the sum over tokens of the gap
-    times what the part does to the log-probability, over the sum of the gap's squares; the rest is bfloat16's rounding.
-    """
-    found, rest = {}, gap.copy()
-    before, model = scorer.logprobs(), scorer.model
-    with ExitStack() as changed:
-        for name, rounded in form.causes.items():
-            changed.enter_context(changing(name, rounded, model))
-            after = scorer.logprobs()
-            effect, before = before - after, after
-            rest -= effect
-            found[name] = bootstrap_ratio(summed(gap * effect), summed(gap * gap)).to_dict()
-    return found | {"rounding and all else": bootstrap_ratio(summed(gap * rest), summed(gap * gap)).to_dict()}
-
-
-def changing(part: str, rounded: Round, model: nn.Module) -> Any:
-    """Return the context in which a part of a model is quantised."""
-    if part == "weights":
-        return weights(model, quantised(model, rounded))
-    if part == "activations":
-        return RoundedInputs({id(m.weight): name for name, m in linear_layers(model).items()}, rounded)
-    return Cached(rounded)
+    def share(self, part: Floats, of: Floats) -> dict[str, Any]:
+        """Return the share of one sum in another with its interval."""
+        return bootstrap_ratio(self(part), self(of)).to_dict()
 
 
 def corrected(sample: Sample, gap: Floats) -> dict[str, Any]:

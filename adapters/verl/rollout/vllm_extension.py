@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -54,6 +55,37 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             "patch_digest": digest_of(active_patches()),
             "reading": asdict(reading),
         }
+
+    @property
+    def _quantises_online(self) -> bool:
+        """Whether vLLM quantises tensors of the trainer's dtype while it loads them; verl loads fp8 checkpoints alone anew."""
+        return type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+        """Load new weights; those that vLLM quantises are loaded layer by layer and quantised as the first ones were.
+
+        verl would load the trainer's tensors into the quantised ones.
+        """
+        if self._quantises_online:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model_runner.model)
+        super().update_weights_from_ipc(*args, **kwargs)
+
+    def _update_weights(self, weights: list[tuple[str, Any]], *args: Any, **kwargs: Any) -> None:
+        if self._quantises_online:
+            # vLLM keeps tensors until their layer is complete, and verl's buffer is used again by then.
+            weights = [(name, tensor.clone()) for name, tensor in weights]
+        super()._update_weights(weights, *args, **kwargs)
+
+    def _iter_all_models_with_config(self) -> Iterator[Any]:
+        """Yield what verl is to process after the last tensor: nothing that vLLM has processed layer by layer."""
+        if not self._quantises_online:
+            yield from super()._iter_all_models_with_config()
+            return
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model_runner.model, self.model_runner.vllm_config.model_config)
 
     def mismatch_sums(self, shapes: dict[str, list[int]]) -> dict[str, Sums]:
         """Return the sums of the bits of those tensors that this worker holds in the trainer's layout, or a part of along rows.

@@ -25,6 +25,9 @@ from mismatch_ext.precision.names import SHORT, spelled
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import PEERS, installed, on_cpu_build, require
 
+QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
+"""What verl takes as `rollout.quantization`, by engine."""
+
 
 def prepare(config: DictConfig) -> dict[str, Any]:
     """Read the block of verl's configuration, and set in it what the block stands for.
@@ -175,10 +178,10 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
             "'naive'",
             f"it sends weights in bfloat16, not in {dtype}",
         )
-    quantization = group.rollout.get("quantization")
-    if (quantization or None) != block.precision.quantized.weights:
+    setting, quantization = _quantization(group.rollout)
+    if quantization != block.precision.quantized.weights:
         raise refused(
-            "actor_rollout_ref.rollout.quantization",
+            setting,
             quantization,
             repr(block.precision.quantized.weights),
             f"the rollout would not compute in {dtype}; what is quantised on purpose is named in "
@@ -209,6 +212,23 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
             "other; remove one of them."
         )
     group.rollout.dtype = dtype
+
+
+def _quantization(rollout: DictConfig) -> tuple[str, str | None]:
+    """Return the setting that says how a rollout is quantised, and its value: the engine's own comes before verl's.
+
+    Raises:
+        ConfigError: verl's own setting has a value that verl refuses when the rollout starts.
+    """
+    path = "actor_rollout_ref.rollout"
+    own = (rollout.engine_kwargs.get(rollout.name) or {}).get("quantization")
+    value = rollout.get("quantization") or None
+    if value is not None and value not in (allowed := QUANTIZATIONS.get(rollout.name, (value,))):
+        raise refused(
+            f"{path}.quantization", value, " or ".join(map(repr, allowed)), "verl refuses others when the rollout starts",
+            f"Give the engine's own name of a format as {path}.engine_kwargs.{rollout.name}.quantization",
+        )  # fmt: skip
+    return (f"{path}.engine_kwargs.{rollout.name}.quantization", own) if own else (f"{path}.quantization", value)
 
 
 def _set_routing(config: DictConfig, block: MismatchConfig) -> None:

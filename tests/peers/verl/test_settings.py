@@ -291,6 +291,23 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
         (("actor_rollout_ref.rollout.dtype=float32",), "actor_rollout_ref.rollout.dtype='float32'"),
         (("actor_rollout_ref.actor.fsdp_config.qat.enable=True",), "fsdp_config.qat.enable=True"),
         (("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",), "backend='delta_sharded'"),
+        (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
+        (
+            (
+                "+mismatch.precision.quantized.weights=fp8_per_channel",
+                "actor_rollout_ref.rollout.quantization=fp8_per_channel",
+            ),
+            "engine's own name of a format as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization",
+        ),
+        (
+            (
+                "+mismatch.precision.quantized.weights=fp8",
+                "actor_rollout_ref.rollout.quantization=fp8",
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
+            ),
+            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel'",
+        ),
+        (("+mismatch.precision.quantized.weights=fp8_per_channel",), "allowed: 'fp8_per_channel'"),
         (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
         (
             (
@@ -321,6 +338,11 @@ def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], na
 @pytest.mark.parametrize(
     "overrides",
     [
+        ("+mismatch.precision.quantized.weights=fp8", "actor_rollout_ref.rollout.quantization=fp8"),
+        (
+            "+mismatch.precision.quantized.weights=fp8_per_channel",
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
+        ),
         ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp"),
         ("actor_rollout_ref.ref.strategy=fsdp",),
         ("actor_rollout_ref.model.use_fused_kernels=True",),
