@@ -17,16 +17,17 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from mismatch_ext.adapters.transformers.doctor_changes import weights
 from mismatch_ext.adapters.transformers.doctor_quantised import int4, quantised
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from torch import nn
 
+from benchmarks.stability.watching import sent_within
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.rundata import read_run
@@ -37,18 +38,10 @@ ARMS = {"constant": 1.0, "growing": 10 ** (0.5 / 24)}
 ALARM = "mismatch/k3_growth_low"
 
 
-@contextmanager
-def off_by(model: nn.Module, part: float) -> Iterator[None]:
-    """Move linear layers' weights towards int4, and beyond it, while they are sent."""
-    parameters, masters = dict(model.named_parameters()), {}
-    for name, rounded in quantised(model, int4(GROUP)).items():
-        masters[name] = parameters[name].detach().clone()
-        parameters[name].data.lerp_(rounded, part)
-    try:
-        yield
-    finally:
-        for name, master in masters.items():
-            parameters[name].data.copy_(master)
+def off_by(model: nn.Module, part: float) -> AbstractContextManager[None]:
+    """Move linear layers' weights towards int4, and beyond it."""
+    own = dict(model.named_parameters())
+    return weights(model, {n: own[n].detach().lerp(w, part) for n, w in quantised(model, int4(GROUP)).items()})
 
 
 def even(completions: list[str], **_: Any) -> list[float]:
@@ -84,14 +77,7 @@ def train(arm: str, out: Path) -> None:
     )
     rows = Dataset.from_list(make_dataset(16 * STEPS, seed=5))
     trainer = MismatchGRPOTrainer(model=str(FOLDER / "dense"), reward_funcs=even, args=config, train_dataset=rows)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    send: Callable[[], Any] = trainer.vllm_generation.sync_weights
-
-    def sync() -> Any:
-        with off_by(model, PART * ARMS[arm] ** trainer.state.global_step):
-            return send()
-
-    trainer.vllm_generation.sync_weights = sync
+    sent_within(trainer, lambda model: off_by(model, PART * ARMS[arm] ** trainer.state.global_step))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()

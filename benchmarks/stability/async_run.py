@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 
-from benchmarks._quiet import be_quiet
 from benchmarks.gpu.miniature import END, Language
 from benchmarks.stability.async_arms import STEPS, AsyncArm
 from benchmarks.stability.real_run import tokenizer
 from benchmarks.stability.table import LONG
 from benchmarks.stability.train import PROMPT, base
+from benchmarks.stability.watching import Curves, Shorter
 from examples.trl_async import on_cpu
 
 PROMPTS, SAMPLES, RATE = 8, 8, 1e-3
@@ -40,30 +38,6 @@ def checkpoint(out: Path) -> None:
     words = tokenizer(shape.vocabulary)
     words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     words.save_pretrained(out)
-
-
-def lengths(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Reward minus the length of a response."""
-    return [-len(ids) / LONG for ids in completion_ids]
-
-
-class Short(TrainerCallback):
-    """Keeps what a run logs, and ends it when responses are half as long."""
-
-    def __init__(self) -> None:
-        self.curves: dict[str, list[float]] = {name: [] for name in LOGGED}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Keep what a step logged."""
-        if "loss" not in logs:
-            return
-        for name, logged in LOGGED.items():
-            value = logs.get(logged)
-            value = math.nan if value is None else float(value)
-            self.curves[name].append(-LONG * value if name == "length" else value)
-        last = self.curves["length"]
-        if len(last) > 6 and max(last[-3:]) <= LONG / 2:
-            control.should_training_stop = True
 
 
 def train(arm: AsyncArm, seed: int, model: Path, server: str, out: Path) -> dict[str, list[float]]:
@@ -103,24 +77,16 @@ def train(arm: AsyncArm, seed: int, model: Path, server: str, out: Path) -> dict
     words = AutoTokenizer.from_pretrained(model)
     content = {"type": "string", "x-regex": r"^(.*)$"}
     words.response_schema = {"type": "object", "properties": {"role": {"const": "assistant"}, "content": content}}
-    short = Short()
+    kept = Curves(LOGGED, LONG / 2, unit=-1 / LONG)
     with ExitStack() as stack:
         stack.enter_context(on_cpu())
         trainer = MismatchAsyncGRPOTrainer(
             model=str(model),
-            reward_funcs=lengths,
+            reward_funcs=Shorter(LONG),
             args=config,
             train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]}),
             processing_class=words,
-            callbacks=[short],
+            callbacks=[kept],
         )
         trainer.train()
-    return short.curves
-
-
-def train_quietly(name: str, arm: AsyncArm, seed: int, model: Path, server: str, out: Path) -> None:
-    """Train in a process of its own, with what is printed kept in the run's folder."""
-    torch.set_num_threads(1)
-    be_quiet(out)
-    curves = train(arm, seed, model, server, out)
-    (out / "run.json").write_text(json.dumps({"arm": name, "seed": seed, "curves": curves}), encoding="utf-8")
+    return kept.curves

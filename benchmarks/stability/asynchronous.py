@@ -12,25 +12,15 @@ one to three minutes a run on two cores, server and trainer; a server for each o
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import shutil
 from pathlib import Path
 
 import requests
 
 from benchmarks.stability.async_arms import ASYNC, table
 from benchmarks.stability.page import write_page
-from benchmarks.stability.record import RECORDED_ASYNC, Runs, record
-
-
-def read(folder: Path) -> Runs:
-    """Return the finished runs of a folder, by arm and seed."""
-    runs: Runs = {}
-    for file in sorted(folder.glob("*/run.json")):
-        one = json.loads(file.read_text(encoding="utf-8"))
-        runs.setdefault(one["arm"], {})[one["seed"]] = one["curves"]
-    return {name: dict(sorted(runs[name].items())) for name in ASYNC if name in runs}
+from benchmarks.stability.record import RECORDED_ASYNC, record
+from benchmarks.stability.runs import read, run_apart
 
 
 def main() -> None:
@@ -50,20 +40,12 @@ def main() -> None:
         return
     config = requests.get(f"{args.server}/server_info?config_format=json", timeout=60).json()["vllm_config"]
     dtype = config["model_config"]["dtype"].removeprefix("torch.")
+    context = multiprocessing.get_context("spawn")
     for name in args.arms:
         for seed in range(1, 1 + (args.seeds or ASYNC[name].seeds)):
-            out = args.out / f"{name.replace(' ', '_')}-{seed}"
-            if ASYNC[name].engine != dtype or (out / "run.json").is_file():
-                continue
-            shutil.rmtree(out, ignore_errors=True)
-            out.mkdir(parents=True)
-            given = (name, ASYNC[name], seed, args.model, args.server, out)
-            process = multiprocessing.get_context("spawn").Process(target=async_run.train_quietly, args=given)
-            process.start()
-            process.join()
-            if process.exitcode != 0:
-                raise SystemExit(f"{out.name} ended with exit code {process.exitcode}; see {out / 'log.txt'}")
-    runs = read(args.out)
+            if ASYNC[name].engine == dtype:
+                run_apart(context, async_run.train, args.out, name, ASYNC[name], seed, args.model, args.server)
+    runs = read(args.out, ASYNC)
     print(table(runs))
     if args.record:
         record(runs, RECORDED_ASYNC)

@@ -10,26 +10,16 @@ measured, with what the miniature's file holds already.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import shutil
 from pathlib import Path
 
 from tqdm import tqdm
 
 from benchmarks.stability.arms import REAL
 from benchmarks.stability.page import write_page
-from benchmarks.stability.record import RECORDED_REAL, Runs, record
+from benchmarks.stability.record import RECORDED_REAL, record
+from benchmarks.stability.runs import read, run_apart
 from benchmarks.stability.table import table
-
-
-def read(folder: Path) -> Runs:
-    """Return the finished runs of a folder, by arm and seed."""
-    runs: Runs = {}
-    for file in sorted(folder.glob("*/run.json")):
-        one = json.loads(file.read_text(encoding="utf-8"))
-        runs.setdefault(one["arm"], {})[one["seed"]] = one["curves"]
-    return {name: dict(sorted(runs[name].items())) for name in REAL if name in runs}
 
 
 def main() -> None:
@@ -47,18 +37,9 @@ def main() -> None:
     jobs = [(name, seed) for seed in range(1, 6) for name in args.arms if seed <= (args.seeds or REAL[name].seeds)]
     bar = tqdm(jobs, desc="runs", unit="run")
     for name, seed in bar:
-        out = args.out / f"{name.replace(' ', '_')}-{seed}"
-        bar.set_postfix_str(out.name)
-        if (out / "run.json").is_file():
-            continue
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        process = context.Process(target=real_run.train_quietly, args=(name, REAL[name], seed, out))
-        process.start()
-        process.join()
-        if process.exitcode != 0:
-            raise SystemExit(f"{out.name} ended with exit code {process.exitcode}; see {out / 'log.txt'}")
-    runs = read(args.out)
+        bar.set_postfix_str(f"{name}, seed {seed}")
+        run_apart(context, real_run.train, args.out, name, REAL[name], seed)
+    runs = read(args.out, REAL)
     print(table(runs))
     if args.record:
         record(runs, RECORDED_REAL)

@@ -9,26 +9,23 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import json
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MethodType
-from typing import Any
 
 import torch
 from datasets import Dataset
+from mismatch_ext.adapters.transformers.doctor_changes import weights
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks._quiet import be_quiet
 from benchmarks.gpu.miniature import END, Language, coarse, on_grid
 from benchmarks.stability.arms import RealArm
 from benchmarks.stability.train import PROMPT, SHORT, base, publish
+from benchmarks.stability.watching import Curves, Shorter, sent_within
 
 BITS, STEPS, PROMPTS, SAMPLES, NEW, RATE = 4, 60, 8, 8, 32, 1e-3
 LOGGED = {
@@ -58,42 +55,9 @@ def checkpoint(arm: RealArm, seed: int, out: Path) -> tuple[Path, Language]:
     return out, language
 
 
-def lengths(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Reward minus the length of a response."""
-    return [-len(ids) / NEW for ids in completion_ids]
-
-
-class Short(TrainerCallback):
-    """Ends a run when there is nothing left to learn."""
-
-    def __init__(self) -> None:
-        self.curves: dict[str, list[float]] = {name: [] for name in LOGGED}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Keep what a step logged."""
-        if "loss" not in logs:
-            return
-        for name, logged in LOGGED.items():
-            value = logs.get(logged)
-            self.curves[name].append(math.nan if value is None else float(value))
-        last = self.curves["length"]
-        if len(last) > 6 and max(last[-3:]) < SHORT:
-            control.should_training_stop = True
-
-
-@contextmanager
-def rounded(model: nn.Module) -> Iterator[None]:
-    """Let the weights that an engine stores as integers be these integers while they are sent."""
-    masters = {}
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if coarse(name, weight):
-                masters[name] = weight.detach().clone()
-                weight.copy_(on_grid(weight, BITS))
-        yield
-        for name, weight in model.named_parameters():
-            if name in masters:
-                weight.copy_(masters[name])
+def rounded(model: nn.Module) -> AbstractContextManager[None]:
+    """Let the weights that an engine stores as integers be these integers."""
+    return weights(model, {name: on_grid(w.detach(), BITS) for name, w in model.named_parameters() if coarse(name, w)})
 
 
 def straight_through(module: nn.Linear, x: Tensor) -> Tensor:
@@ -137,31 +101,16 @@ def train(arm: RealArm, seed: int, out: Path) -> dict[str, list[float]]:
         mismatch={"correction": {"preset": arm.preset}, "monitor": {"weight_sync": "off", "profile_every": 1000}},
     )
     trainer = MismatchGRPOTrainer(
-        model=str(folder), reward_funcs=lengths, args=config, train_dataset=Dataset.from_dict({"prompt": texts})
+        model=str(folder), reward_funcs=Shorter(NEW), args=config, train_dataset=Dataset.from_dict({"prompt": texts})
     )
     for kind in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(kind)
-    short = Short()
-    trainer.add_callback(short)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    send: Callable[[], Any] = trainer.vllm_generation.sync_weights
-
-    def sync() -> Any:
-        with rounded(model):
-            return send()
-
-    trainer.vllm_generation.sync_weights = sync
+    kept = Curves(LOGGED, SHORT)
+    trainer.add_callback(kept)
+    sent_within(trainer, rounded)
     if arm.matched:
-        for name, module in model.named_modules():
+        for name, module in trainer.accelerator.unwrap_model(trainer.model).named_modules():
             if isinstance(module, nn.Linear) and coarse(name, module.weight):
                 module.forward = MethodType(straight_through, module)
     trainer.train()
-    return short.curves
-
-
-def train_quietly(name: str, arm: RealArm, seed: int, out: Path) -> None:
-    """Train in a process of its own, with what is printed kept in the run's folder."""
-    torch.set_num_threads(1)
-    be_quiet(out)
-    curves = train(arm, seed, out)
-    (out / "run.json").write_text(json.dumps({"arm": name, "seed": seed, "curves": curves}), encoding="utf-8")
+    return kept.curves
