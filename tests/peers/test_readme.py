@@ -34,6 +34,9 @@ RUN_BY = {
         "evidence/test_stability.py::test_a_clip_on_the_engines_ratio_stops_what_is_learnt"
     ),
     "python -m benchmarks.quantised": "evidence/test_quantised.py::test_a_quantised_engine_is_further_away_and_weights_mend_it",
+    "python -m benchmarks.quantised --engine sglang": (
+        "evidence/test_quantised.py::test_a_quantised_sglang_is_further_away_and_weights_mend_it"
+    ),
     "python -m benchmarks.quantised.growth": (
         "evidence/test_quantised.py::test_the_alarm_fires_on_an_error_that_grows_and_on_no_constant_one"
     ),
