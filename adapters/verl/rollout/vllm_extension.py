@@ -57,30 +57,34 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         }
 
     @property
-    def _quantises_online(self) -> bool:
-        """Whether vLLM quantises tensors of the trainer's dtype while it loads them; verl loads fp8 checkpoints alone anew."""
-        return type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
+    def _reloads(self) -> bool:
+        """Whether vLLM quantises what it loads from tensors of the trainer's dtype, and the block acts: an observed run is verl's."""
+        block = active_block()
+        acts = block is not None and block.level == "enforce"
+        return acts and type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
 
-    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+    def update_weights_from_ipc(
+        self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
+    ) -> None:
         """Load new weights; those that vLLM quantises are loaded layer by layer and quantised as the first ones were.
 
         verl would load the trainer's tensors into the quantised ones.
         """
-        if self._quantises_online:
+        if self._reloads and not (peft_config and base_sync_done):  # adapters alone
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             initialize_layerwise_reload(self.model_runner.model)
-        super().update_weights_from_ipc(*args, **kwargs)
+        super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
 
     def _update_weights(self, weights: list[tuple[str, Any]], *args: Any, **kwargs: Any) -> None:
-        if self._quantises_online:
+        if self._reloads:
             # vLLM keeps tensors until their layer is complete, and verl's buffer is used again by then.
             weights = [(name, tensor.clone()) for name, tensor in weights]
         super()._update_weights(weights, *args, **kwargs)
 
     def _iter_all_models_with_config(self) -> Iterator[Any]:
         """Yield what verl is to process after the last tensor: nothing that vLLM has processed layer by layer."""
-        if not self._quantises_online:
+        if not self._reloads:
             yield from super()._iter_all_models_with_config()
             return
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
