@@ -58,7 +58,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
     @property
     def _reloads(self) -> bool:
-        """Whether vLLM quantises what it loads from tensors of the trainer's dtype, and the block acts: an observed run is verl's."""
+        """Whether vLLM quantises tensors while it loads them, and the block acts: an observed run stays as verl has it."""
         block = active_block()
         acts = block is not None and block.level == "enforce"
         return acts and type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
