@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.doctor_quantised import FP8_LARGEST
+from mismatch_ext.adapters.transformers.doctor_quantised import FP8_LARGEST, INT8_LARGEST
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,10 +18,16 @@ Round = Callable[[Tensor], Tensor]
 GROUP = 32
 
 
-def fp8_rows(x: Tensor) -> Tensor:
-    """Return what e4m3 leaves with a scale for each row: of a weight's output channel, or of a token."""
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_LARGEST
-    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+def fp8_tokens(x: Tensor) -> Tensor:
+    """Return what e4m3 leaves with a scale for each token, by its reciprocal: dividing would round some values otherwise."""
+    scale = (x.abs().amax(-1, keepdim=True) / FP8_LARGEST).clamp(min=1 / (FP8_LARGEST * 512))
+    return (x * scale.reciprocal()).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def int8_tokens(x: Tensor) -> Tensor:
+    """Return what int8 leaves with a scale for each token, by the scale's reciprocal as well."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / INT8_LARGEST
+    return (x * scale.reciprocal()).round().clamp(-INT8_LARGEST, INT8_LARGEST) * scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import vllm._custom_ops as ops
-from mismatch_ext.adapters.transformers.doctor_quantised import int8
 from mismatch_ext.adapters.vllm.engine import runner
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -19,7 +18,9 @@ from vllm import LLM
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
-from benchmarks.quantised.formats import Round, fp8_rows
+from benchmarks.quantised.formats import Round, fp8_tokens, int8_tokens
+
+OTHERWISE = "rounded otherwise than by the formula"
 
 
 class WholeInputs:
@@ -73,25 +74,25 @@ def held(layer: Any, name: str, tensors: dict[str, Tensor], packed: dict[str, li
 @contextmanager
 def compared_inputs() -> Iterator[dict[str, int]]:
     """Count the values that go into quantised layers, and those that vLLM's own rounding and ours leave as different values."""
-    found = {"values": 0, "otherwise": 0}
+    found = {"values": 0, OTHERWISE: 0}
 
     def counted(x: Tensor, integers: Tensor, scale: Tensor, rounded: Round) -> None:
         engine = integers[: len(x)].float() * scale.view(len(x), 1)
         found["values"] += x.numel()
         # A last bit of the product with the scale is no other rounding.
         step = (engine - rounded(x.float())).abs() > 1e-5 * engine.abs() + 1e-12
-        found["otherwise"] += int(step.sum())
+        found[OTHERWISE] += int(step.sum())
 
     fp8_quant, int8_quant = QuantFP8.__call__, ops.onednn_scaled_int8_quant
 
     def as_fp8(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = fp8_quant(self, x, *args, **kwargs)
-        counted(x, *answer[:2], fp8_rows)
+        counted(x, *answer[:2], fp8_tokens)
         return answer
 
     def as_int8(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = int8_quant(x, *args, **kwargs)
-        counted(x, *answer[:2], int8)
+        counted(x, *answer[:2], int8_tokens)
         return answer
 
     with (

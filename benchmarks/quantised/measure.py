@@ -63,9 +63,7 @@ def measured(kind: str, form: Format, responses: int = RESPONSES) -> dict[str, A
         finally:
             plain.shutdown()
     found = figures(form.parts, sample, arms, distributions(load_model(own), sample))
-    return found | (
-        {"inputs of quantised layers, and rounded otherwise than by the formula": counted} if counted else {}
-    )
+    return found | ({"values into quantised layers": counted} if counted.get("values") else {})
 
 
 def _reason(error: Exception) -> str:
