@@ -67,8 +67,10 @@ def measured(kind: str, form: Format, responses: int = RESPONSES) -> dict[str, A
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentences of what the engine said."""
-    return str(error).partition("; if memory is short")[0].partition("If memory is short")[0][:240]
+    """Return the beginning of what an engine said, without the settings that it was asked for."""
+    said = str(error)
+    said = (said.partition("}: ")[2] or said) if "with {" in said or "the settings {" in said else said
+    return said.partition("; what its scheduler said")[0][:240]
 
 
 @torch.no_grad()
