@@ -109,12 +109,8 @@ SGLANG: dict[str, Format] = {
     "bf16": Format(),
     "fp8 KV cache, e4m3": Format(arguments={"kv_cache_dtype": "fp8_e4m3"}, parts=CACHE),
     "fp8 KV cache, e5m2": Format(arguments={"kv_cache_dtype": "fp8_e5m2"}, parts=CACHE),
-    "fp8 weights and activations (fp8)": Format(arguments={"quantization": "fp8"}, parts=BOTH),
-    "fp8 weights and activations (w8a8_fp8)": Format(arguments={"quantization": "w8a8_fp8"}, parts=BOTH),
-    "int8 weights and activations (W8A8), a scale per channel and token": Format(
-        parts=BOTH, compressed=(_config("int-quantized", _integers(8, "channel"), _TOKENS), _eight)
-    ),
 }
+"""Its kernels for quantised weights want AMX or a GPU, and its processes end where there is none."""
 FORMATS = {"vllm": VLLM, "sglang": SGLANG}
 
 

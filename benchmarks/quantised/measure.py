@@ -69,10 +69,9 @@ def measured(kind: str, form: Format, responses: int = RESPONSES) -> dict[str, A
 
 
 def _reason(error: Exception) -> str:
-    """Return the beginning of what an engine said, without the settings that it was asked for."""
+    """Return the beginning of what an engine said, without the settings that SGLang's begins with."""
     said = str(error)
-    said = (said.partition("}: ")[2] or said) if "with {" in said or "the settings {" in said else said
-    return said.partition("; what its scheduler said")[0][:240]
+    return (said.partition("}: ")[2] or said)[:240]
 
 
 @torch.no_grad()
