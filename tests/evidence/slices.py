@@ -55,7 +55,11 @@ SLICES = (
     Slice(title="the doctor: clean runs of SGLang, and faults of it", files=("doctor_sglang",), jobs=1),
     Slice(title="the doctor: faults that it was not written for", files=("doctor_later",), jobs=1),
     Slice(title="stability: a clip on the ratio to the engine, and its controls", files=("stability",), jobs=1),
-    Slice(title="quantised engines: the gap by format, and an error that grows", files=("quantised",), jobs=1),
+    Slice(
+        title="quantised engines: the gap by format, an error that grows, and hosts with one",
+        files=("quantised",),
+        jobs=1,
+    ),
 )
 
 

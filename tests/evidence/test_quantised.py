@@ -17,6 +17,7 @@ from tests.peers.engines.sglang_environment import HELD, MAIN, PYTHON, environme
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import named, run_fresh
 from tests.peers.verl.main_ppo import run_verl
+from tests.peers.verl.main_ppo_sglang import run_verl_sglang
 from tests.readme import ROOT, in_readme, shell
 from tests.rendezvous import rendezvous
 
@@ -113,6 +114,20 @@ def test_verl_trains_with_a_quantised_rollout_and_verifies_its_updates(tmp_path:
     # Each update was judged, and none was found to be of other weights.
     assert all(step["mismatch/weight_sync_gap"] > 0 for step in steps)
     assert not [event for event in data.events if event.name == "weight_sync"]
+
+
+def test_verl_trains_with_sglang_whose_cache_is_quantised(tmp_path: Path) -> None:
+    """verl's main_ppo trains with an SGLang whose KV cache is in fp8, as the block names it; updates are verified."""
+    model = tiny_model("dense", tmp_path / "model")
+    overrides = [
+        "+mismatch.precision={dtype:bfloat16,quantized:{kv_cache:fp8_e4m3}}",
+        "++actor_rollout_ref.rollout.engine_kwargs.sglang.kv_cache_dtype=fp8_e4m3",
+    ]
+    run = run_verl_sglang(tmp_path, overrides, model=model, plugin=True, version=MAIN)
+    steps = run.expect()
+    assert all(0 < step["mismatch/k3_kl"] < 0.1 and step["mismatch/weight_sync_gap"] > 0 for step in steps), steps
+    assert "uniform bfloat16, engine's KV cache in fp8_e4m3: audited on both sides" in run.log
+    assert not [event for event in read_run(tmp_path / "checkpoints/mismatch").events if event.name == "weight_sync"]
 
 
 def test_the_alarm_fires_on_an_error_that_grows_and_on_no_constant_one(evidence: Callable[..., None]) -> None:
