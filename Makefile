@@ -2,8 +2,8 @@
 # test: `make check`, then everything with the real peers, JOBS at once, the most expensive first (tests/costs.py).
 # check: lint, types, fast tests.   demo: the main job, settings side by side; TRAIN=1 trains its models here.
 # evidence: measures what README and docs claim, and rewrites their figures.   bench: ratios as JSON lines.
-# test-isa: the tests whose result hangs on floating-point kernels, as two lesser CPUs would run them: AVX-512 without float16
-# and AMX, and AVX2. On a machine that has more; about ten minutes.   mutants: plants faults and runs the tests that must notice.
+# test-isa: the tests whose result hangs on floating-point kernels, as the two CPUs next below this one would run them, of: AVX-512
+# without float16 and AMX, AVX2, AVX, SSE 4.1. About ten minutes.   mutants: plants faults and runs the tests that must notice.
 # stack: builds the stack STACK=name (tests/stacks/cells.py) in .stacks/ and runs its tests; QUICK=1 runs a selection.
 # upstream: shows the faults of peers that docs/upstream has, with and without our workarounds, and writes its page.
 # matrix: every stack, and docs/compatibility.md.   turn: the slice or the stack whose turn it is at this commit.

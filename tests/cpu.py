@@ -21,16 +21,34 @@ def _limited(isa: str, aten: str) -> dict[str, str]:
 
 
 # The variables that make a process compute as on a lesser machine, from its start: oneDNN and torch read them when they load.
-# `make test-isa` runs the tests marked `numeric` under each.
-LESSER = {
+_MACHINES = {
     "AVX-512 and bfloat16, as AMD's Zen 4": _limited("AVX512_CORE_BF16", "avx512"),
     "AVX2": _limited("AVX2", "avx2"),
+    "AVX": _limited("AVX", "default"),
+    "SSE 4.1": _limited("SSE41", "default"),
 }
+
+
+def lesser() -> dict[str, dict[str, str]]:
+    """Return the two machines next below this one, with their limits: `make test-isa` runs the tests marked `numeric` under each.
+
+    torch is never told of kernels that this CPU does not have: it would take them, and die of them.
+    """
+    more_than = {
+        "AVX-512 and bfloat16, as AMD's Zen 4": has_amx() or packs_linears(torch.float16),
+        "AVX2": torch.cpu._is_avx512_supported(),
+    }
+    return dict([(name, limits) for name, limits in _MACHINES.items() if more_than.get(name, True)][:2])
 
 
 def has_amx() -> bool:
     """Tell whether vLLM takes its AMX kernels here: bfloat16 alone for experts and latent attention."""
     return torch.cpu._is_amx_tile_supported()
+
+
+def has_fp8_cache() -> bool:
+    """Tell whether vLLM has kernels for an fp8 KV cache here: they are compiled for AVX-512 alone."""
+    return torch.cpu._is_avx512_supported()
 
 
 def packs_linears(dtype: torch.dtype) -> bool:
@@ -51,4 +69,4 @@ def packs_linears(dtype: torch.dtype) -> bool:
 
 def without_float16_packing() -> dict[str, str]:
     """Return the environment in which vLLM leaves float16 linear layers as they are: a CPU without float16 products."""
-    return LESSER["AVX-512 and bfloat16, as AMD's Zen 4"] if packs_linears(torch.float16) else {}
+    return _MACHINES["AVX-512 and bfloat16, as AMD's Zen 4"] if packs_linears(torch.float16) else {}

@@ -1,7 +1,7 @@
 """Runs the tests marked `numeric` as lesser machines would: `python -m tests.isa [NAME_PART] [-- PYTEST_ARGUMENTS]`.
 
 A kernel chosen by the CPU rounds otherwise, packs otherwise or refuses. Each run limits oneDNN, torch and vLLM to the instruction
-sets of a lesser machine, and says first what is left.
+sets of one of the two machines next below this one, and says first what is left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cpu import LESSER
+from tests.cpu import lesser
 
 ROOT = Path(__file__).resolve().parents[1]
 SAY = """
@@ -34,9 +34,10 @@ def main(arguments: list[str]) -> int:
     """
     split = arguments.index("--") if "--" in arguments else len(arguments)
     wanted, rest = " ".join(arguments[:split]), arguments[split + 1 :]
-    machines = {name: limits for name, limits in LESSER.items() if wanted in name}
+    below = lesser()
+    machines = {name: limits for name, limits in below.items() if wanted in name}
     if not machines:
-        print(f"{wanted!r} is part of no machine's name; there are: {', '.join(LESSER)}.", file=sys.stderr)
+        print(f"{wanted!r} is part of no machine's name; below this one are: {', '.join(below)}.", file=sys.stderr)
         return 2
     failed = []
     for name, limits in machines.items():

@@ -25,6 +25,7 @@ from tests.evidence.doctor_faults import (
     WEIGHTS,
     Engines,
     Planted,
+    cannot,
     plant,
     said,
     some,
@@ -78,6 +79,9 @@ def table(runs: Mapping[str, Planted], folder: Path) -> dict[str, str]:
     found, mistakes, servers = {}, [], Servers(folder)
     try:
         for number, (name, planted) in enumerate(runs.items()):
+            if reason := cannot(planted):
+                found[name] = reason
+                continue
             (folder / str(number)).mkdir()
             seen = examined(planted, folder / str(number), servers)
             found[name] = "; ".join(said(seen))

@@ -24,6 +24,7 @@ from tests.evidence.doctor_faults import (
     WEIGHTS,
     Engines,
     Planted,
+    cannot,
     plant,
     said,
     some,
@@ -70,6 +71,9 @@ def table(runs: Mapping[str, Planted], folder: Path) -> dict[str, str]:
     found, mistakes, engines = {}, [], Engines()
     try:
         for number, (name, planted) in enumerate(runs.items()):
+            if reason := cannot(planted):
+                found[name] = reason
+                continue
             (folder / str(number)).mkdir()
             seen = examined(planted, folder / str(number), engines, routes="no routes" not in name)
             found[name] = "; ".join(said(seen))

@@ -11,10 +11,9 @@ from typing import Any
 
 import wrapt
 
-LACKS = {
-    "AVX2": ("avx512", "avx512_bf16", "vnni", "amx_tile", "amx_fp16"),
-    "AVX512_CORE_BF16": ("amx_tile", "amx_fp16"),
-}
+AVX2 = ("avx512", "avx512_bf16", "vnni", "amx_tile", "amx_fp16")
+# Below AVX2 vLLM has no library: its own kernels stay those of AVX2, and torch's and oneDNN's are lesser.
+LACKS = {"AVX512_CORE_BF16": ("amx_tile", "amx_fp16"), "AVX2": AVX2, "AVX": AVX2, "SSE41": AVX2}
 
 
 @wrapt.when_imported("torch.cpu")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from docs.upstream.scripts import SCRIPTS, read
 from docs.upstream.shown import HOLDS, MENDED
+from tests.cpu import has_fp8_cache
 from tests.peers.engines.sglang_environment import MAIN, run_sglang
 from tests.peers.scenarios import Run, named
 
@@ -44,7 +44,7 @@ def check(found: list[dict[str, Any]], names: list[str]) -> None:
 @pytest.mark.parametrize("peers", [("torch", "transformers", "accelerate", "trl"), ("vllm",)], ids=" ".join)
 def test_faults_are_seen_without_the_workaround_alone(run: Run, peers: tuple[str, ...]) -> None:
     names, found = fast(*peers), run(scenarios.shown, names=fast(*peers)).expect()["shown"]
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+    if not has_fp8_cache():
         # The fault cannot come up: vLLM has no such cache on this CPU.
         there = [one for one in found if one["script"] in NEED_AVX512 and not one["workaround"]]
         assert all("Unsupported CPU attention configuration" in one["seen"] for one in there), there

@@ -2,7 +2,7 @@
 
 A fault strikes after the steps that are looked at: what it must lead to costs no run of its own. Whatever fails in one of verl's
 processes ends the run, with an error that says what it was, and never in a hang. Refusals of what processes report are in
-`test_reports.py`, and runs of faults that strike at the start in `tests/evidence/test_main_ppo_faults.py`.
+`test_reports.py`; runs of faults that strike at the start, and of a hang, in `tests/evidence/test_main_ppo_{faults,hang}.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -68,10 +68,8 @@ TOOLS = (
 # verl's default, and that of most of its recipes.
 FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp")
 
-# Over the example's own block, which asks for float16. The time is longer than a busy machine takes for a phase of a step;
-# servers have ten minutes to start.
+# Over the example's own block, which asks for float16.
 EVERYTHING_DENSE = (
-    "+mismatch.monitor.stall_timeout=100",
     "+mismatch.precision.loss_scale={init_scale:64}",
     "+mismatch.kl={reward_path:rewards,coef:0.05}",
     "actor_rollout_ref.actor.use_kl_loss=False",
@@ -93,36 +91,35 @@ def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRu
     return run_verl(work, overrides, model=moe, plugin=True, env=env), work
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """The example's two runs in one folder: the first hangs after its second step, the other goes on from there to the fourth."""
+def run_example(work: Path, model: Path, overrides: Sequence[str], *faults: str) -> list[VerlRun]:
+    """Run examples/verl_grpo.sh with a tiny model on a CPU, once per fault, each going on from what the last has left.
 
-    hung: VerlRun
-    resumed: VerlRun
-    work: Path
-
-    def steps(self) -> list[dict[str, float]]:
-        """Return the metrics of steps 1, 3 and 4. The first run hung between the checkpoint of step 2 and that step's log."""
-        return [*self.hung.expect_failure(1), *self.resumed.expect(2)]
+    Args:
+        work: Folder of the runs.
+        model: Folder of the model.
+        overrides: Over the example's own.
+        faults: Names of `cpu/faults.py`, of a run each; empty for none.
+    """
+    data = write_prompts(work / "prompts.parquet", 3 * PROMPTS)
+    script = ["bash", str(ROOT / "examples/verl_grpo.sh"), *cpu_paths(work, data, model), *DEVICE, *GRPO]
+    # What verl's gradient scaler does on a CPU by itself, which is nothing, is left as it is.
+    env = {"PYTHON": sys.executable, "VERL_CPU_STOCK_SCALER": "1"}
+    return [
+        run_command(work, [*script, *overrides], timeout=420, env=env | ({FAULT: fault} if fault else {}))
+        for fault in faults
+    ]
 
 
 @pytest.fixture(scope="module")
-def example(risky: Path, tmp_path_factory: pytest.TempPathFactory) -> Example:
-    """Return four steps of the example with every section, in float16; a fault hangs it after the second.
+def example(risky: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, Path]:
+    """Return three steps of the example with every section, in float16, and their folder.
 
-    Up to there nothing can be examined, for want of memory.
+    Nothing can be examined, for want of memory. A hang of the same run, and how it goes on from there, is in
+    `tests/evidence/test_main_ppo_hang.py`.
     """
     work = tmp_path_factory.mktemp("example")
-    data = write_prompts(work / "prompts.parquet", 3 * PROMPTS)
-    script = ["bash", str(ROOT / "examples/verl_grpo.sh"), *cpu_paths(work, data, risky), *DEVICE, *GRPO]
-    # What verl's gradient scaler does on a CPU by itself, which is nothing, is left as it is.
-    env = {"PYTHON": sys.executable, "VERL_CPU_STOCK_SCALER": "1"}
-    saving = [*lasting(4), "trainer.save_freq=2", "trainer.resume_mode=auto"]
-    hung, resumed = (
-        run_command(work, [*script, *EVERYTHING_DENSE, *saving], timeout=420, env={**env, **fault})
-        for fault in ({FAULT: "failing_weight_update@2,no_room_for_a_copy"}, {})
-    )
-    return Example(hung=hung, resumed=resumed, work=work)
+    (run,) = run_example(work, risky, [*EVERYTHING_DENSE, *lasting(3)], "no_room_for_a_copy")
+    return run, work
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +255,13 @@ def test_one_answer_without_its_routing_ends_the_run_and_what_was_trained_is_sav
     assert end.status == "failed" and "came without routing" in end.message
 
 
-def test_every_section_of_a_dense_model_by_the_example(example: Example) -> None:
-    steps = example.steps()
-    for run in (example.hung, example.resumed):
+def test_every_section_of_a_dense_model_by_the_example(example: tuple[VerlRun, Path]) -> None:
+    check_example(example[0].expect(3), [example[0]])
+
+
+def check_example(steps: list[dict[str, float]], runs: list[VerlRun]) -> None:
+    """Check what every section does in the example, in its first step, one later and the last."""
+    for run in runs:
         assert "precision  uniform float16" in run.log
         for patch in ("verl/kl_in_rewards", "verl/rollout_correction"):
             assert f"patch      {patch}" in run.log
@@ -273,59 +274,34 @@ def test_every_section_of_a_dense_model_by_the_example(example: Example) -> None
     assert all(step["mismatch/loss_scale"] == 64.0 and step["actor/grad_norm"] > 0 for step in steps)
 
 
-def test_a_batch_that_cannot_be_examined_is_an_event_and_nothing_of_the_run_is_lost(example: Example) -> None:
-    failed, examined = (
-        event for event in read_run(example.work / "checkpoints/mismatch").events if event.name == "doctor"
-    )
+def test_a_batch_that_cannot_be_examined_is_an_event_and_nothing_of_the_run_is_lost(
+    example: tuple[VerlRun, Path],
+) -> None:
+    run, work = example
+    data = read_run(work / "checkpoints/mismatch")
+    (failed,) = [event for event in data.events if event.name == "doctor"]
     assert (failed.step, failed.level) == (1, "warning") and "MemoryError: injected" in failed.message
-    # Each start has a first batch.
-    assert examined.step == 3 and examined.data["causes"] == [], examined.message
-    logged = ["mismatch/doctor/engine_ratio" in step for step in example.steps()]
-    assert logged == [False, True, False] and all("mismatch/k3_kl" in step for step in example.steps())
-    assert (example.work / "checkpoints/global_step_2/mismatch.json").is_file()
+    assert all("mismatch/doctor/engine_ratio" not in step and "mismatch/k3_kl" in step for step in run.expect(3))
+    readiness.expect_told(data)
 
 
-def test_a_hang_is_ended_and_what_was_saved_is_there(example: Example) -> None:
-    example.hung.expect_failure(1)
-    assert "StallError" in example.hung.log and "updating the rollout's weights after step 2" in example.hung.log
-    saved = example.work / "checkpoints/global_step_2"
-    assert (saved / "mismatch.json").is_file() and list((saved / "actor").glob("model_world_size_1_rank_0.pt"))
-
-
-def test_a_run_goes_on_from_what_a_hang_left_in_the_same_metrics_file(example: Example) -> None:
-    assert [step["training/global_step"] for step in example.resumed.expect(2)] == [3, 4]
-    data = read_run(example.work / "checkpoints/mismatch")
-    # Of step 2 there is what was measured before the hang.
-    assert [step.step for step in data.steps] == [1, 2, 3, 4]
-    assert [end.status for end in data.ends] == ["failed", "completed"]
-    assert {"resumed", "lost_log"} <= {event.name for event in data.events}
-    assert not [event for event in data.events if event.name == "weight_sync"]
-    readiness.expect_told(data)  # of the first run; the other begins with other weights
-    saved = [
-        json.loads((example.work / f"checkpoints/global_step_{step}/mismatch.json").read_text())["weight_sync"][
-            "engines"
-        ][0]
-        for step in (2, 4)
-    ]
-    # Each run looks at the weights that it begins with, too; step 2 was saved before its update.
-    assert [engine["observations"] for engine in saved] == [2, 5] and saved[0]["baseline"] == saved[1]["baseline"]
-
-
-def test_float16_leaves_a_fraction_of_the_gap_that_bfloat16_has(example: Example, stock: VerlRun) -> None:
+def test_float16_leaves_a_fraction_of_the_gap_that_bfloat16_has(example: tuple[VerlRun, Path], stock: VerlRun) -> None:
     # Three bits more of mantissa: 1/64 of k3. Up to the first update both runs sample from the same weights by the same seeds;
     # the near end is far from both.
-    half, brain = example.steps()[0]["mismatch/k3_kl"], stock.expect(2)[0]["rollout_corr/k3_kl"]
+    half, brain = example[0].expect(3)[0]["mismatch/k3_kl"], stock.expect(2)[0]["rollout_corr/k3_kl"]
     assert 0 < 8 * half < brain, (half, brain)
 
 
-def test_processes_report_what_is_recorded_of_their_kind(experts: tuple[VerlRun, Path], example: Example) -> None:
+def test_processes_report_what_is_recorded_of_their_kind(
+    experts: tuple[VerlRun, Path], example: tuple[VerlRun, Path]
+) -> None:
     found = shape(experts[0].reports)
     assert found["workers"] == shape(recorded("sglang")["workers"])
     assert found["rollouts"] == shape(recorded("dense")["rollouts"])
-    (worker,) = example.resumed.reports["workers"]
+    (worker,) = example[0].reports["workers"]
     assert set(worker) == set(recorded("dense")["workers"][0])
     assert shape(worker["trainer"]["scaler"]) == shape(SCALER)
-    rollout, known = (found["rollouts"][0]["reports"][0] for found in (example.resumed.reports, recorded("dense")))
+    rollout, known = (found["rollouts"][0]["reports"][0] for found in (example[0].reports, recorded("dense")))
     assert set(rollout) == set(known) and set(rollout["reading"]) == set(known["reading"])
     assert set(rollout["reading"]["parameter_dtypes"]) == {"float16"}
 
