@@ -34,6 +34,7 @@ ON_CPU: dict[str, Any] = {
     "max_total_tokens": 16384,
     "grammar_backend": "none",
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # a scheduler that waits would take a core from the trainer
 }
 """Arguments with which SGLang runs on a CPU."""
 

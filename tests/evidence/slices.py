@@ -52,7 +52,11 @@ SLICES = (
     Slice(title="the doctor: faults of vLLM, from logged rollouts alone", files=("doctor_logged",), jobs=1),
     Slice(title="the quick start and the doctor's stories, as the docs tell them", files=("doctor_story",), jobs=1),
     Slice(title="the doctor: faults of vLLM's server, over HTTP alone", files=("doctor_http",), jobs=1),
-    Slice(title="the doctor: clean runs of SGLang, and faults of it", files=("doctor_sglang",), jobs=1),
+    Slice(
+        title="SGLang in half precision; the doctor: clean runs of SGLang, and faults of it",
+        files=("sglang_half", "doctor_sglang"),
+        jobs=1,
+    ),
     Slice(title="the doctor: faults that it was not written for", files=("doctor_later",), jobs=1),
     Slice(title="stability: a clip on the ratio to the engine, and its controls", files=("stability",), jobs=1),
     Slice(

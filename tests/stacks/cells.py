@@ -173,19 +173,19 @@ IN_VERL: dict[str, tuple[str, ...]] = {
     ),
     "core": (f"{VERL}/test_settings.py",),
 }
-IN_SGLANG = f"{ENGINES}/test_sglang.py"
+IN_SGLANG, HALF = f"{ENGINES}/test_sglang.py", "tests/evidence/test_sglang_half.py"
 VERL_WITH_SGLANG: dict[str, tuple[str, ...]] = {
     "gap": (
         f"{IN_SGLANG}::test_log_probabilities_and_routes_are_transformers",
         f"{ENGINES}/test_conformance.py::TestRecords",
     ),
     "fp16": (
-        f"{IN_SGLANG}::test_the_engines_run_in_the_dtype_asked_for",
-        f"{IN_SGLANG}::test_float16_is_closer_by_the_ratio_of_the_roundings",
+        f"{HALF}::test_the_engines_run_in_the_dtype_asked_for",
+        f"{HALF}::test_float16_is_closer_by_the_ratio_of_the_roundings",
     ),
     "replay": (
-        f"{IN_SGLANG}::test_replaying_the_engines_experts_removes_the_gap_of_a_flip",
-        f"{IN_SGLANG}::test_replay_changes_nothing_where_no_expert_flipped",
+        f"{HALF}::test_replaying_the_engines_experts_removes_the_gap_of_a_flip",
+        f"{HALF}::test_replay_changes_nothing_where_no_expert_flipped",
     ),
     "monitor": (
         f"{IN_SGLANG}::test_a_weight_update_shows_in_the_next_log_probabilities",

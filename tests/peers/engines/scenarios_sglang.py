@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
     "mem_fraction_static": 0.5, "max_total_tokens": 4096, "max_running_requests": 8, "chunked_prefill_size": 64,
     "skip_server_warmup": True, "grammar_backend": "none", "log_level": "error", "random_seed": 1, "watchdog_timeout": 250,
-    "skip_tokenizer_init": True, "enable_return_routed_experts": True,
+    "skip_tokenizer_init": True, "enable_return_routed_experts": True, "sleep_on_idle": True,
 }  # fmt: skip
 PLAIN = SamplingSettings()
 

@@ -20,6 +20,7 @@ SGLANG = (
     "++actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=2048",
     "++actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size=256",
     "++actor_rollout_ref.rollout.engine_kwargs.sglang.random_seed=0",
+    "++actor_rollout_ref.rollout.engine_kwargs.sglang.sleep_on_idle=True",
     # It frees the memory of a GPU; verl turns it on, and its library is not installed here.
     "++actor_rollout_ref.rollout.engine_kwargs.sglang.enable_memory_saver=False",
 )
