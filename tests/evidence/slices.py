@@ -43,7 +43,10 @@ SLICES = (
     Slice(title="verl's main_ppo: numerics told from drift", files=("main_ppo_drift",), jobs=1),
     Slice(title="100 kills over TRL, each resumed", files=("kills",), jobs=1),
     Slice(title="kills over verl's main_ppo, each resumed", files=("kills_verl",), jobs=1),
-    Slice(title="verl's asynchronous modes: stock without a block, turns", files=("main_ppo_modes",), jobs=1),
+    Slice(
+        title="asynchronous: TRL's example, scored again; verl's modes, stock without a block, and turns",
+        files=("async_example", "main_ppo_modes"),
+    ),
     Slice(title="verl's colocate_async, ended in every way and resumed", files=("main_ppo_colocate_ended",), jobs=1),
     Slice(title="verl's separate_async, ended in every way and resumed", files=("main_ppo_separate_ended",), jobs=1),
     Slice(title="verl's main_ppo on two ranks: two servers, and two engines of one", files=("main_ppo_ranks",), jobs=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from examples.sequences import MEASURES, judged_replay, left_by_replay, read_sequences, times_larger
 from mismatch_ext.rundata import read_run
 from tests.evidence import judges
-from tests.peers.test_examples import BATCH, example
+from tests.peers.test_examples import BATCH, IN_EVIDENCE, ROOT, example, python
 from tests.readme import shell
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
@@ -56,3 +57,20 @@ def test_kl_ablation(tmp_path: Path) -> None:
         (None, "k1", "reward"),
         (None, "k3", "both"),
     ]
+
+
+def test_lr_control(tmp_path: Path) -> None:
+    """`examples/lr_control.py` finds a surge of lengths at the second step, and halves the rate four steps later."""
+    block = json.dumps({"lr": {"surge": {"baseline_window": 2, "smoothing": 1}}})
+    steps = ("--max_steps", "6", "--warmup_steps", "0", "--grow_at", "2", "--lr_scheduler_type", "constant")
+    rows = example("lr_control", tmp_path, *BATCH, *steps, "--learning_rate", "1e-5", "--mismatch", block)
+    # A surge at step 2: halved every round(1.8 * 2) = 4 steps.
+    assert [row[2] for row in rows] == ["1", "1", "1", "1", "0.5", "0.5"]
+    assert [row[1] for row in rows] == ["1.00e-05"] * 4 + ["5.00e-06"] * 2
+    lengths = [float(row[3]) for row in rows]
+    assert max(lengths[:2]) <= 12 < min(lengths[2:])
+
+
+@pytest.mark.parametrize("name", IN_EVIDENCE)
+def test_runs_as_a_script_from_anywhere(name: str, tmp_path: Path) -> None:
+    assert f"usage: {name}.py" in python(ROOT / f"examples/{name}.py", "--help", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Examples run as plain scripts with the real peers, and print what they measured; two do in tests/evidence alone."""
+"""Examples run as plain scripts with the real peers, and print what they measured; four do in tests/evidence alone."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.rendezvous import free_port, rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL_EXAMPLES = ("callback_only", "dense_fp16", "kl_ablation", "lr_control", "moe_r3", "trl_grpo")
+IN_EVIDENCE = ("demo", "replay_gap")
 EXAMPLES = [path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text("utf-8")]
 BATCH = ("--per_device_train_batch_size", "16")
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)")
@@ -130,24 +131,6 @@ def test_the_loop_is_short() -> None:
     assert all(f"run.{verb}(" in "\n".join(loop) for verb in verbs)
 
 
-def test_moe_r3(tmp_path: Path) -> None:
-    # How much replay leaves is measured in tests/evidence/test_examples.py.
-    small = (*BATCH, "--max_steps", "1", "--eval_prompts", "16", "--per_device_eval_batch_size", "16")
-    rows = example("moe_r3", tmp_path, *small, text_columns=2)
-    assert len(rows) == 6 and all(float(row[4]) > 0 for row in rows)
-
-
-def test_lr_control(tmp_path: Path) -> None:
-    block = json.dumps({"lr": {"surge": {"baseline_window": 2, "smoothing": 1}}})
-    steps = ("--max_steps", "6", "--warmup_steps", "0", "--grow_at", "2", "--lr_scheduler_type", "constant")
-    rows = example("lr_control", tmp_path, *BATCH, *steps, "--learning_rate", "1e-5", "--mismatch", block)
-    # A surge at step 2: halved every round(1.8 * 2) = 4 steps.
-    assert [row[2] for row in rows] == ["1", "1", "1", "1", "0.5", "0.5"]
-    assert [row[1] for row in rows] == ["1.00e-05"] * 4 + ["5.00e-06"] * 2
-    lengths = [float(row[3]) for row in rows]
-    assert max(lengths[:2]) <= 12 < min(lengths[2:])
-
-
 def test_callback_only_with_a_model_of_ones_own(dense: Path, tmp_path: Path) -> None:
     block = json.dumps({"lr": {"period": 1}, "monitor": {"alarms": {"entropy": {"above": 0.0, "patience": 1}}}})
     own = ("--model_name_or_path", dense, "--max_steps", "3", "--learning_rate", "1e-5", "--report_to", "none")
@@ -199,7 +182,8 @@ def test_a_config_file_and_a_block_on_the_command_line(dense: Path, tmp_path: Pa
     assert [record.step for record in run.steps] == [1]
 
 
-@pytest.mark.parametrize("name", sorted(set(EXAMPLES) - set(TRL_EXAMPLES)))  # those are run so above
+# The others are run so above, or in tests/evidence.
+@pytest.mark.parametrize("name", sorted(set(EXAMPLES) - set(TRL_EXAMPLES) - set(IN_EVIDENCE)))
 def test_runs_as_a_script_from_anywhere(name: str, tmp_path: Path) -> None:
     assert f"usage: {name}.py" in python(ROOT / f"examples/{name}.py", "--help", cwd=tmp_path)
 

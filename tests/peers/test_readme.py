@@ -43,7 +43,7 @@ RUN_BY = {
     "make bench": "evidence/test_bench.py::test_costs_beside_what_others_have",
     'pip install "mismatch-ext[trl,report]"': "evidence/test_readme.py::test_pip_install",
     "python examples/trl_async.py": (
-        "peers/trl/test_async_server.py::test_drift_and_numerics_of_the_example_are_what_scoring_again_says"
+        "evidence/test_async_example.py::test_drift_and_numerics_of_the_example_are_what_scoring_again_says"
     ),
     "python examples/trl_grpo.py": "peers/test_readme.py::test_script_then_report",
     "mismatch-ext report runs/mine/mismatch": "peers/test_readme.py::test_script_then_report",
