@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.models import tiny_model
-from tests.peers.forks import Forks
-from tests.peers.scenarios import named
+from tests.peers.scenarios import Forks, named
 from tests.peers.trl.test_async_server import serve
 from tests.rendezvous import rendezvous
 
