@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,15 +233,13 @@ class CheckedGeneration:
         """
         observes = self.verdicts.observes
         self.send_moved()
+        # With a version it resets the prefix cache where TRL has not, for the routes in it.
+        version = None if observes or self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
-        capture: AbstractContextManager[list[Any]] = nullcontext([])
+        capture = self.verdicts.around("records" if self.layout is None else "routes", self.engine.captured(version))
         patches = () if self.masks is None else self.masks.patches
-        if self.layout is not None or patches:
-            # With a version it resets the prefix cache where TRL has not.
-            version = None if observes or self.layout is None else lambda: self.weight_version
-            capture = self.engine.captured(version)
         ours = self.verdicts.around("engine", self.engine.generating())
-        with self._engine_failures_named("generating"), ours, self.verdicts.around("routes", capture) as outputs:
+        with self._engine_failures_named("generating"), ours, capture as outputs:
             with swapped(*patches), overridden(self, calling=True):
                 result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
         supports = None
@@ -259,6 +257,7 @@ class CheckedGeneration:
                 provenance=self.provenance(),
                 routing=routing,
                 supports=supports,
+                finish_reasons=_finish_reasons(outputs or [], completion_ids),
             )
             if self._kept is not None:
                 self._kept += records
@@ -284,3 +283,11 @@ class CheckedGeneration:
         """
         with overridden(self, _kept=records):
             yield
+
+
+def _finish_reasons(outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> list[str] | None:
+    """Return why each completion ended; None where the outputs seen are not those of the completions."""
+    seen = [completion for output in outputs for completion in output.outputs]
+    if [list(completion.token_ids) for completion in seen] != [list(ids) for ids in completion_ids]:
+        return None
+    return [completion.finish_reason for completion in seen]

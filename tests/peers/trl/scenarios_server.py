@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from mismatch_ext.rundata import read_run
 from tests.oracle import watch_float32_error
 from tests.peers.engines.vllm_server import processes, serving
+from tests.peers.trl.ends import watch_ends
 from tests.peers.trl.scenarios_training import arguments, graded, history, rows
 
 
@@ -40,6 +41,7 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
     errors = watch_float32_error(trainer) if exact else []
     verdicts: list[Any] = []
     verify = trainer.vllm_generation.verifier.verify
+    ends = watch_ends(trainer)
 
     def noted(*args: Any) -> Any:
         verdicts.append(verify(*args))
@@ -50,6 +52,7 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
     return {
         "history": history(trainer),
         "float32_errors": errors,
+        "ends": ends,
         "verdicts": [[verdict.status, verdict.gap_mean, verdict.message] for verdict in verdicts],
         "weight_version": trainer.vllm_generation.weight_version,
         "engine": vars(trainer.vllm_generation.reading),

@@ -26,6 +26,7 @@ from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.report import load_runs, summarise, tables
 from tests.oracle import watch_float32_error
 from tests.peers.engines.kept_decode import keep_decode
+from tests.peers.trl.ends import watch_ends
 
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 
@@ -108,11 +109,13 @@ def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     trainer = build(model, out, block, **overrides)
     exact = (block.get("precision") or {}).get("dtype") == "float32"
     errors = watch_float32_error(trainer) if exact else []
+    ends = watch_ends(trainer)
     trainer.train()
     scaler = trainer.accelerator.scaler
     return outcome(
         trainer,
         float32_errors=errors,
+        ends=ends,
         packed=packed_layers(trainer),
         scaler=None if scaler is None else scaler.state_dict(),
         engine_dtype=trainer.vllm_generation.reading.model_dtype,

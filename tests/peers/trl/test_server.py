@@ -15,6 +15,7 @@ from mismatch_ext.rundata import METRICS_FILE, read_run
 from tests.oracle import expect_float32
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Ran, Run, named
+from tests.peers.trl.ends import expect_ends
 from tests.peers.trl.kills import check_lines, metrics_of
 from tests.peers.trl.ranks import check_ranks, launch, series
 
@@ -75,6 +76,7 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
     assert [status for status, *_ in result["verdicts"]] == ["unchanged", "in_sync", "in_sync"]
     assert all("tensors are equal bit by bit" in message for *_, message in result["verdicts"][1:])
     assert result["weight_version"] == 3
+    expect_ends(result["ends"], 16)
     # Experts are chosen by the engine, and in float32 the trainer would have chosen them, too.
     assert [step["mismatch/routing/set_mismatch_frac"] for step in result["history"]] == [0.0] * 3
     assert result["engine"]["model_dtype"] == result["engine"]["kv_cache_dtype"] == "float32"

@@ -20,6 +20,7 @@ from tests.oracle import expect_float32
 from tests.peers.conformance import readiness
 from tests.peers.conformance.origins import check_header
 from tests.peers.scenarios import Run, named
+from tests.peers.trl.ends import expect_ends
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_training as scenarios
@@ -94,6 +95,7 @@ def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> N
         for sync, more in (("error", {"doctor": "first_batch"}), ("off", {}))
     )
     assert measured["parameters"] == unchecked["parameters"]
+    expect_ends(measured["ends"], 16)
     # The first batch was examined on the way, and no other.
     assert [path.parent.name for path in tmp_path.glob("*/mismatch/*/doctor.json")] == ["doctor_step_0"]
     examined = json.loads((tmp_path / "error/mismatch/doctor_step_0/doctor.json").read_text(encoding="utf-8"))
