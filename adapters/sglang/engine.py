@@ -44,6 +44,10 @@ class EngineTransport(Transport):
         info[ORIGINAL_LOGPROB] = os.environ.get(ORIGINAL_LOGPROB, "false").lower() in ("1", "true")
         return info
 
+    def _vocabulary_size(self) -> int:
+        manager = self.engine.tokenizer_manager
+        return int(self._call("reporting its vocabulary", lambda: manager.model_config.vocab_size))
+
     def _call(self, doing: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)

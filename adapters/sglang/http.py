@@ -23,7 +23,7 @@ from mismatch_ext.adapters.sglang.answers import (
     shown,
     strict_json,
 )
-from mismatch_ext.adapters.sglang.fields import brief, is_integer, number
+from mismatch_ext.adapters.sglang.fields import MAX_TOKEN_ID, brief, is_integer, number
 from mismatch_ext.adapters.sglang.transport import Bucket, Transport
 
 from mismatch_ext.errors import EngineError, PeerVersionError
@@ -31,6 +31,9 @@ from mismatch_ext.errors import EngineError, PeerVersionError
 if TYPE_CHECKING:
     from mismatch_ext.adapters.sglang.exchange import Exchange
     from requests import Session
+
+VOCABULARY = re.compile(rb"logit_bias must has? keys in \[0, ([0-9]{1,9})\]")
+"""SGLang's refusal of a setting for a token that its model does not have."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class HttpTransport(Transport):
         update_timeout: The same for a bucket of weights, and for pausing.
         pause: Pause the server around weight updates. False leaves it to you to drain it: what it serves between two buckets is
             of a mixture of weights.
+        vocabulary: Tokens that the server's model has; None asks the server, by a setting for a token that no model has, which it
+            refuses with the number.
         answer_bytes: Largest answer, and largest event of a stream, in bytes; None allows 512 KiB, and for a generation beside
             that 1 KiB per token of prompt and response, with routes 17 KiB.
 
@@ -79,6 +84,7 @@ class HttpTransport(Transport):
         timeout: float = 600.0,
         update_timeout: float = 600.0,
         pause: bool = True,
+        vocabulary: int | None = None,
         answer_bytes: int | None = None,
     ) -> None:
         import requests
@@ -89,7 +95,9 @@ class HttpTransport(Transport):
                 raise EngineError(f"{name}={brief(seconds)}; allowed: a number of seconds above 0.")
         if answer_bytes is not None and (not is_integer(answer_bytes) or answer_bytes < 1):
             raise EngineError(f"answer_bytes={brief(answer_bytes)}; allowed: an integer above 0, or None.")
-        self.url = url.rstrip("/")
+        if vocabulary is not None and (not is_integer(vocabulary) or vocabulary < 1):
+            raise EngineError(f"vocabulary={brief(vocabulary)}; allowed: an integer above 0, or None.")
+        self.url, self._vocabulary = url.rstrip("/"), vocabulary
         if session is None:
             session = requests.Session()
             session.trust_env = False
@@ -134,6 +142,18 @@ class HttpTransport(Transport):
         if not isinstance(info, dict):
             raise EngineError(f"{answer.url} answered {brief(info)}; allowed: an object with a version.")
         return info
+
+    def _vocabulary_size(self) -> int:
+        settings = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 1, "logit_bias": {str(MAX_TOKEN_ID): 0.0}}
+        answer = self._ask("POST", "/generate", allowed=(400,), json={"input_ids": [0], "sampling_params": settings})
+        found = VOCABULARY.search(answer.body[:REFUSAL_BYTES])
+        if found is None:
+            raise EngineError(
+                f"{answer.url} does not say how many tokens its model has, and SGLang checks none of a prompt: it answered "
+                f"status {answer.status}, {shown(answer.body)}, to a logit_bias of token {MAX_TOKEN_ID}. Give "
+                "HttpTransport(..., vocabulary=...)."
+            )
+        return int(found[1]) + 1
 
     @contextmanager
     def _exchange(self, url: str, seconds: float, most: int) -> Iterator[Exchange]:

@@ -15,7 +15,7 @@ from typing import Any
 from mismatch_ext.adapters.sglang.fields import brief, is_integer
 from torch import Tensor
 
-from mismatch_ext.errors import EngineError, MismatchError, PeerVersionError
+from mismatch_ext.errors import EngineError, MismatchError, PeerVersionError, RecordError
 from mismatch_ext.precision.names import spelled
 from mismatch_ext.versions import PEERS
 
@@ -32,6 +32,7 @@ class Transport(ABC):
     stale_cache: bool = False
     """Whether the cache may hold what was computed with weights before; nothing is generated until it is flushed."""
     _info: dict[str, Any] | None = None
+    _vocabulary: int | None = None
 
     @property
     def version(self) -> str:
@@ -84,6 +85,8 @@ class Transport(ABC):
 
         Raises:
             EngineError: SGLang refused or failed, or was not reached; or an update of its weights was not completed.
+            RecordError: A token id is not in the model's vocabulary; names position, id and size. SGLang looks such a token up
+                all the same: its scheduler ends, or it computes with a row of padding.
         """
         self.version  # noqa: B018 - refuses an engine of another version before the first request
         if self.mixed:
@@ -94,12 +97,29 @@ class Transport(ABC):
             raise EngineError(
                 f"{self} did not flush its cache after an update of its weights; call flush_cache() again."
             )
+        self._expect_known_tokens(request.get("input_ids"))
         answer = last_chunks(self._stream(request)) if request.get("stream") else self._generate(request)
         responses = answer if isinstance(answer, list) else [answer]
         for response in responses:
             if not isinstance(response, dict):
                 raise EngineError(f"{self}: a response is {brief(response)}; allowed: an object.")
         return responses
+
+    def _expect_known_tokens(self, input_ids: Any) -> None:
+        prompts = input_ids if input_ids and isinstance(input_ids[0], Sequence) else [input_ids or []]
+        if self._vocabulary is None and any(prompts):
+            self._vocabulary = self._vocabulary_size()
+        size = self._vocabulary
+        if size is None:
+            return
+        for row, prompt in enumerate(prompts):
+            if prompt and not 0 <= min(prompt) <= max(prompt) < size:
+                place = next(at for at, token in enumerate(prompt) if not 0 <= token < size)
+                where = f"input_ids[{row}][{place}]" if prompts is input_ids else f"input_ids[{place}]"
+                raise RecordError(
+                    f"{where}: token id {prompt[place]} is not in the vocabulary of {self}; allowed: 0 to {size - 1}, its model "
+                    f"has {size} tokens. Give the tokens of that model's own tokenizer, or start SGLang with the trainer's model."
+                )
 
     def update_weights(self, buckets: Iterable[Bucket], *, weight_version: str | None = None) -> None:
         """Send weights, and forget what was cached with those before.
@@ -179,6 +199,10 @@ class Transport(ABC):
     @abstractmethod
     def server_info(self) -> dict[str, Any]:
         """Return the engine's report of itself, for `check_server` and `read_server`."""
+
+    def _vocabulary_size(self) -> int | None:
+        """Return how many tokens the model has; None where the engine cannot tell."""
+        return None
 
     @abstractmethod
     def _generate(self, request: Mapping[str, Any]) -> Any: ...

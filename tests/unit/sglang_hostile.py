@@ -266,7 +266,7 @@ def attempt(port: int, attack: str, call: str) -> dict[str, object]:
     from mismatch_ext.adapters.sglang import HttpTransport, update_weights
 
     url = f"http://127.0.0.1:{port}/{attack.replace(' ', '%20')}.{call}"
-    transport = HttpTransport(url, timeout=TIMEOUT, update_timeout=TIMEOUT)
+    transport = HttpTransport(url, timeout=TIMEOUT, update_timeout=TIMEOUT, vocabulary=16)
     request = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "stream": call == "stream"}
     weights = [("w", torch.zeros(1 << 21 if attack == UNREAD else 1 << 8))]
     start, ended, text = time.monotonic(), "nothing raised", ""

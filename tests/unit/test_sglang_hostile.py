@@ -122,7 +122,7 @@ def test_addresses_that_are_refused(url: Any, words: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("option", ["timeout", "update_timeout", "answer_bytes"])
+@pytest.mark.parametrize("option", ["timeout", "update_timeout", "answer_bytes", "vocabulary"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "5", True])
 def test_limits_that_are_none(option: str, value: Any) -> None:
     with pytest.raises(EngineError, match=f"{option}="):

@@ -39,7 +39,12 @@ BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_tensor", "/en
 
 
 class Server:
-    """Answers each path with what is set for it, (status, JSON-able or bytes) or a list of them; keeps what it was sent."""
+    """Answers each path with what is set for it, (status, JSON-able or bytes) or a list of them; keeps what it was sent.
+
+    But for the question how large the vocabulary is, which it answers as SGLang does.
+    """
+
+    vocabulary: tuple[int, Any] = (400, {"error": {"message": "logit_bias must has keys in [0, 15], got 2147483647."}})
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {
@@ -59,14 +64,19 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                outer.asked.append((self.path, json.loads(body) if body else None))
-                answer = outer.answers.get(self.path, (404, {"detail": "Not Found"}))
+                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = json.loads(data) if data else None
+                answer, withheld = outer.answers.get(self.path, (404, {"detail": "Not Found"})), outer.withheld
+                settings = (body or {}).get("sampling_params")
+                if isinstance(settings, dict) and settings.get("logit_bias"):
+                    answer, withheld = outer.vocabulary, 0
+                else:
+                    outer.asked.append((self.path, body))
                 status, content = answer.pop(0) if isinstance(answer, list) else answer
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "text/event-stream" if data[:5] == b"data:" else outer.content_type)
-                self.send_header("Content-Length", str(len(data) + outer.withheld))
+                self.send_header("Content-Length", str(len(data) + withheld))
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -133,6 +143,39 @@ def test_answers_that_are_no_response(server: Server, status: int, content: Any,
     with pytest.raises(EngineError) as raised:
         HttpTransport(server.url).generate({"input_ids": [1]})
     assert words in str(raised.value) and server.url in str(raised.value) and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "where", "token"),
+    [
+        ([3, 16], r"input_ids\[1\]", 16),
+        ([[15, 0], [2, 4, 99]], r"input_ids\[1\]\[2\]", 99),
+        ([[-1]], r"input_ids\[0\]\[0\]", -1),
+    ],
+)
+def test_a_token_that_the_model_does_not_have_is_not_sent(
+    server: Server, input_ids: Any, where: str, token: int
+) -> None:
+    server.answers["/generate"] = (200, {})
+    transport = HttpTransport(server.url)
+    with pytest.raises(
+        RecordError, match=rf"^{where}: token id {token} is not in the vocabulary .* 0 to 15, .* 16 tokens"
+    ):
+        transport.generate({"input_ids": input_ids})
+    assert server.paths() == []
+    transport.generate({"input_ids": [0, 15]})
+    assert server.paths() == ["/generate"]
+
+
+def test_a_server_that_does_not_say_how_large_its_vocabulary_is(server: Server) -> None:
+    server.answers["/generate"], server.vocabulary = (200, {}), (200, {"text": "well"})
+    with pytest.raises(
+        EngineError, match=r"does not say how many tokens .* status 200, .*HttpTransport\(\.\.\., vocabulary="
+    ):
+        HttpTransport(server.url).generate({"input_ids": [1]})
+    assert server.paths() == []
+    HttpTransport(server.url, vocabulary=8).generate({"input_ids": [7]})
+    assert server.paths() == ["/generate"]
 
 
 def test_a_server_that_is_not_there() -> None:

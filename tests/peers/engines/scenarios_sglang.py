@@ -368,6 +368,8 @@ def refusals(rollouts: Rollouts) -> dict[str, Any]:
     engine = rollouts.engine
     [long] = prompts(1, 600, seed=11, shortest=600)
     found = {"long": message_of(engine.generate, generate_request([long], PLAIN, max_new_tokens=2))}
+    unknown = [[3, 4], [5, rollouts.model.config.vocab_size]]
+    found["unknown token"] = message_of(engine.generate, generate_request(unknown, PLAIN, max_new_tokens=2))
     if isinstance(engine, EngineTransport):
         # A request in flight: the cache must not be flushed under it.
         request = generate_request([3, 4, 5], PLAIN, max_new_tokens=300, ignore_eos=True, stream=True)

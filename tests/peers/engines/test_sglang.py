@@ -136,6 +136,9 @@ def test_what_sglang_refuses_is_an_error(exact: dict[str, Any]) -> None:
     found = exact["refusals"]
     # 600 tokens for a model of 512.
     assert found["long"].startswith("EngineError: ") and "600" in found["long"]
+    # What SGLang does not: its scheduler would end.
+    unknown = found["unknown token"]
+    assert unknown.startswith("RecordError: input_ids[1][1]: token id 16 ") and "0 to 15, its model has 16" in unknown
     if exact["way"] == "engine":
         assert "did not flush its cache" in found["flush"] and "abort" in found["flush"]
     if (exact["version"], exact["way"]) == (NEWEST, "engine"):
