@@ -22,8 +22,8 @@ class Guard(Protocol):
     def take_others(self) -> int:
         """Return how many passes were over other tokens than their routes since the last call."""
 
-    def after(self, router: Any, scores: Any, top_k: int, indices: Any) -> None:
-        """Look at the expert ids `[T, K]` that it selected for scores `[T, E]`."""
+    def after(self, router: Any, scores: Any, top_k: int, indices: Any, native: Callable[[], Any]) -> None:
+        """Look at the expert ids `[T, K]` that it selected for scores `[T, E]`; `native` returns its router's own choice."""
 
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"
@@ -43,7 +43,15 @@ def _guarded_topk(original: Callable[..., Any], guard: Guard) -> Callable[..., A
     def get_replay_topk(self: Any, scores: Any, topk: int, *args: Any, **kwargs: Any) -> Any:
         guard.before(self)
         values, indices = original(self, scores, topk, *args, **kwargs)
-        guard.after(self, scores, topk, indices)
+
+        def native() -> Any:
+            action, self.router_replay_action = self.router_replay_action, None
+            try:
+                return original(self, scores.detach(), topk, *args, **kwargs)[1]
+            finally:
+                self.router_replay_action = action
+
+        guard.after(self, scores, topk, indices, native)
         return values, indices
 
     return get_replay_topk

@@ -5,12 +5,13 @@ Shapes: T tokens of a sample or a forward pass, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from mismatch_ext.adapters.verl.megatron.agreement import Layers, RouteAgreement
 from mismatch_ext.adapters.verl.megatron.passes import PassGuard
 from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
 from mismatch_ext.adapters.verl.worker.samples import ALTERED, altered, lengths, names, routes
@@ -32,11 +33,20 @@ FLAG = "enable_routing_replay"
 
 
 class ReplayGuard:
-    """Follows the replay of one batch after another in verl's Megatron engine."""
+    """Follows the replay of one batch after another in verl's Megatron engine.
+
+    Attributes:
+        agreement: Compares replayed routes with the model's own; None compares none.
+    """
+
+    agreement: RouteAgreement | None = None
 
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[Any, int] | None = None  # selections per router while a batch is replayed
         self._layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # decoder index of each router
+        self._chunks: WeakKeyDictionary[Any, tuple[Layers, int]] = (
+            WeakKeyDictionary()
+        )  # its chunk's layers, and experts
         self.passes = PassGuard()
 
     @contextmanager
@@ -74,7 +84,7 @@ class ReplayGuard:
             return
         self._passes = WeakKeyDictionary()
         try:
-            with self.passes.batch(engine):
+            with self.passes.batch(engine), nullcontext() if self.agreement is None else self.agreement.batch():
                 yield
             missed = [layer for router, layer in routers if not self._passes.get(router)]
         except BaseException:
@@ -111,9 +121,13 @@ class ReplayGuard:
     def _routers(self, engine: Any) -> list[tuple[Any, int]]:
         """Return this rank's routers with their decoder indices."""
         chunks = [unwrap_model(chunk) for chunk in engine.module]
-        found = [(router, number - 1) for number, router in iter_model_routers(chunks)]
+        config, found = engine.tf_config, []
+        for chunk in chunks:
+            own = [(router, number - 1) for number, router in iter_model_routers([chunk])]
+            layers = tuple(layer for _, layer in own)
+            self._chunks.update((router, (layers, config.num_moe_experts)) for router, _ in own)
+            found += own
         self._layers.update(found)
-        config = engine.tf_config
         moe_layers(config)
         stages = range(config.virtual_pipeline_model_parallel_size or 1)
         expected = sum(get_moe_num_layers_to_build(config, stage) for stage in stages)
@@ -144,13 +158,21 @@ class ReplayGuard:
         if self._passes is not None:
             self._passes[router] = self._passes.get(router, 0) + 1
 
-    def after(self, router: Any, scores: torch.Tensor, top_k: int, indices: torch.Tensor) -> None:
-        """Refuse routes of which there are not exactly one row per token."""
+    def after(
+        self, router: Any, scores: torch.Tensor, top_k: int, indices: torch.Tensor, native: Callable[[], torch.Tensor]
+    ) -> None:
+        """Refuse routes of which there are not exactly one row per token, and compare those of a share of the batches."""
         if indices.shape != (scores.shape[0], top_k):
             raise ReplayError(
                 f"{self._name(router)}: the routes are {tuple(indices.shape)}, the forward pass has {scores.shape[0]} tokens of "
                 f"{top_k} experts; tokens without a row would be dropped. They are of another micro-batch, or of a padded one."
             )
+        # A recomputation, whose action is another, is of routes that were compared in its forward pass.
+        forward = router.router_replay_action == RouterReplayAction.REPLAY_FORWARD
+        if self.agreement is not None and self.agreement.active and forward and self._passes is not None:
+            layers, experts = self._chunks[router]
+            recorded, mask = router.target_topk_idx, router.target_replay_mask
+            self.agreement.compare(layers, self._layers[router], recorded, native(), mask, experts)
 
     def _name(self, router: Any) -> str:
         if router in self._layers:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers import read_trainer
-from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH, Guard
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 from verl.utils.device import get_device_name
@@ -21,6 +21,9 @@ from verl.utils.device import get_device_name
 from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import PatchSet
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 
@@ -72,8 +75,8 @@ def _set_replay(config: DictConfig, routing: RoutingConfig) -> list[str]:
         if routing.mode == "R3":
             OmegaConf.update(config, switch, True)
     return [
-        f"{name}={routing.mode!r}: routing is replayed by verl's own Megatron engine; its routes are checked here, and how far "
-        "they differ from the model's own is not measured."
+        f"{name}={routing.mode!r}: routing is replayed by verl's own Megatron engine; its routes are checked here, and compared "
+        f"with the model's own in {routing.agreement_rate:.0%} of the batches."
     ]
 
 
@@ -128,7 +131,7 @@ class ReplayChecks:
         patches: Where verl asks it.
     """
 
-    guard: Guard
+    guard: ReplayGuard
     patches: PatchSet
 
 

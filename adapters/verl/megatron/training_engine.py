@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.verl.block import active_block
-from mismatch_ext.adapters.verl.megatron.settings import replayed_others
+from mismatch_ext.adapters.verl.megatron.agreement import RouteAgreement
+from mismatch_ext.adapters.verl.megatron.settings import registered, replayed_others
 from mismatch_ext.adapters.verl.worker.lr import MegatronRate
 from mismatch_ext.adapters.verl.worker.ranks import gathered
 from mismatch_ext.adapters.verl.worker.state import read_state, write_state
@@ -79,16 +81,25 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         super().__init__(*args, **kwargs)
         self.block = active_block() if block is None else block
         self.mismatch_lr: MegatronRate | None = None
+        self.mismatch_routes: RouteAgreement | None = None
 
     def initialize(self) -> None:
-        """Build model, optimizer and schedule as the parent does, and steer the optimizer.
+        """Build model, optimizer and schedule as the parent does, steer the optimizer, and have routes compared.
 
         Raises:
             ConfigError: It cannot be steered.
         """
         super().initialize()
-        if self.block is not None and self.block.lr is not None and not self.engine_config.forward_only:
+        if self.block is None or self.engine_config.forward_only:
+            return
+        if self.block.lr is not None:
             self.mismatch_lr = MegatronRate(self.block.lr, torch_optimizers(self.optimizer), self.lr_scheduler)
+        checks = registered()
+        if self.block.routing is not None and checks is not None:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            twin = rank > 0 and not self.tf_config.sequence_parallel
+            self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
+            checks.guard.agreement = self.mismatch_routes
 
     def optimizer_step(self) -> Any:
         """Step as the parent does, which raises an error where a step is skipped.
@@ -113,10 +124,12 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         return applied
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save as the parent does, and beside it learning-rate control."""
-        if self.mismatch_lr is not None and local_path is not None:
+        """Save as the parent does, and beside it learning-rate control and which batches' routes are compared."""
+        parts = {"lr": self.mismatch_lr, "routing": self.mismatch_routes}
+        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        if state and local_path is not None:
             # First: a checkpoint that verl has finished must not lack our part of it.
-            write_state(local_path, {"lr": self.mismatch_lr.state_dict()}, rank=dist.get_rank())
+            write_state(local_path, state, rank=dist.get_rank())
         super().save_checkpoint(local_path, *args, **kwargs)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
@@ -126,9 +139,15 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
             RecordError: Its state is damaged, of another rule, or of another update than the schedule.
         """
         super().load_checkpoint(local_path, *args, **kwargs)
-        if self.mismatch_lr is not None and local_path is not None and self.checkpoint_mananager.should_load_optimizer:
+        if local_path is None or not self.checkpoint_mananager.should_load_optimizer:
+            return
+        parts = (self.mismatch_lr, self.mismatch_routes)
+        state = {} if parts == (None, None) else read_state(local_path, rank=dist.get_rank()) or {}
+        if self.mismatch_lr is not None:
             self.mismatch_lr.put_on()
-            self.mismatch_lr.load_state_dict((read_state(local_path, rank=dist.get_rank()) or {}).get("lr"))
+            self.mismatch_lr.load_state_dict(state.get("lr"))
+        if self.mismatch_routes is not None and state.get("routing") is not None:
+            self.mismatch_routes.load_state_dict(state["routing"])
 
     def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
         """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
@@ -152,6 +171,7 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         if self.block is not None and self.block.routing is not None:
             # A pass counts once, however many ranks share its tokens.
             found[OTHER_PASSES] = float(max(gathered(replayed_others())))
+            found |= {} if self.mismatch_routes is None else self.mismatch_routes.metrics()
         return found
 
 

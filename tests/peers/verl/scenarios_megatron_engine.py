@@ -190,6 +190,13 @@ def obeyed(seen: dict[int, list[Tensor]], routes: Tensor, passes: int = 2) -> bo
     return all(found) and len(found) == LAYERS * passes * len(TOKENS)
 
 
+def differing(one: Tensor, two: Tensor, layer: int) -> float:
+    """Return the share of rows, without each sample's last, whose sets of experts differ in a layer."""
+    pairs = zip(one.unbind(), two.unbind(), strict=True)
+    rows = [(a[:-1, layer].sort(-1).values != b[:-1, layer].sort(-1).values).any(-1) for a, b in pairs]
+    return float(torch.cat(rows).double().mean())
+
+
 # Scenarios
 
 
@@ -223,7 +230,7 @@ def replay(model: str) -> dict[str, Any]:
     found: dict[str, Any] = {"native": plain(both(worker(model), batch()))}
     built = worker(model, R2)
     ran = both(built, batch())
-    found["R2"] = plain(ran)
+    found["R2"] = {**plain(ran), "metrics": built.mismatch_metrics()}
     found["R2_report"] = built.mismatch_report()
     found["R2_lost"] = refused(update, built, scored(built, batch()).exclude("routed_experts"))
     routes = as_rollout(ran["routes"])
@@ -231,6 +238,9 @@ def replay(model: str) -> dict[str, Any]:
         built = worker(model, R3)
         ran = both(built, batch(routed_experts=given))
         found[name] = {**plain(ran), "obeyed": obeyed(ran["seen"], given), "own": obeyed(ran["seen"], routes)}
+        found[name] |= {"metrics": built.mismatch_metrics(), "again": built.mismatch_metrics()}
+        # What the first layer chooses does not depend on what is replayed.
+        found[name]["first_layer"] = differing(given, routes, 0)
     found["report"] = built.mismatch_report()
     found["lost"] = {name: lost(built, routes, name) for name in ("sample", "tail", "all", "update")}
     return found

@@ -144,7 +144,7 @@ def test_verls_own_settings_are_set(ran: dict[str, Any]) -> None:
     found = ran["settings"]
     assert found["R3"][:2] == ["R3", True] and found["R2"][:2] == ["R2", False]
     assert found["off"] == [[], "disabled", False]
-    assert len(found["R3"][2]) == 1 and "not measured" in found["R3"][2][0]
+    assert len(found["R3"][2]) == 1 and "compared with the model's own in 5% of" in found["R3"][2][0]
 
 
 @pytest.mark.parametrize(

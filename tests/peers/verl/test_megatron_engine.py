@@ -74,6 +74,22 @@ def test_other_routes_are_taken_in_both_passes(ran: dict[str, Any]) -> None:
     assert other["parameters"] != ran["replay"]["native"]["parameters"]
 
 
+def test_replayed_routes_are_compared_with_the_models_own(ran: dict[str, Any]) -> None:
+    tokens = 2 * (14 + 12 + 10 + 9 - 4)  # scored, and learnt from; but for each sample's last
+    for case in ("own", "other"):
+        found = ran["replay"][case]
+        metrics = {name.removeprefix("routing/"): value for name, value in found["metrics"].items()}
+        assert metrics["compared_tokens"] == tokens and "native_rows_frac" not in metrics
+        assert metrics["layer_0_set_mismatch"] == found["first_layer"]
+        assert set(found["again"]) == {"routing/other_passes"}  # each figure is of what ran since the last one
+    assert ran["replay"]["own"]["metrics"]["routing/token_mismatch_frac"] == 0.0
+    other = ran["replay"]["other"]["metrics"]
+    assert other["routing/layer_0_set_mismatch"] > 0.5 < other["routing/layer_1_set_mismatch"]
+    # A sample's last token was recorded here, too, and the pass that records is compared with nothing.
+    recorded = ran["replay"]["R2"]["metrics"]
+    assert recorded["routing/compared_tokens"] == 14 + 12 + 10 + 9 and recorded["routing/set_mismatch_frac"] == 0.0
+
+
 @pytest.mark.parametrize("case, words", [("sample", "has 0 rows"), ("tail", "has 8 rows"), ("update", "has 0 rows")])
 def test_lost_routes_are_refused_by_their_sample(ran: dict[str, Any], case: str, words: str) -> None:
     found = ran["replay"]["lost"][case]
