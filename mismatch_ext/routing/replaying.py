@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -143,6 +144,9 @@ class RouteReplay:
         forwards: Forward passes that were replayed.
         others: Forward passes over other tokens than were recorded, which the model routed itself, by split.
 
+    Warns:
+        UserWarning: The model selects something else beside experts, which is not replayed.
+
     Raises:
         ReplayError: The model's routing cannot be replayed.
     """
@@ -152,6 +156,8 @@ class RouteReplay:
     ) -> None:
         self.config, self.backend = config, backend
         self.layout = backend.moe_layout(model)
+        if (unreplayed := getattr(self.layout, "unreplayed", None)) is not None:
+            warnings.warn(f"mismatch.routing: {unreplayed}", stacklevel=3)
         self.draws = MeasuredPasses(config, seed)
         self.forwards = 0
         self.others: Counter[str] = Counter()

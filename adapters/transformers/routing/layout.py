@@ -23,6 +23,8 @@ from mismatch_ext.routing import RoutingShape, RoutingTrace
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 _PER_TOKEN = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _ROUTE = "route_tokens_to_experts"
+# What an indexer calls the number of positions that it selects.
+_SELECTED = ("index_topk",)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +56,7 @@ class MoeLayout:
         decoder: The module that runs the layers: one call of it is one forward pass, however the model is wrapped.
         caller: The module that embeds the tokens for it, in a model that mixes them with other inputs; else None.
         family: `model_type` of the config, for messages.
+        selectors: Modules beside the routers that select by a top-k, such as an indexer of key positions, with their paths.
     """
 
     shape: RoutingShape
@@ -61,6 +64,7 @@ class MoeLayout:
     decoder: nn.Module
     caller: nn.Module | None
     family: str
+    selectors: tuple[tuple[str, nn.Module], ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -80,6 +84,20 @@ class MoeLayout:
     def places(self) -> tuple[tuple[int, ...], ...]:
         """Return what tells whether two layouts are of the same objects."""
         return tuple((id(router.module), id(router.experts), router.layer) for router in self.routers)
+
+    @property
+    def unreplayed(self) -> str | None:
+        """What the model selects beside experts, which no trace holds and no replay touches; None where there is nothing."""
+        if not self.selectors:
+            return None
+        name, module = self.selectors[0]
+        size = _integer(module, _SELECTED)
+        of = "" if size is None else f", {size} at most"
+        return (
+            f"{self.family}: {len(self.selectors)} modules beside the routers select by a top-k, the first is {name} "
+            f"({type(module).__name__}{of}). Routes are of experts alone: what these select, such as the keys that a token "
+            "attends to, is each side's own choice, in contexts longer than that a part of the gap, and is not replayed."
+        )
 
     def expect(self, trace: RoutingTrace) -> None:
         """Check that a trace was recorded in a model of this shape.
@@ -109,7 +127,9 @@ def moe_layout(model: nn.Module) -> MoeLayout:
     routers: list[Router] = []
     shapes: set[tuple[int, int]] = set()
     stacks: set[str] = set()
+    blocks: list[str] = []
     for name, block in _blocks(names):
+        blocks.append(f"{name}.")
         stack, layer = _place(names, name, family)
         stacks.add(stack)
         for module, method in _routing_code(block, name, family):
@@ -142,6 +162,11 @@ def moe_layout(model: nn.Module) -> MoeLayout:
         decoder=names[decoder],
         caller=_caller(names, decoder),
         family=family,
+        selectors=tuple(
+            (name, module)
+            for name, module in names.items()
+            if calls_topk(type(module)) and not f"{name}.".startswith(tuple(blocks))
+        ),
     )
 
 

@@ -85,6 +85,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     # Two experts of one group of all: its top-k over the group is of the shape of that over the experts.
     "deepseek_v3": {"1 group": {"n_group": 1, "topk_group": 1}},
     "deepseek_v4": {"no hash layers": {"mlp_layer_types": ["moe"] * 4}},
+    # Of 12 tokens each attends to the 4 that an indexer selects by a top-k of its own.
+    "glm_moe_dsa": {"index_topk=4": {"index_topk": 4}},
     "olmoe": {"norm_topk_prob": {"norm_topk_prob": True}},
     "qwen3_moe": {"norm_topk_prob, dense layer": {"norm_topk_prob": True, "mlp_only_layers": [1]}},
     "lfm2_moe": {"no expert bias": {"use_expert_bias": False}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import transformers
+from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from mismatch_ext.adapters.transformers.routing.replay import Replay
 from torch import Tensor, nn
 
+from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import ReplayError
+from mismatch_ext.routing.replaying import RouteReplay
 from tests.oracles.routing.families import families_page
 from tests.oracles.routing.passes import (
     another,
@@ -156,6 +160,27 @@ def test_layers_are_absolute_and_dense_ones_have_no_router() -> None:
     layout = moe_layout(case(QWEN)[0])
     assert (layout.layers, layout.num_experts, layout.top_k) == ((0, 2, 3), 12, 2)
     assert layout.family == "qwen3_moe" and layout.decoder is case(QWEN)[0].model
+
+
+def test_what_an_indexer_selects_is_named_and_left_alone() -> None:
+    """Keys that a token attends to are chosen by a top-k, too, and are no experts."""
+    model, own, _ = case("glm_moe_dsa (index_topk=4)")
+    with pytest.warns(
+        UserWarning, match=r"4 modules beside .*layers\.0\.self_attn\.indexer \(GlmMoeDsaIndexer, 4 at most\)"
+    ):
+        RouteReplay(RoutingConfig(mode="R3"), routing, model, seed=0)
+    selected: list[Tensor] = []
+    indexer = model.get_submodule("model.layers.0.self_attn.indexer")
+    hook = indexer.register_forward_hook(lambda module, args, output: selected.append(output))
+    with torch.no_grad():
+        forward(model)
+        with replay_routing(model, another(own)):
+            forward(model)
+    hook.remove()
+    assert selected[0].shape == (2, 12, 4) and torch.equal(*selected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RouteReplay(RoutingConfig(mode="R3"), routing, case(QWEN)[0], seed=0)
 
 
 def test_a_dense_model_is_refused() -> None:
