@@ -97,7 +97,7 @@ class HttpTransport(Transport):
             raise EngineError(f"answer_bytes={brief(answer_bytes)}; allowed: an integer above 0, or None.")
         if vocabulary is not None and (not is_integer(vocabulary) or vocabulary < 1):
             raise EngineError(f"vocabulary={brief(vocabulary)}; allowed: an integer above 0, or None.")
-        self.url, self._vocabulary = url.rstrip("/"), vocabulary
+        self.url, self._vocabulary = url.rstrip("/"), None if vocabulary is None else int(vocabulary)
         if session is None:
             session = requests.Session()
             session.trust_env = False
