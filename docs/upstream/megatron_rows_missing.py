@@ -25,7 +25,7 @@ def with_workaround() -> float:
     """Look at what was selected as this package does around verl's replay."""
     from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
 
-    return seen(lambda router, scores, indices: ReplayGuard().after(router, scores, 2, indices))
+    return seen(lambda router, scores, indices: ReplayGuard().after(router, scores, 2, indices, lambda: indices))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.peers.engines.vllm_server import processes
 from tests.peers.trl import scenarios_kills as kills
 
 LATER = 0.05
-"""Seconds after which a server that was asked to sample surely does."""
+"""Seconds after which a server that was asked to sample has the request, and an engine that answers may be sampling."""
 
 
 def block() -> dict[str, Any]:
@@ -67,16 +67,23 @@ def plant(
 ) -> None:
     """Let trainer or server die at a moment."""
     death = Death(count, part, lambda: armed.on)
-    leader = processes(url)[0]
+    leader, *engine = processes(url)
     die: Callable[[], Any] = death.die if who == "trainer" else lambda: os.killpg(leader, signal.SIGKILL)
     http: Any = trainer.vllm_generation.vllm_client.http
     if where == "generation":
         generate = http.generate
 
         def generate_and_die(path: str, body: Any) -> Any:
-            if death.due():
-                threading.Timer(LATER, die).start()
-            return generate(path, body)
+            if not death.due():
+                return generate(path, body)
+            # A fast engine answers before `LATER`: the trainer dies as it does, a server's engine is held until it is killed.
+            for process in engine if who == "server" else ():
+                os.kill(process, signal.SIGSTOP)
+            threading.Timer(LATER, die).start()
+            found = generate(path, body)
+            if who == "trainer":
+                die()
+            return found
 
         http.generate = generate_and_die
     elif where == "update":
