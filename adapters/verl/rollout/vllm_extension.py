@@ -13,6 +13,7 @@ from mismatch_ext.adapters.vllm.engine import quantization_of
 from mismatch_ext.adapters.vllm.routing import records_routing
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from mismatch_ext.errors import EngineError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.dtypes import canonical
@@ -25,6 +26,8 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
     # vLLM adds this class to the bases of its worker.
     model_runner: Any
+    # Buffers of an update, while vLLM's are none to copy into.
+    _buffers_aside: list[tuple[str, Any]]
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return dtypes and modes that this worker really uses, and the block that it knows."""
@@ -73,6 +76,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         if self._reloads and not (peft_config and base_sync_done):  # adapters alone
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+            self._buffers_aside = []
             initialize_layerwise_reload(self.model_runner.model)
         super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
 
@@ -82,6 +86,13 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             weights = [(name, tensor.clone()) for name, tensor in weights]
         super()._update_weights(weights, *args, **kwargs)
 
+    def _apply_buffer_updates_all_models(self, buffer_updates: Any, main_named_buffers: Any) -> Any:
+        if not self._reloads:
+            return super()._apply_buffer_updates_all_models(buffer_updates, main_named_buffers)
+        # While layers are reloaded the model's buffers are on `meta`, where a copy is lost without a word.
+        self._buffers_aside += buffer_updates
+        return len(buffer_updates)
+
     def _iter_all_models_with_config(self) -> Iterator[Any]:
         """Yield what verl is to process after the last tensor: nothing that vLLM has processed layer by layer."""
         if not self._reloads:
@@ -89,7 +100,16 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             return
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model_runner.model, self.model_runner.vllm_config.model_config)
+        model = self.model_runner.model
+        finalize_layerwise_reload(model, self.model_runner.vllm_config.model_config)
+        buffers = dict(model.named_buffers())
+        if lost := sorted({name for name, _ in self._buffers_aside} - buffers.keys()):
+            raise EngineError(
+                f"vLLM reloaded the model layer by layer, and has no buffer {lost[0]!r} any more ({len(lost)} in all), which the "
+                "trainer has sent; remove mismatch.precision.quantized.weights and the engine's quantization."
+            )
+        super()._apply_buffer_updates_all_models(self._buffers_aside, buffers)
+        self._buffers_aside = []
 
     def mismatch_sums(self, shapes: dict[str, list[int]]) -> dict[str, Sums]:
         """Return the sums of the bits of those tensors that this worker holds in the trainer's layout, or a part of along rows.

@@ -218,15 +218,30 @@ def _quantization(rollout: DictConfig) -> tuple[str, str | None]:
     """Return the setting that says how a rollout is quantised, and its value: the engine's own comes before verl's.
 
     Raises:
-        ConfigError: verl's own setting has a value that verl refuses when the rollout starts.
+        ConfigError: verl's own setting has a value that verl refuses when the rollout starts, or the engine's is one that verl
+            sends no weights for.
     """
     path = "actor_rollout_ref.rollout"
     own = (rollout.engine_kwargs.get(rollout.name) or {}).get("quantization")
     value = rollout.get("quantization") or None
-    if value is not None and value not in (allowed := QUANTIZATIONS.get(rollout.name, (value,))):
+    allowed = QUANTIZATIONS.get(rollout.name, (value,))
+    if value is not None and value not in allowed:
         raise refused(
             f"{path}.quantization", value, " or ".join(map(repr, allowed)), "verl refuses others when the rollout starts",
-            f"Give the engine's own name of a format as {path}.engine_kwargs.{rollout.name}.quantization",
+            f"Give the engine's own name of a format as {path}.engine_kwargs.vllm.quantization"
+            if rollout.name == "vllm" else f"Set {path}.name=vllm and its engine_kwargs.vllm.quantization for vLLM's formats",
+        )  # fmt: skip
+    if rollout.name == "sglang" and own and own != value:
+        raise refused(
+            f"{path}.engine_kwargs.sglang.quantization", own, f"{path}.quantization={' or '.join(map(repr, allowed))}",
+            f"verl quantises what it sends to SGLang by {path}.quantization alone, and SGLang's quantised layers take no other "
+            "tensors: the first update would end the run",
+        )  # fmt: skip
+    if own and OmegaConf.select(rollout, "mtp.enable_rollout"):
+        raise refused(
+            f"{path}.mtp.enable_rollout", True, "False",
+            "vLLM reloads and quantises each layer of an update once, and the drafter shares layers with it; not run yet",
+            f"Leave it out, or {path}.engine_kwargs.{rollout.name}.quantization",
         )  # fmt: skip
     return (f"{path}.engine_kwargs.{rollout.name}.quantization", own) if own else (f"{path}.quantization", value)
 
