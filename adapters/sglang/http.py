@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mismatch_ext.adapters.sglang.exchange import Exchange
     from requests import Session
 
-VOCABULARY = re.compile(rb"logit_bias must has? keys in \[0, ([0-9]{1,9})\]")
+VOCABULARY = re.compile(rb"logit_bias must ha(?:s|ve) keys in \[0, ([0-9]{1,9})\]")
 """SGLang's refusal of a setting for a token that its model does not have."""
 
 

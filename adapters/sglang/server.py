@@ -142,7 +142,7 @@ def check_server(
     problems = [
         *version_problems(reading),
         *precision_problems(reading, policy),
-        *model_problems(fields, sends_all_weights, policy.quantization is not None),
+        *model_problems(fields, sends_all_weights, policy.quantization),
         *numeric_problems(fields, policy, deterministic),
         *(routing_problems(fields) if routing else ()),
     ]

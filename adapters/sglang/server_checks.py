@@ -79,13 +79,16 @@ def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[
     return problems
 
 
-def model_problems(fields: Mapping[Any, Any], sends_all_weights: bool, quantized: bool = False) -> list[ServerProblem]:
+def model_problems(
+    fields: Mapping[Any, Any], sends_all_weights: bool, quantized: str | None = None
+) -> list[ServerProblem]:
     """Check that the server runs the checkpoint's model, with weights that updates reach, and samples as a request says.
 
     Args:
         fields: The server's report.
         sends_all_weights: Whether the trainer sends all weights before the first request.
-        quantized: Whether its weights are quantised on purpose: an override of their format alone is then none of the model.
+        quantized: How its weights are quantised on purpose, if they are: an override that says this of all layers and nothing
+            else is then none of the model.
     """
     found: list[ServerProblem] = []
     preferred, override = fields.get("preferred_sampling_params"), fields.get("json_model_override_args")
@@ -93,7 +96,7 @@ def model_problems(fields: Mapping[Any, Any], sends_all_weights: bool, quantized
         why = "They fill in what a request leaves out, and no record has them."
         flag = "leave out --preferred-sampling-params"
         found.append(_problem("preferred_sampling_params", preferred, "none", flag, why))
-    if _given(override) and not (quantized and _of_format_alone(override)):
+    if _given(override) and not (quantized and _of_format_alone(override, quantized)):
         why = "The server's model is then another one than the checkpoint's configuration, which the trainer computes with, says."
         flag = "leave out --json-model-override-args"
         found.append(_problem("json_model_override_args", override, "{}", flag, why))
@@ -187,13 +190,18 @@ def server_notes(fields: Mapping[Any, Any], assumed: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _of_format_alone(override: object) -> bool:
-    """Tell whether an override says how weights are quantised and nothing else, as verl's does for fp8."""
+def _of_format_alone(override: object, quantized: str) -> bool:
+    """Tell whether an override says that all weights are quantised so, and nothing else, as verl's does for fp8."""
     try:
         found = json.loads(override) if isinstance(override, str) else override
     except ValueError:
         return False
-    return isinstance(found, dict) and set(found) == {"quantization_config"}
+    if not isinstance(found, dict) or set(found) != {"quantization_config"}:
+        return False
+    said = found["quantization_config"]
+    if not isinstance(said, dict) or said.get("quant_method") != quantized:
+        return False
+    return not any(_given(said.get(name)) for name in ("ignored_layers", "modules_to_not_convert", "ignore"))
 
 
 def _given(value: object) -> bool:

@@ -243,7 +243,11 @@ def test_a_quantisation_that_the_checkpoint_brings_is_seen_in_this_process() -> 
     [
         ('{"quantization_config": {"quant_method": "fp8"}}', []),
         ({"quantization_config": {"quant_method": "fp8"}}, []),
-        ('{"quantization_config": {}, "rope_theta": 1}', ["json_model_override_args"]),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": []}}, []),
+        ('{"quantization_config": {"quant_method": "fp8"}, "rope_theta": 1}', ["json_model_override_args"]),
+        ('{"quantization_config": null}', ["json_model_override_args"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["json_model_override_args"]),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["lm_head"]}}, ["json_model_override_args"]),
         ("quantization_config", ["json_model_override_args"]),
     ],
 )
