@@ -288,6 +288,11 @@ class CheckedGeneration:
 def _finish_reasons(outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> list[str] | None:
     """Return why each completion ended; None where the outputs seen are not those of the completions."""
     seen = [completion for output in outputs for completion in output.outputs]
+    known = {id(completion.token_ids): completion.finish_reason for completion in seen}
+    if all(
+        id(ids) in known for ids in completion_ids
+    ):  # with tensor parallelism TRL takes its own of those of all ranks
+        return [known[id(ids)] for ids in completion_ids]
     if [list(completion.token_ids) for completion in seen] != [list(ids) for ids in completion_ids]:
         return None
     return [completion.finish_reason for completion in seen]

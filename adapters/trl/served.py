@@ -198,8 +198,8 @@ def _received(choice: Mapping[str, Any]) -> SimpleNamespace:
     if routes is not None:
         routes = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
     completion = SimpleNamespace(
-        index=0, token_ids=choice["token_ids"], finish_reason=choice["finish_reason"], routed_experts=routes
+        index=0, token_ids=choice["token_ids"], finish_reason=choice.get("finish_reason"), routed_experts=routes
     )
     return SimpleNamespace(
-        request_id=f"choice {choice['index']}", prompt_token_ids=choice["prompt_token_ids"], outputs=[completion]
+        request_id=f"choice {choice['index']}", prompt_token_ids=choice.get("prompt_token_ids"), outputs=[completion]
     )
