@@ -48,14 +48,17 @@ def measured(kind: str, form: Format, responses: int = RESPONSES) -> dict[str, A
         try:
             if form.parts and not engine.quantises():
                 return {"refused": "starts, and leaves all layers of a dense model in bfloat16"}
-            sample, arms = engine.sample(prompts, TOKENS), []
-            if len(form.parts) > 1:
-                with engine.whole_inputs(checkpoint):
-                    arms.append(engine.distributions(sample))
+            try:
+                sample = engine.sample(prompts, TOKENS)
+            except AttributeError as error:  # a CPU's build has no kernel, which the first request finds out
+                return {"refused": _reason(error)}
             with engine.compared_inputs() as counted:
-                arms.append(engine.distributions(sample))
-        except AttributeError as error:  # a CPU's build has no kernel, which the first request finds out
-            return {"refused": _reason(error)}
+                arms = [engine.distributions(sample)]
+            # A format that rounds what goes into layers on one machine may leave it as it is on another.
+            parts = form.parts if counted.get("values") else form.parts[:1]
+            if len(parts) > 1:
+                with engine.whole_inputs(checkpoint):
+                    arms.insert(0, engine.distributions(sample))
         finally:
             engine.shutdown()
     if form.parts:
@@ -64,7 +67,7 @@ def measured(kind: str, form: Format, responses: int = RESPONSES) -> dict[str, A
             arms.insert(0, plain.distributions(sample))
         finally:
             plain.shutdown()
-    found = figures(form.parts, sample, arms, distributions(load_model(own), sample))
+    found = figures(parts, sample, arms, distributions(load_model(own), sample))
     return found | ({"values into quantised layers": counted} if counted.get("values") else {})
 
 

@@ -27,7 +27,9 @@ def compared(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], li
     """
     moved: list[str] = []
     apart: list[str] = []
-    if before["machine"]["cpu"] != now["machine"]["cpu"] or before["versions"] != now["versions"]:
+    # Two kinds of CPU may have one name, as virtual machines give it.
+    kinds = [[record["machine"].get(key) for key in ("cpu", "instruction_sets")] for record in (before, now)]
+    if kinds[0] != kinds[1] or before["versions"] != now["versions"]:
         return moved, apart
     for path, old, new in pairs(before["figures"], now["figures"]):
         line = f"{now['name']}: {path}: {old} before, {new} now"

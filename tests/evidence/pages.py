@@ -219,7 +219,6 @@ NOT_YET_RECORDED = (
     "example_moe_r3",
     "lr_gap_quick",
     "quantised",
-    "quantised_sglang",
 )
 MEASURED_BY = {"demo": "demo_dense", "replay_gap": "replay_gap", "cost": "step_cost"}
 

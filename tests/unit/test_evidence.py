@@ -150,6 +150,7 @@ def test_new_figures_are_compared_with_those_recorded() -> None:
     assert len(compared(before, moved)[0]) == 2 and not compared(before, moved)[1]
     assert len(compared(before, far)[1]) == 1
     assert compared(before, {**far, "machine": {"cpu": "B"}}) == ([], [])
+    assert compared(before, {**far, "machine": {"cpu": "A", "instruction_sets": ["avx512f"]}}) == ([], [])
 
 
 def test_the_command_lists_slices_and_refuses_others() -> None:
