@@ -97,8 +97,10 @@ class Proof:
             raise RoutingError(f"others={others!r}; allowed: {', '.join(map(repr, OTHERS))}.")
         if others != "replay" and expected is None:
             raise RoutingError(
-                "the routing trace does not know which tokens its routes are of (it comes from a file of schema 1, or was made "
-                "by hand), so that no forward pass can be shown to be theirs; say so by trace.of_tokens(ids), for each sequence."
+                "the routing trace does not know which tokens its routes are of (it comes from a file of schema 1, was made by "
+                "hand, or was recorded of a pass with images or other inputs beside its token ids), so that no forward pass can "
+                "be shown to be theirs; say so by trace.of_tokens(ids), for each sequence, or vouch for a pass with images by "
+                "others='replay'."
             )
         self.others = 0
         self.reason = ""

@@ -174,8 +174,9 @@ def _caller(names: dict[str, nn.Module], decoder: str) -> nn.Module | None:
     """Return the innermost model around the decoder, if it is one of several parts, as a multimodal model's decoder is."""
     while decoder:
         decoder = decoder.rpartition(".")[0]
-        if hasattr(config := getattr(names[decoder], "config", None), "model_type"):
-            return names[decoder] if getattr(config, "text_config", None) is not None else None
+        # Llama 4 has a whole language model between the two.
+        if getattr(getattr(names[decoder], "config", None), "text_config", None) is not None:
+            return names[decoder]
     return None
 
 

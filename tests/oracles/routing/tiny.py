@@ -110,13 +110,8 @@ class Family:
     model: type[PreTrainedModel]
     settings: dict[str, Any]
 
-    def build(self, dtype: torch.dtype = torch.float32, *, experts: str | None = None) -> nn.Module:
-        """Return a model in training mode, with the same random weights at every call.
-
-        Args:
-            dtype: Of parameters and buffers.
-            experts: Implementation of the experts: "eager", "batched_mm", "grouped_mm"; None for eager where it can be set.
-        """
+    def sized(self) -> PreTrainedConfig:
+        """Return its config, of the sizes that all families share."""
         known = {field.name: field.default for field in dataclasses.fields(self.config)}
         sizes = {name: size for name, size in _SIZES.items() if name in known}
         # Noise would make two passes differ.
@@ -125,7 +120,16 @@ class Family:
             for name, default in known.items()
             if isinstance(default, float) and re.search("dropout|jitter", name)
         }
-        config = self.config(**{**sizes, **self.settings})
+        return self.config(**{**sizes, **self.settings})
+
+    def build(self, dtype: torch.dtype = torch.float32, *, experts: str | None = None) -> nn.Module:
+        """Return a model in training mode, with the same random weights at every call.
+
+        Args:
+            dtype: Of parameters and buffers.
+            experts: Implementation of the experts: "eager", "batched_mm", "grouped_mm"; None for eager where it can be set.
+        """
+        config = self.sized()
         config._experts_implementation = experts or "eager"
         with torch.random.fork_rng(
             devices=[]
@@ -133,16 +137,21 @@ class Family:
             torch.manual_seed(1)
             built = self.model._from_config(config, attn_implementation="eager", dtype=torch.float32)
         model: nn.Module = built.to(dtype).train()
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-            for name, buffer in model.named_buffers():
-                # Zero at initialisation; random, a bias that only selects shows whether it also weighs.
-                if name.endswith("bias") and buffer.is_floating_point():
-                    buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        randomise(model)
         return model
+
+
+def randomise(model: nn.Module) -> None:
+    """Give a model random weights, the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            # Zero at initialisation; random, a bias that only selects shows whether it also weighs.
+            if name.endswith("bias") and buffer.is_floating_point():
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def families() -> Iterator[Family]:
