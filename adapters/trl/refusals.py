@@ -16,6 +16,8 @@ from mismatch_ext.versions import on_cpu_build
 
 # Arguments of TRL's trainers by which a completion is stitched from several generations.
 STITCHING = ("tools", "rollout_func", "environment_factory")
+# Columns in which TRL looks for images.
+IMAGE_COLUMNS = {"image", "images"}
 
 
 def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
@@ -75,6 +77,45 @@ def check_stitching(block: MismatchConfig, given: Mapping[str, Any], *, use_vllm
                 f"mismatch.routing.mode='R3' with {key} and use_vllm=False: transformers' generation records the routes of a "
                 "batch, and not those of the calls that a completion is stitched from; allowed: use_vllm=True, or mode='R2'."
             )
+
+
+def check_images(block: MismatchConfig, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    """Refuse routing for data with images, as far as a dataset shows them; what it does not show, the first pass refuses.
+
+    Args:
+        block: The block.
+        args: Positional arguments of the trainer.
+        given: Its keyword arguments.
+
+    Raises:
+        ConfigError: A dataset has images, of whose content no token id tells.
+    """
+    if block.routing is None:
+        return
+    for name, value in (*given.items(), *((f"argument {number}", value) for number, value in enumerate(args, 1))):
+        for dataset in value.values() if isinstance(value, dict) else [value]:
+            if hasattr(dataset, "column_names") and (found := _images_of(dataset)) is not None:
+                raise ConfigError(
+                    f"mismatch.routing.mode={block.routing.mode!r} with images ({name}: {found}): no token id tells what an "
+                    "image shows, so that a pass of the trainer cannot be shown to be the one that its routes are of; allowed: "
+                    "text alone. Remove mismatch.routing for this data."
+                )
+
+
+def _images_of(dataset: Any) -> str | None:
+    """Return where a dataset has images, by its first row, as TRL tells them; of a stream by its columns, if it knows them."""
+    columns = dataset.column_names
+    if not hasattr(dataset, "__len__"):
+        named = sorted(IMAGE_COLUMNS & set(columns or ()))
+        return f"column {named[0]!r}" if named else None
+    row = dataset[0] if len(dataset) else {}
+    for name in sorted(IMAGE_COLUMNS & set(row)):
+        if row[name]:
+            return f"column {name!r}"
+    prompt = row.get("prompt")
+    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return "a part of a prompt" if any(part.get("type") == "image" for part in parts) else None
 
 
 def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, Any]) -> None:

@@ -292,6 +292,6 @@ def _refuse_multimodal(options: Mapping[str, Any]) -> None:
     given = [name for name, value in options.items() if value is not None and not isinstance(value, bool)]
     if given:
         raise RoutingError(
-            f"mismatch.routing with multimodal inputs ({', '.join(given)}): their tokens cannot be matched to recorded "
-            "routes; remove mismatch.routing for this model."
+            f"mismatch.routing with multimodal inputs ({', '.join(given)}): no token id tells what an image shows, so that this "
+            "pass cannot be shown to be the one that its routes are of; remove mismatch.routing for this data."
         )

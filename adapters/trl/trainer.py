@@ -34,7 +34,14 @@ from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
 from mismatch_ext.adapters.trl.readings import ratio_bias
-from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_objective, check_peers, check_stitching
+from mismatch_ext.adapters.trl.refusals import (
+    STITCHING,
+    EngineRefusals,
+    check_images,
+    check_objective,
+    check_peers,
+    check_stitching,
+)
 from mismatch_ext.adapters.trl.sampling_mask import KEY as MASKS
 from mismatch_ext.adapters.trl.turns import TurnsMixin
 from torch import Tensor
@@ -100,6 +107,8 @@ class MismatchTrainerMixin(
             check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server, stitches=stitches)
         with self._verdicts.checking("stitching"):
             check_stitching(self._block, kwargs, use_vllm=config.use_vllm)
+        with self._verdicts.checking("images"):
+            check_images(self._block, args, kwargs)
         self._ranks = AcceleratorRanks(PartialState())
         self._log = RunLog(
             self._block,

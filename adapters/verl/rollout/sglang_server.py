@@ -115,6 +115,11 @@ class MismatchSGLangServer(SGLangHttpServer):
     def _ingest(self, request: Any, output: dict[str, Any]) -> None:
         """Check an answer, and put its routes in the form that verl reads."""
         prompt, name, meta = list(request.input_ids), str(request.rid), output["meta_info"]
+        if self.config.enable_rollout_routing_replay and (request.image_data or request.video_data):
+            raise RoutingError(
+                f"request {name}: mismatch.routing with images or video, of which no token id tells what they show, so that a "
+                "pass of the trainer cannot be shown to be the one that its routes are of; remove mismatch.routing for this data."
+            )
         # A turn that has no room left is asked for no token, and comes with the log-probability of none.
         empty = request.sampling_params.get("max_new_tokens") == 0
         if request.return_logprob and not empty:

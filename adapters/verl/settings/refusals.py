@@ -137,10 +137,27 @@ def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
     setting = "actor_rollout_ref.rollout.data_parallel_size"
     if (given := OmegaConf.select(config, setting)) not in (None, 1):
         raise refused(setting, given, "1", "an SGLang server answers for its first engine alone")
+    _check_one_node(config)
     setting = "actor_rollout_ref.rollout.skip_tokenizer_init"
     if block.routing is not None and block.routing.mode == "R3" and not OmegaConf.select(config, setting):
         why = "verl then reads routes by a module that SGLang no longer has"
         raise refused(setting, False, "True, verl's default", why)
+
+
+def _check_one_node(config: DictConfig) -> None:
+    """Refuse a replica that verl spreads over several nodes: a server for each, of which the first alone answers."""
+    rollout = config.actor_rollout_ref.rollout
+    sizes = {key: int(rollout.get(key) or 1) for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+    ranks = sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"]
+    here = int(rollout.get("n_gpus_per_node") or ranks)
+    if ranks > here:
+        size = " x ".join(map(str, sizes.values()))
+        why = (
+            f"a replica of {size} ranks ({' x '.join(sizes)}) has several nodes of {here}, with a server on each, of which the "
+            "first alone says what it runs with"
+        )
+        setting = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        raise refused(setting, sizes["tensor_model_parallel_size"], f"at most {here} ranks, one node's", why)
 
 
 def check_bypass(config: DictConfig, block: MismatchConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,11 +12,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("verl")  # part of `make setup`
 
+import pyarrow
+import pyarrow.parquet
 import ray
 import verl.trainer.constants_ppo
 import verl.utils.config
@@ -459,6 +463,11 @@ def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> No
         ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
         ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
         ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
+        (
+            "0.5.18",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=16",
+            "a replica of 16 x 1 ranks .* has several nodes of 8",
+        ),
     ],
 )
 def test_what_sglang_cannot_do_under_verl_is_refused(
@@ -467,7 +476,36 @@ def test_what_sglang_cannot_do_under_verl_is_refused(
     sglang_is(version)
     with pytest.raises(MismatchError) as error:
         prepared(*SGLANG, override)
-    assert named in str(error.value)
+    assert re.search(named, str(error.value))
+    if "tensor_model" in override:
+        prepared(*SGLANG, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
+        prepared(*SGLANG, override, "trainer.n_gpus_per_node=16")
+
+
+@pytest.mark.parametrize(
+    ("column", "suffix"), [("images", "parquet"), ("videos", "parquet"), ("audios", "jsonl"), ("pictures", "jsonl")]
+)
+def test_routing_for_data_with_images_is_refused_before_ray(tmp_path: Path, column: str, suffix: str) -> None:
+    rows = {"prompt": [[{"role": "user", "content": "<image>What?"}]], column: [["one.png"]]}
+
+    def written(name: str, table: dict[str, Any]) -> str:
+        file = tmp_path / f"{name}.{suffix}"
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table(table), file)
+        else:
+            file.write_text(json.dumps({key: value[0] for key, value in table.items()}) + "\n")
+        return str(file)
+
+    text, empty = written("text", {"prompt": rows["prompt"]}), written("empty", {**rows, column: [[]]})
+    images = written("images", rows)
+    key = ("data.image_key=pictures",) if column == "pictures" else ()
+    for setting, mode in (("train_files", "R2"), ("val_files", "R3")):
+        with pytest.raises(ConfigError) as refusal:
+            prepared(*key, f"data.{setting}=[{text},{images}]", f"+mismatch.routing.mode={mode}")
+        said = str(refusal.value)
+        assert f"mismatch.routing.mode='{mode}'" in said and f"data.{setting} has '{column}'" in said and images in said
+    prepared(*key, f"data.train_files=[{text},{empty},/nowhere/else.{suffix}]", "+mismatch.routing.mode=R3")
+    prepared(*key, f"data.train_files={images}", "+mismatch={}")
 
 
 def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
