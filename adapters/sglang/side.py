@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.placeholders import placeholders_at, refuse_placeholders
 from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import RolloutRecord, SamplingSettings
@@ -76,6 +77,7 @@ class Rollout:
         self._info = transport.server_info()
         self._reading = read_server(self._info)
         self._shape: RoutingShape | None = None
+        self._placeholders = placeholders_at(self._info.get("model_path"))
 
     @classmethod
     def launch(
@@ -163,10 +165,11 @@ class Rollout:
 
         Raises:
             EngineError: SGLang failed.
-            RecordError: It returned something malformed.
+            RecordError: It returned something malformed; or a prompt has a token that stands for an image, a video or a sound.
             RoutingError: Routes are missing or malformed.
         """
         ids = [list(map(int, prompt)) for prompt in prompts]
+        refuse_placeholders(ids, self._placeholders, f"the model at {self._info.get('model_path')}")
         request = generate_request(
             ids,
             self.sampling,
