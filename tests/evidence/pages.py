@@ -218,7 +218,6 @@ NOT_YET_RECORDED = (
     "example_dense_fp16",
     "example_moe_r3",
     "lr_gap_quick",
-    "quantised",
 )
 MEASURED_BY = {"demo": "demo_dense", "replay_gap": "replay_gap", "cost": "step_cost"}
 
