@@ -96,7 +96,7 @@ class MoeLayout:
         return (
             f"{self.family}: {len(self.selectors)} modules beside the routers select by a top-k, the first is {name} "
             f"({type(module).__name__}{of}). Routes are of experts alone: what these select, such as the keys that a token "
-            "attends to, is each side's own choice, in contexts longer than that a part of the gap, and is not replayed."
+            "attends to, is each side's own choice, a part of the gap where there is more to choose from, and is not replayed."
         )
 
     def expect(self, trace: RoutingTrace) -> None:

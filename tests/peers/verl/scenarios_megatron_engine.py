@@ -280,9 +280,16 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
         ),
         "recomputed": (f"{recompute}granularity=full", f"{recompute}method=uniform", f"{recompute}num_layers=1"),
     }.items():
-        ran = both(worker(model, R3, *overrides), batch(routed_experts=given))
+        rate = 1.0 if name != "dynamic" else 0.0
+        built = worker(model, {"routing": {"mode": "R3", "agreement_rate": rate}, **OFF}, *overrides)
+        ran = both(built, batch(routed_experts=given))
         passes = sum(len(call) for call in ran["seen"][0]) / sum(TOKENS)
-        found[name] = {**plain(ran), "calls": len(ran["seen"][0]), "passes": passes}
+        found[name] = {
+            **plain(ran),
+            "calls": len(ran["seen"][0]),
+            "passes": passes,
+            "metrics": built.mismatch_metrics(),
+        }
         if name in ("whole", "recomputed"):
             found[name]["obeyed"] = obeyed(ran["seen"], given, len(ran["seen"][0]))
     return found

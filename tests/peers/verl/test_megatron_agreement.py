@@ -20,13 +20,12 @@ def routes(seed: int, rows: int = 6, top_k: int = 2) -> Tensor:
     return torch.rand(rows, len(LAYERS), EXPERTS, generator=generator).topk(top_k).indices
 
 
-def compared(mode: str, recorded: Tensor, native: Tensor, mask: Tensor | None, rate: float = 1.0) -> dict[str, float]:
+def compared(mode: str, recorded: Tensor, native: Tensor, mask: Tensor | None) -> dict[str, float]:
     """Return what is measured of one pass over both layers."""
-    found = RouteAgreement(RoutingConfig(mode=mode, agreement_rate=rate), seed=1)  # type: ignore[arg-type]
+    found = RouteAgreement(RoutingConfig(mode=mode, agreement_rate=1.0), seed=1)  # type: ignore[arg-type]
     with found.batch():
-        if found.active:
-            for at, layer in enumerate(LAYERS):
-                found.compare(LAYERS, layer, recorded[:, at].to(torch.int16), native[:, at], mask, EXPERTS)
+        for at, layer in enumerate(LAYERS):
+            found.compare(LAYERS, layer, recorded[:, at].to(torch.int16), native[:, at], mask, EXPERTS)
     return found.metrics()
 
 
@@ -53,10 +52,6 @@ def test_rows_of_zeros_are_padding_where_recorded_routes_have_no_mask() -> None:
     assert compared("R2", recorded, routes(1), None)["routing/set_mismatch_frac"] == 0.0
     # With one expert per token expert 0 is a route, too.
     assert compared("R2", routes(1, top_k=1), routes(2, top_k=1), None) == {}
-
-
-def test_a_batch_that_is_not_drawn_costs_nothing() -> None:
-    assert compared("R3", routes(1), routes(2), torch.ones(6, dtype=torch.bool), rate=0.0) == {}
 
 
 def test_what_a_failed_pass_has_left_is_not_taken_for_the_next() -> None:

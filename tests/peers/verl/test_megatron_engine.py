@@ -128,6 +128,9 @@ def test_routes_follow_their_samples_into_micro_batches(ran: dict[str, Any]) -> 
     for name in ("one_by_one", "dynamic"):
         assert gap(layouts[name]["logprobs"], layouts["whole"]["logprobs"]) < 0.05
     assert layouts["recomputed"]["parameters"] == layouts["whole"]["parameters"]
+    # No batch is compared at a rate of 0.
+    compared = {name: "routing/compared_tokens" in found["metrics"] for name, found in layouts.items()}
+    assert compared == {"whole": True, "one_by_one": True, "dynamic": False, "recomputed": True}
 
 
 def test_the_reference_is_not_replayed(ran: dict[str, Any]) -> None:

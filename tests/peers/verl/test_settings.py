@@ -312,6 +312,14 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
             "rollout.engine_kwargs.vllm.quantization='fp8_per_channel'",
         ),
         (("+mismatch.precision.quantized.weights=fp8_per_channel",), "allowed: 'fp8_per_channel'"),
+        (
+            (
+                "+mismatch.precision.quantized.weights=fp8_per_channel",
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
+                "++actor_rollout_ref.rollout.mtp.enable_rollout=True",
+            ),
+            "rollout.mtp.enable_rollout=True",
+        ),
         (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
         (
             (
@@ -480,6 +488,18 @@ def test_what_sglang_cannot_do_under_verl_is_refused(
     if "tensor_model" in override:
         prepared(*SGLANG, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
         prepared(*SGLANG, override, "trainer.n_gpus_per_node=16")
+
+
+def test_sglang_is_quantised_as_verl_quantises_what_it_sends(sglang_is: Callable[[str], None]) -> None:
+    sglang_is("0.5.18")
+    own = "+actor_rollout_ref.rollout.engine_kwargs.sglang.quantization=fp8"
+    asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,quantized:{weights:fp8}}")
+    with pytest.raises(
+        ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* allowed: .*rollout\.quantization='fp8'"
+    ):
+        prepared(*asked, own)
+    for rest in ((), (own,)):
+        prepared(*asked, "actor_rollout_ref.rollout.quantization=fp8", *rest)
 
 
 @pytest.mark.parametrize(
