@@ -232,6 +232,12 @@ def ways(rollouts: Rollouts) -> None:
     check("start", [whole[:90]], 8, start=70, ignore_eos=True)
     check("stream", [whole[:50]], 10, stream=True, ignore_eos=True)
     check("streams", prompts(4, 30, seed=7), 10, stream=True)
+    [begun] = prompts(1, 20, seed=8, shortest=20)
+    [first], _ = rollouts.records([begun], 8, ignore_eos=True)
+    conversation = [*begun, *first.response_ids]
+    [second] = check("second turn", [conversation + prompts(1, 7, seed=9, shortest=7)[0]], 8, ignore_eos=True)
+    kept = second.routing.slice(0, first.routing.rows)
+    rollouts.found["second turn"]["as sampled"] = bool(torch.equal(kept.experts, first.routing.experts))
 
 
 def message_of(function: Any, *args: Any, **kwargs: Any) -> str:

@@ -63,6 +63,9 @@ WAYS = {
     "start": (1, 8, 89, 89),
     "stream": (1, 10, 49, 49),
     "streams": (4, 10, 0, 20),
+    # 20 tokens of the prompt and 8 that the first turn sampled. The last of these the model was given in 0.5.12 and 0.5.18 alone,
+    # whose scheduler is a step ahead of what it knows to have ended.
+    "second turn": (1, 8, 27, 28),
     # The prompts of "concurrent" again, of which the cache holds 360 tokens if it was not flushed.
     "after an update": (8, 480, 0, 20),
     "after small buckets": (4, 20, 0, 20),
@@ -88,6 +91,12 @@ def test_rows_starts_and_reasons(exact: dict[str, Any]) -> None:
     assert ways["chunked"]["rows"] == [207] and ways["chunked"]["starts"] == [0]
     assert ways["start"]["rows"] == [90 + 8 - 1 - 70] and ways["start"]["starts"] == [70]
     assert ways["chunked"]["reasons"] == ["length"] and "stop" in ways["stop tokens"]["reasons"]
+
+
+def test_a_later_turn_has_the_routes_that_the_cache_keeps_of_the_turn_before(exact: dict[str, Any]) -> None:
+    # No row is missing of what was not computed again: 20 + 8 tokens, 7 of a tool, and 8 sampled ones but the last.
+    found = exact["rollouts"]["second turn"]
+    assert found["rows"] == [20 + 8 + 7 + 8 - 1] and found["as sampled"]
 
 
 def test_prompts_are_scored_as_by_transformers(exact: dict[str, Any]) -> None:

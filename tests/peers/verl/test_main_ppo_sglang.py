@@ -1,4 +1,4 @@
-"""The block in verl's own trainer with SGLang's servers: every section at once, and an answer that is refused."""
+"""The block in verl's own trainer with SGLang's servers: every section at once, with tools, and an answer that is refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mismatch_ext.rundata import read_run
 from tests.peers.conformance.origins import check_header
 from tests.peers.engines.sglang_environment import OLDEST, stub_uses
 from tests.peers.verl.cpu.faults import FAULT
-from tests.peers.verl.main_ppo import VerlRun, lasting
+from tests.peers.verl.main_ppo import ANSWERS, PROMPTS, VerlRun, lasting
 from tests.peers.verl.main_ppo_sglang import run_verl_sglang
 from tests.peers.verl.recorded import recorded, shape
-from tests.peers.verl.test_main_ppo import FLOAT32_K3
+from tests.peers.verl.test_main_ppo import FLOAT32_K3, TOOLS, TURN_TOKENS, TURNS
 
 pytestmark = pytest.mark.engine
 
@@ -28,10 +28,11 @@ EVERYTHING = (
 
 @pytest.fixture(scope="module")
 def ran(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, Path]:
-    """Return three steps with every section, and their folder; in a fourth, an answer lacks a log-probability."""
+    """Return three steps with every section and tools, and their folder; in a fourth, an answer lacks a log-probability."""
     work = tmp_path_factory.mktemp("sglang")
     env = {FAULT: "null_logprob@4"}
-    return run_verl_sglang(work, [*EVERYTHING, *lasting(4)], model=moe, plugin=True, version=OLDEST, env=env), work
+    overrides = [*EVERYTHING, *TOOLS, *lasting(4)]
+    return run_verl_sglang(work, overrides, model=moe, plugin=True, version=OLDEST, env=env), work
 
 
 def test_every_section_is_active_in_one_run(ran: tuple[VerlRun, Path]) -> None:
@@ -50,6 +51,21 @@ def test_every_section_is_active_in_one_run(ran: tuple[VerlRun, Path]) -> None:
     check_header(data.header, "sglang")
     used = stub_uses(work / "kernel-stub.log")
     assert used["fetched"] > 0 and used["called"] == 0
+
+
+def test_tools_between_the_policys_turns_are_replayed_and_not_counted(ran: tuple[VerlRun, Path]) -> None:
+    run, work = ran
+    answers = PROMPTS * ANSWERS
+    for step in run.expect_failure(3):
+        # Prompt, three turns of the policy and two of the tool, whose problems such as 12+345= have seven tokens.
+        assert step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS
+        assert answers * TURNS <= step["mismatch/tokens"] <= answers * TURNS * TURN_TOKENS
+        assert step["response_length/mean"] * answers == step["mismatch/tokens"] + answers * (TURNS - 1) * 7
+        # A later turn comes from SGLang's radix cache, but for the tool's tokens and the last one of the turn before.
+        assert step["mismatch/routing/compared_tokens"] > step["mismatch/tokens"] + answers * (TURNS - 1) * 7
+        assert step["mismatch/logp_abs_diff_max"] < 1e-4 and step["mismatch/logp_abs_diff_mean"] < 1e-5
+    for profile in read_run(work / "checkpoints/mismatch").profiles:
+        assert sum(profile.profiles["position"]["count"]) == run.steps[0]["mismatch/tokens"]
 
 
 def test_an_answer_that_verl_would_drop_ends_the_run(ran: tuple[VerlRun, Path]) -> None:

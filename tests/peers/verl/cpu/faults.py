@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from tests.peers.verl.cpu.after_import import AfterImport, Missing
@@ -22,8 +23,6 @@ STEPS = {
     for name, _, step in (fault.partition("@") for fault in os.environ.get(FAULT, "").split(","))
     if name
 }
-SAMPLED = 16
-"""Answers that a step asks for, as `main_ppo.py` sets it."""
 
 
 def no_plugin_in_the_worker() -> None:
@@ -207,18 +206,26 @@ def no_room_for_a_copy() -> None:
 
 def null_logprob() -> None:
     """Let the second token of one of SGLang's answers come without its log-probability, as one that is not a number does."""
+    sent: list[int] = []  # stamps of the weights, of which those that sample in a step are of the step before
+
+    def listen(module: Any) -> None:
+        original = module.SGLangHttpServer.set_global_steps
+
+        @functools.wraps(original)
+        async def set_global_steps(self: Any, global_steps: int) -> None:
+            sent.append(global_steps)
+            await original(self, global_steps)
+
+        module.SGLangHttpServer.set_global_steps = set_global_steps
 
     def change(module: Any) -> None:
         original = module.TokenizerManager.generate_request
-        asked: list[bool] = []
         spoiled: list[bool] = []
 
         @functools.wraps(original)
         async def generate_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
             probe = str(request.rid).startswith("mismatch-probe")  # of the weights, and of the decode
-            if not probe:
-                asked.append(True)
-            late = not probe and len(asked) > (STEPS["null_logprob"] - 1) * SAMPLED
+            late = not probe and max(sent, default=0) >= STEPS["null_logprob"] - 1
             async for output in original(self, request, *args, **kwargs):
                 logprobs = output["meta_info"].get("output_token_logprobs") or []
                 if late and len(logprobs) > 1 and not spoiled:
@@ -229,6 +236,57 @@ def null_logprob() -> None:
         module.TokenizerManager.generate_request = generate_request
 
     AfterImport("sglang.srt.managers.tokenizer_manager", change)
+    AfterImport("verl.workers.rollout.sglang_rollout.async_sglang_server", listen)
+
+
+def spoiled_turns() -> None:
+    """Let three answers to one prompt, of three turns each, be no more what the servers were given and sampled.
+
+    The first one's turn is tokenised anew before the next is asked for, as a chat template may that renders it again; of the
+    second one a turn is dropped; and the third one's second turn is of newer weights than its first.
+    """
+    prompts: list[str] = []
+    kind: ContextVar[int | None] = ContextVar("kind", default=None)
+    asked: ContextVar[list[bool]] = ContextVar("asked")
+
+    def change(module: Any) -> None:
+        from verl.workers.rollout.llm_server import LLMServerClient
+
+        loop = module.SeededTools
+        run, turn, answer = loop.run, loop._handle_generating_state, LLMServerClient.generate
+
+        async def spoiled_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs["global_steps"] >= STEPS["spoiled_turns"]:
+                prompts.append(kwargs["uid"])
+                kind.set(kwargs["session_id"] if kwargs["uid"] == prompts[0] else None)
+            asked.set([])
+            output = await run(self, *args, **kwargs)
+            if kind.get() == 1:
+                mask = output.response_mask
+                second = mask.index(1, mask.index(0))
+                third = mask.index(1, mask.index(0, second))
+                for of in (output.response_ids, mask, output.response_logprobs):
+                    del of[second:third]
+            return output
+
+        async def spoiled_turn(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+            if kind.get() == 0 and len(asked.get()) == 1:
+                place = len(data.prompt_ids) - len(data.response_mask)
+                data.prompt_ids = [*data.prompt_ids]
+                data.prompt_ids[place] = 4 if data.prompt_ids[place] == 3 else 3
+            return await turn(self, data, *args, **kwargs)
+
+        async def spoiled_answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = await answer(self, *args, **kwargs)
+            asked.get().append(True)
+            if kind.get() == 2 and len(asked.get()) > 1:
+                for name in ("global_steps", "min_global_steps", "max_global_steps"):
+                    output.extra_fields[name] += 1
+            return output
+
+        loop.run, loop._handle_generating_state, LLMServerClient.generate = spoiled_run, spoiled_turn, spoiled_answer
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
 
 
 FAULTS = {
@@ -245,6 +303,7 @@ FAULTS = {
         between_updates,
         many_turns,
         null_logprob,
+        spoiled_turns,
         no_room_for_a_copy,
     )
 }
