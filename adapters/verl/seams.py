@@ -9,6 +9,7 @@ from mismatch_ext.patching import Patch
 
 _SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_LOOPS = "verl.experimental.agent_loop.agent_loop"
 
 
 def _known(patch: Patch) -> Known:
@@ -102,6 +103,9 @@ SEAMS = (
             Takes("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", "prompt_ids"),
             Takes("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id", "prompt_ids"),
             Has("verl.workers.rollout.replica:TokenOutput.routed_experts"),
+            Takes(f"{_LOOPS}:AgentLoopWorker._agent_loop_postprocess", "output", "validate"),
+            Has(f"{_LOOPS}:AgentLoopWorker._run_agent_loop"),
+            Has("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ"),
             Has(f"{_TRAINER}:PPOTrainer.get_llm_client"),
             Has(f"{_TRAINER}:PPOTrainer._build_replay_buffer"),
             Has(f"{_TRAINER}:PPOTrainer.on_sample_begin"),

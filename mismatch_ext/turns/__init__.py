@@ -5,7 +5,8 @@ from it. What is trained on is one row of tokens, in which every token that coun
 sampled, behind the very tokens that the turn was given.
 """
 
+from mismatch_ext.turns.holding import Calls, Sampled, expect_sampled
 from mismatch_ext.turns.joining import Joined, join_turns
 from mismatch_ext.turns.rows import Trained, any_asked
 
-__all__ = ["Joined", "Trained", "any_asked", "join_turns"]
+__all__ = ["Calls", "Joined", "Sampled", "Trained", "any_asked", "expect_sampled", "join_turns"]

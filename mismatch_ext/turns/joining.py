@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from mismatch_ext.errors import ProvenanceError, RecordError, RoutingError
+from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.provenance import one_provenance
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.sampling_mask.support import TokenSupport, join
-from mismatch_ext.turns.rows import Row, Trained, by_length, expect_none_dropped, near
+from mismatch_ext.turns.rows import Row, Trained, by_length, expect_none_dropped, expect_one_version, moved, near
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def join_turns(
         ProvenanceError: Two turns of a completion are of different weights or settings; names both.
         RoutingError: Tokens at the end of a completion were never given to the engine, and have no routes.
     """
-    rows = [Row(name, one, limit) for name, one in enumerate(trained)]
+    rows = [Row[RolloutRecord](name, one, limit) for name, one in enumerate(trained)]
     waiting = by_length(turns)
     for row in rows:
         row.take_from(waiting)
@@ -84,7 +84,7 @@ class _Counts:
     rerouted: int = 0
 
 
-def _record(row: Row, counts: _Counts) -> RolloutRecord:
+def _record(row: Row[RolloutRecord], counts: _Counts) -> RolloutRecord:
     """Return the record of the row, whose turns are all there."""
     one = row.trained
     if not row.turns:
@@ -111,31 +111,20 @@ def _record(row: Row, counts: _Counts) -> RolloutRecord:
     )
 
 
-def _expect_one_origin(row: Row) -> None:
-    versions = [turn.provenance.weight_version for turn, _ in row.turns]
-    for number, version in enumerate(versions):
-        if version != versions[0]:
-            raise ProvenanceError(
-                f"completion {row.name}: turn 0 was sampled by weight version {versions[0]}, turn {number} by weight version "
-                f"{version}: the engine's weights were updated between them, and no one policy has sampled the completion. "
-                "Update weights between batches alone."
-            )
+def _expect_one_origin(row: Row[RolloutRecord]) -> None:
+    expect_one_version(row.name, [turn.provenance.weight_version for turn, _ in row.turns])
     one_provenance(
         (f"completion {row.name}, turn {number}", turn.provenance) for number, (turn, _) in enumerate(row.turns)
     )
 
 
-def _expect_logprobs(row: Row, found: Sequence[float], mask: Sequence[bool]) -> None:
+def _expect_logprobs(row: Row[RolloutRecord], found: Sequence[float], mask: Sequence[bool]) -> None:
     for place, (ours, theirs, counted) in enumerate(zip(found, row.trained.rollout_logprobs or (), mask, strict=False)):
         if counted and not near(ours, theirs):
-            raise RecordError(
-                f"completion {row.name}: token {place} of the completion is trained with log-probability {theirs}, and the "
-                f"engine reported {ours}: log-probabilities have moved against their tokens, or are another model's. Give "
-                "those of the call that sampled the token."
-            )
+            raise moved(row.name, place, ours, theirs)
 
 
-def _pieces(row: Row) -> Iterator[tuple[RoutingTrace, int, int, int]]:
+def _pieces(row: Row[RolloutRecord]) -> Iterator[tuple[RoutingTrace, int, int, int]]:
     """Yield each turn's routes, the rows that it is the first to have, and the first of these that it sampled."""
     at = 0
     for turn, _ in row.turns:
@@ -150,7 +139,7 @@ def _pieces(row: Row) -> Iterator[tuple[RoutingTrace, int, int, int]]:
             at = stop
 
 
-def _routing(row: Row, counts: _Counts) -> RoutingTrace | None:
+def _routing(row: Row[RolloutRecord], counts: _Counts) -> RoutingTrace | None:
     if all(turn.routing is None for turn, _ in row.turns):
         return None
     parts: list[RoutingTrace] = []
@@ -171,7 +160,7 @@ def _routing(row: Row, counts: _Counts) -> RoutingTrace | None:
     return joined
 
 
-def _support(row: Row) -> TokenSupport | None:
+def _support(row: Row[RolloutRecord]) -> TokenSupport | None:
     supports = [turn.support for turn, _ in row.turns]
     if all(support is None for support in supports):
         return None

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Generic, Protocol, TypeVar
 
-from mismatch_ext.errors import RecordError
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.errors import ProvenanceError, RecordError
 
 TOLERANCE = 1e-5
 """Nats between the engine's log-probability of a token and the one that is trained with: room for a cast to float32."""
@@ -32,24 +32,41 @@ class Trained:
     rollout_logprobs: tuple[float | None, ...] | None = None
 
 
-Waiting = dict[int, list[tuple[int, RolloutRecord]]]
+class Turn(Protocol):
+    """One call of the engine: a `RolloutRecord`, or as much of it as a row is found by."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Token ids that it was given."""
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """Token ids that it sampled."""
+
+    @property
+    def rollout_logprobs(self) -> tuple[float, ...]:
+        """Their log-probabilities, nats."""
+
+
+T = TypeVar("T", bound=Turn)
+Waiting = dict[int, list[tuple[int, T]]]
 """Turns of no row so far, with their numbers, by how many tokens they were given: a batch may have thousands."""
 
 
-def by_length(turns: Sequence[RolloutRecord]) -> Waiting:
+def by_length(turns: Sequence[T]) -> Waiting[T]:
     """Return turns as `Row.take_from` takes them."""
-    found: Waiting = defaultdict(list)
+    found: Waiting[T] = defaultdict(list)
     for number, turn in enumerate(turns):
         found[len(turn.prompt_ids)].append((number, turn))
     return found
 
 
 @dataclass
-class Row:
+class Row(Generic[T]):
     """A completion while turns are found for it.
 
     Args:
-        name: Its number.
+        name: Its number, or what its host calls it.
         trained: What it is.
         limit: As for `join_turns`.
 
@@ -58,10 +75,10 @@ class Row:
         at: First token of the sequence that comes behind them.
     """
 
-    name: int
+    name: int | str
     trained: Trained
     limit: int | None
-    turns: list[tuple[RolloutRecord, int]] = field(default_factory=list)
+    turns: list[tuple[T, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = self.trained.prompt_ids + self.trained.response_ids
@@ -69,7 +86,7 @@ class Row:
         self.at = len(self.trained.prompt_ids)
         self.ended = False
 
-    def fit(self, turn: RolloutRecord) -> int | None:
+    def fit(self, turn: Turn) -> int | None:
         """Return how well a turn continues the row: 0 best, None not at all."""
         start, stop = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids)
         if self.ended or not self.at <= start <= len(self.tokens):
@@ -84,7 +101,7 @@ class Row:
             return 2 if may_end else None
         return 0 if stop == len(self.tokens) or not self.mask[stop] else 1
 
-    def take_from(self, waiting: Waiting) -> None:
+    def take_from(self, waiting: Waiting[T]) -> None:
         """Move turns here that continue the row, one after the other, of several equal ones that of its log-probabilities."""
         while True:
             last = next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), len(self.tokens))
@@ -103,13 +120,13 @@ class Row:
             self.turns.append((turn, kept))
             self.at, self.ended = start + kept, kept < len(turn.response_ids)
 
-    def _other(self, turn: RolloutRecord) -> bool:
+    def _other(self, turn: Turn) -> bool:
         """Tell whether a turn has other log-probabilities than its place in the row."""
         first = len(turn.prompt_ids) - len(self.trained.prompt_ids)
         given = (self.trained.rollout_logprobs or ())[first:]
         return any(not near(ours, theirs) for ours, theirs in zip(turn.rollout_logprobs, given, strict=False))
 
-    def common(self, turn: RolloutRecord) -> int:
+    def common(self, turn: Turn) -> int:
         """Return the number of tokens up to the first that differs from the row's."""
         pairs = zip(turn.prompt_ids + turn.response_ids, self.tokens, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -119,7 +136,15 @@ class Row:
         first = len(self.trained.prompt_ids)
         return f"token {place - first} of the completion" if place >= first else f"token {place} of the prompt"
 
-    def expect_covered(self, left: Sequence[RolloutRecord]) -> None:
+    def unsampled(self, place: int) -> RecordError:
+        """Return the error of a token that counts as the policy's, and that nobody has sampled."""
+        return RecordError(
+            f"completion {self.name}: {self.token(place)} (id {self.tokens[place]}) counts as the policy's, but no call "
+            "of the trainer's engine has sampled it there. Generate by the trainer's own means (in TRL trainer.vllm_generation, "
+            "in verl its LLMServerClient), and mask what the policy has not sampled."
+        )
+
+    def expect_covered(self, left: Sequence[Turn]) -> None:
         """Refuse a row with a token of the policy's that no turn sampled; say which turn it should have been."""
         missing = next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), None)
         if missing is None:
@@ -140,11 +165,7 @@ class Row:
         # Otherwise the one that has most of the row, of those that should have sampled the token.
         nearest = sampled or max(should, key=self.common, default=None)
         if given_it or nearest is None:
-            raise RecordError(
-                f"completion {self.name}: {self.token(missing)} (id {self.tokens[missing]}) counts as the policy's, but no call "
-                "of the trainer's engine has sampled it there. Generate with trainer.vllm_generation, and mask what the policy "
-                "has not sampled."
-            )
+            raise self.unsampled(missing)
         place = self.common(nearest)
         if place == len(self.tokens):
             raise RecordError(
@@ -165,7 +186,7 @@ class Row:
             "keep the token ids that were sampled."
         )
 
-    def _sampled_at(self, place: int, left: Sequence[RolloutRecord]) -> RolloutRecord | None:
+    def _sampled_at(self, place: int, left: Sequence[Turn]) -> Turn | None:
         """Return the turn of the row's prompt that sampled the tokens from a place on, behind other ones than the row's."""
         first = len(self.trained.prompt_ids)
         found = [
@@ -177,7 +198,7 @@ class Row:
         return max(found, key=self.common, default=None)
 
 
-def any_asked(turns: Sequence[RolloutRecord], trained: Sequence[Trained]) -> bool:
+def any_asked(turns: Sequence[Turn], trained: Sequence[Trained]) -> bool:
     """Tell whether a turn was given a completion's prompt: otherwise another engine has sampled the completions."""
     return any(turn.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids for one in trained for turn in turns)
 
@@ -186,16 +207,36 @@ def near(ours: float, theirs: float | None) -> bool:
     return theirs is None or abs(ours - theirs) <= TOLERANCE * max(1.0, abs(ours))
 
 
-def _length(turn: RolloutRecord) -> int:
+def expect_one_version(name: int | str, versions: Sequence[int | None]) -> None:
+    """Refuse a completion whose turns are of several versions of the weights; names the first two."""
+    for number, version in enumerate(versions):
+        if version != versions[0]:
+            raise ProvenanceError(
+                f"completion {name}: turn 0 was sampled by weight version {versions[0]}, turn {number} by weight version "
+                f"{version}: the engine's weights were updated between them, and no one policy has sampled the completion. "
+                "Update weights between batches alone."
+            )
+
+
+def moved(name: int | str, place: int, ours: float, theirs: float | None) -> RecordError:
+    """Return the error of a token that is trained with another log-probability than the engine reported."""
+    return RecordError(
+        f"completion {name}: token {place} of the completion is trained with log-probability {theirs}, and the "
+        f"engine reported {ours}: log-probabilities have moved against their tokens, or are another model's. Give "
+        "those of the call that sampled the token."
+    )
+
+
+def _length(turn: Turn) -> int:
     return len(turn.prompt_ids) + len(turn.response_ids)
 
 
-def _continues(turn: RolloutRecord, earlier: RolloutRecord) -> bool:
+def _continues(turn: Turn, earlier: Turn) -> bool:
     """Tell whether a turn was given all of another."""
     return turn.prompt_ids[: _length(earlier)] == earlier.prompt_ids + earlier.response_ids
 
 
-def expect_none_dropped(rows: Sequence[Row], left: Sequence[RolloutRecord], every_turn: bool) -> None:
+def expect_none_dropped(rows: Sequence[Row[T]], left: Sequence[T], every_turn: bool) -> None:
     """Refuse turns that continue a completion and are no part of it."""
     for turn in left:
         if not every_turn:

@@ -37,7 +37,7 @@ SLICES = (
     Slice(title="README's blocks and installation; learning rate against gap, quick", files=("readme", "lr_gap")),
     Slice(title="verl's main_ppo with vLLM: float32, float16 and replay", files=("main_ppo",), jobs=1),
     Slice(
-        title="verl's main_ppo: with SGLang in float16, a hang, faults, and faults that are observed",
+        title="verl's main_ppo: with SGLang in float16 and with spoiled turns, a hang, faults, and faults that are observed",
         files=("main_ppo_hang", "main_ppo_sglang", "main_ppo_faults", "observe"),
     ),
     Slice(title="verl's main_ppo: numerics told from drift", files=("main_ppo_drift",), jobs=1),

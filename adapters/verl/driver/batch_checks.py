@@ -7,12 +7,15 @@ from typing import Any
 
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
+from mismatch_ext.adapters.verl.rollout.client import TOLD
 from mismatch_ext.adapters.verl.worker.replay import FIELD
 
-from mismatch_ext.errors import RoutingError
+from mismatch_ext.errors import RecordError, RoutingError
 
 ONE_TURN = 2
 """What verl counts of a prompt and one answer."""
+SHOWN = 5
+"""Rollouts of which it is said what is wrong with them."""
 
 
 def sampled_rows(batch: Any) -> list[int]:
@@ -27,6 +30,29 @@ def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
     """
     rows = ((batch.keys[row], batch.tags[row]) for row in sampled_rows(batch))
     return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
+
+
+def check_sampled(batch: Any, step: int) -> None:
+    """Refuse rollouts that are not what the servers were given and sampled, as the agent loops' processes have found them.
+
+    Args:
+        batch: verl's keys of the batch.
+        step: Step that trains on it.
+
+    Raises:
+        RecordError: There are some; says of each what was done to its turns.
+    """
+    keys = [batch.keys[row] for row in sampled_rows(batch)]
+    if not keys:
+        return
+    found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+    told = [extra[TOLD] for extra in found.pop("extra_fields").tolist() if TOLD in (extra or ())]
+    if told:
+        more = f" And {len(told) - SHOWN} more." if len(told) > SHOWN else ""
+        raise RecordError(
+            f"{len(told)} of {len(keys)} rollouts of step {step} are not what the servers sampled. "
+            f"{' '.join(told[:SHOWN])}{more}"
+        )
 
 
 def check_turns(batch: Any, step: int) -> None:

@@ -47,8 +47,8 @@ class StalenessMixin(_Host):
         def _bypasses(self) -> bool: ...
 
     def get_llm_client(self) -> Any:
-        """Return verl's client, which notes versions where it resumes answers, and with R3 the routes of each turn."""
-        return versioned(super().get_llm_client(), replays=self._replayed)
+        """Return verl's client, which notes versions where it resumes answers, and unless that is observed alone each turn."""
+        return versioned(super().get_llm_client(), turns=self._block.level == "enforce")
 
     def _follow_versions(self) -> None:
         """Measure the parts of the gap from here on, where rollouts may be of older weights and the trainer scores them."""

@@ -13,7 +13,13 @@ from typing import Any, ClassVar
 
 import ray
 from mismatch_ext.adapters.verl.block import active_block, early_findings
-from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, check_turns, sampled_rows, versions
+from mismatch_ext.adapters.verl.driver.batch_checks import (
+    check_routes,
+    check_sampled,
+    check_turns,
+    sampled_rows,
+    versions,
+)
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.examining import ExaminingMixin
 from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin
@@ -212,6 +218,7 @@ class MismatchTrainer(
         with self._verdicts.checking("rollouts"):
             self._raise_refused("rollouts")
         with self._verdicts.checking("records"):
+            check_sampled(batch, self.global_steps)
             self._origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes():
             with self._verdicts.checking("routes"):

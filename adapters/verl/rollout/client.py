@@ -7,7 +7,8 @@ turns of its tool loop it keeps the last one's routes: those are the prefill's f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import takewhile
 from typing import Any
@@ -16,8 +17,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
+from mismatch_ext.turns import Calls
+
 FIELD = "weight_versions"
 """Entry of a rollout's `extra_fields`: (version, tokens in front of the first that it sampled, prompt included), in order."""
+TOLD = "mismatch_turns"
+"""Entry of a rollout's `extra_fields`: what is wrong with its turns (`rollout/turns.py`); absent where nothing is."""
 
 
 class Segments(list[tuple[int | None, int]]):
@@ -54,6 +59,22 @@ class Segments(list[tuple[int | None, int]]):
 
 
 _present: ContextVar[Segments | None] = ContextVar("segments", default=None)
+_calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
+
+
+@contextmanager
+def following() -> Iterator[Calls]:
+    """Note every call of the servers that is made from here on in this context, whatever its id, and yield them."""
+    token = _calls.set(calls := Calls())
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
+
+
+def present_calls() -> Calls:
+    """Return the calls that were made in this context; none where nobody follows them."""
+    return _calls.get() or Calls()
 
 
 class Recorder(LLMServerClient):
@@ -87,6 +108,9 @@ class Conversing(LLMServerClient):
             segments.asked = False
             _present.reset(token)
         segments.take(kwargs["prompt_ids"], output)
+        if (calls := _calls.get()) is not None:
+            version = output.extra_fields.get("max_global_steps")
+            calls.add(kwargs["prompt_ids"], output.token_ids, output.log_probs, version)
         output.extra_fields[FIELD] = segments
         return output
 
@@ -99,15 +123,16 @@ class TurnsClient(Conversing, Recorder):
     """verl's client of synchronous modes."""
 
 
-def versioned(client: Any, *, replays: bool = False) -> Any:
+def versioned(client: Any, *, turns: bool = False) -> Any:
     """Return a client that notes versions and turns, in the place of one of verl's own; another one is left alone.
 
     Args:
         client: verl's client.
-        replays: Whether routes are replayed: versions alone are of use where answers are resumed.
+        turns: Whether rollouts are held to their turns, and replayed by the routes of each; versions alone are of use where
+            answers are resumed.
     """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient
-    elif replays and type(client) is LLMServerClient:
+    elif turns and type(client) is LLMServerClient:
         client.__class__ = TurnsClient
     return client

@@ -16,6 +16,7 @@ SGLANG = ("0.5.12", "0.5.18")
 FSDP = {"fsdp", "fsdp2"}
 """Strategies of verl's FSDP engine, which are one class there."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.vllm_extension.RolloutExtension"
+LOOPS = "mismatch_ext.adapters.verl.rollout.turns.CheckedLoopManager"
 # Trainers of verl's that check their configuration as main_ppo does.
 ELSEWHERE = (
     "verl.experimental.one_step_off_policy",

@@ -80,7 +80,7 @@ def prepared(*overrides: str) -> DictConfig:
     return config
 
 
-def test_the_smallest_block_changes_trainer_environment_and_extension_alone() -> None:
+def test_the_smallest_block_changes_trainer_environment_and_what_it_enters_by_alone() -> None:
     stock, ours = configured("+mismatch={}"), prepared("+mismatch={}")
     before, after = (OmegaConf.to_container(config, resolve=True) for config in (stock, ours))
     changed = {
@@ -88,10 +88,17 @@ def test_the_smallest_block_changes_trainer_environment_and_extension_alone() ->
     }
     assert changed == {
         "trainer.v1.trainer_mode",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
         "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
         "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
     }
+
+
+def test_a_manager_of_agent_loops_of_ones_own_stays() -> None:
+    setting = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    assert OmegaConf.select(prepared("+mismatch={}"), setting).endswith(".CheckedLoopManager")
+    assert OmegaConf.select(prepared("+mismatch={}", f"+{setting}=my.Manager"), setting) == "my.Manager"
 
 
 def leaves(node: object, path: str = "") -> set[str]:

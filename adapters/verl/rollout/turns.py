@@ -1,0 +1,73 @@
+"""verl's processes of agent loops, in which what a loop makes of its turns is held to what the servers were given and sampled.
+
+verl trains without a rollout that raised: what is found goes with the rollout, and the driver raises it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from mismatch_ext.adapters.verl.block import active_mode
+from mismatch_ext.adapters.verl.rollout.client import TOLD, following, present_calls
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from mismatch_ext.turns import Calls, Trained, expect_sampled
+
+# verl hands out the class of a Ray actor, which cannot be derived from.
+_Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__  # type: ignore[attr-defined]
+
+
+class CheckedLoops(_Worker):  # type: ignore[misc]
+    """Runs in the Ray actors that verl starts for agent loops."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Ray pickles an inherited one by value, with a copy of verl's class that `super()` then means.
+        super().__init__(*args, **kwargs)
+
+    async def _run_agent_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run an agent loop as verl does, and note its calls of the servers."""
+        with following():
+            return await super()._run_agent_loop(*args, **kwargs)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        """Publish what an agent loop returned as verl does, with what is wrong with it."""
+        if not validate:
+            outputs = output if isinstance(output, list) else [output]
+            tell(outputs, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+
+def tell(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
+    """Put what is wrong with the outputs of an agent loop among what comes with them.
+
+    Args:
+        outputs: What it returned, a row of the batch each.
+        calls: Its calls of the servers; of one that has asked others nothing is known.
+        name: Beginning of the outputs' keys in verl's TransferQueue.
+    """
+    one_version = not active_mode().asynchronous
+    for number, output in enumerate(outputs if len(calls) else ()):
+        try:
+            expect_sampled(f"{name}_{number}", _trained(output), calls, one_version=one_version)
+        except Exception as error:  # noqa: BLE001 - raised here, it would take the rollout out of the batch in silence
+            output.extra_fields[TOLD] = f"{type(error).__name__}: {error}"
+
+
+def _trained(output: AgentLoopOutput) -> Trained:
+    logprobs = output.response_logprobs
+    return Trained(
+        prompt_ids=tuple(output.prompt_ids),
+        response_ids=tuple(output.response_ids),
+        response_mask=tuple(map(bool, output.response_mask)),
+        rollout_logprobs=None if logprobs is None else tuple(logprobs),
+    )
+
+
+class CheckedLoopManager(AgentLoopManagerTQ):
+    """verl's manager of agent loops, with our processes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(CheckedLoops)
