@@ -15,8 +15,7 @@ EXPECTED = "torch.float16"
 def seen(prepare=lambda config: None) -> str:
     """Return the dtype of autocast that the engine takes for an actor with `dtype: float16`."""
     with initialize_config_module("verl.trainer.config", version_base=None):
-        settings = {"actor.fsdp_config.dtype": "float16", "rollout.name": "vllm"}
-        config = compose("ppo_trainer", [f"actor_rollout_ref.{name}={value}" for name, value in settings.items()])
+        config = compose("ppo_trainer", ["actor_rollout_ref={actor:{fsdp_config:{dtype:float16}},rollout:{name:vllm}}"])
     OmegaConf.set_struct(config, False)
     prepare(config)
     engine = object.__new__(FSDPEngine)
