@@ -17,11 +17,12 @@ FSDP = {"fsdp", "fsdp2"}
 """Strategies of verl's FSDP engine, which are one class there."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.vllm_extension.RolloutExtension"
 LOOPS = "mismatch_ext.adapters.verl.rollout.turns.CheckedLoopManager"
-# Trainers of verl's that check their configuration as main_ppo does.
+# Trainers of verl's that check their configuration as main_ppo does. Other modules beside them are main_ppo's too: its
+# separate_async has a worker from verl.experimental.separation.
 ELSEWHERE = (
     "verl.experimental.one_step_off_policy",
     "verl.experimental.fully_async_policy",
-    "verl.experimental.separation",
+    "verl.experimental.separation.ray_trainer",
 )
 # Setting, values that are allowed, and why no other is. What verl's configuration does not have is passed over.
 REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (

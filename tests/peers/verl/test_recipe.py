@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("verl")  # part of `make setup`
 
+import verl.trainer.ppo.v1.trainer_separate_async  # noqa: F401 - a driver may have imported it, and what is beside it in verl
 from hydra import compose, initialize_config_module
 from mismatch_ext.adapters.verl import plugin
 from mismatch_ext.adapters.verl.settings import prepare as settings

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
@@ -235,6 +236,19 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
     name = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
     assert OmegaConf.select(prepared("+mismatch.routing.mode=R3"), name) is True
     assert OmegaConf.select(prepared("+mismatch.routing.mode=R2"), name) is False
+
+
+@pytest.mark.parametrize(
+    "trainer", ["one_step_off_policy.main_ppo", "fully_async_policy.fully_async_main", "separation.ray_trainer"]
+)
+def test_verls_other_trainers_are_refused(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"verl.experimental.{trainer}"
+    assert Path(verl.__path__[0], "experimental", *trainer.split(".")).with_suffix(".py").is_file()
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.raises(
+        ConfigError, match=rf"trainer='verl.experimental.{trainer.partition('.')[0]}.*verl.trainer.main_ppo"
+    ):
+        prepared("+mismatch.precision.dtype=float16")
 
 
 def test_asynchronous_modes_run_with_vllm_alone() -> None:
