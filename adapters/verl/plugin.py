@@ -60,7 +60,7 @@ def unload() -> None:
     """Take the seam out of this process again; what verl has built with it stays as it is."""
     _SEAM.put()
     if "mismatch_ext.adapters.verl.rollout.replicas" in sys.modules:
-        sys.modules["mismatch_ext.adapters.verl.rollout.replicas"].restore_replica()
+        sys.modules["mismatch_ext.adapters.verl.rollout.replicas"].restore_replicas()
 
 
 def _load() -> None:
@@ -72,12 +72,12 @@ def _load() -> None:
 
     require("verl")
     _SEAM.put(VALIDATE_CONFIG.calling(_prepare), RUNTIME_ENV.calling(_refuse_unprepared))
-    if active_block() is not None:
+    if (block := active_block()) is not None:
         # In the process of verl's TaskRunner the trainer is looked up by its name.
         import mismatch_ext.adapters.verl.driver.modes  # noqa: F401
-        from mismatch_ext.adapters.verl.rollout.replicas import register_replica
+        from mismatch_ext.adapters.verl.rollout.replicas import register_replicas
 
-        register_replica()
+        register_replicas(block)
 
 
 def _prepare(config: Any) -> dict[str, Any]:

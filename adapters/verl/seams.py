@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 
-from mismatch_ext.compat import Has, Known, Seam, Takes
+from mismatch_ext.compat import Has, Known, Says, Seam, Takes
 from mismatch_ext.patching import Patch
 
 _SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _LOOPS = "verl.experimental.agent_loop.agent_loop"
+_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+_FSDP = "verl.workers.engine.fsdp.transformer_impl"
 
 
 def _known(patch: Patch) -> Known:
@@ -113,6 +115,22 @@ SEAMS = (
         ),
         upstream=_SOURCE + "workers/rollout/llm_server.py",
         where=("verl",),
+    ),
+    Seam(
+        name="verl/sampling_masks",
+        peer="verl",
+        features=("sampling_mask",),
+        what="masks from vLLM's answers to the log-probabilities of the trainer's passes",
+        claims=(
+            Takes(f"{_SERVER}:vLLMHttpServer.generate", "prompt_ids", "sampling_params", "request_id"),
+            Says(f"{_SERVER}:vLLMHttpServer.generate", r"self\.engine\.generate\("),
+            Says(f"{_SERVER}:vLLMReplica.__init__", r"self\.server_class = "),
+            Has(f"{_LOOPS}:AgentLoopOutput.as_dict"),
+            Says(f"{_FSDP}:FSDPEngineWithLMHead.prepare_model_outputs", r"logprobs_from_logits\("),
+            Takes(f"{_FSDP}:logprobs_from_logits", "logits", "labels", "inplace_backward", first=True),
+        ),
+        upstream=_SOURCE + "workers/rollout/vllm_rollout/vllm_async_server.py",
+        where=("verl", "fsdp", "vllm"),
     ),
     Seam(
         name="verl/kl_in_rewards",

@@ -69,7 +69,7 @@ MITIGATION_MEASURES = {
     "doctor/unexplained": "mean size of what the doctor could not explain of an examined batch, nats per token; logged with that batch alone",
     "doctor/engine_ratio": "the engine's error there in units of the trainer's own rounding, by medians; 1 is healthy",
     "doctor/trainer_ratio": "the trainer's error in the same units",
-    "sampling_mask_size": "TRL: tokens that were left to sample from, mean over the sampled tokens of a batch",
+    "sampling_mask_size": "tokens that were left to sample from, mean over the sampled tokens of a batch",
     "advantage_gap": "TRL: mean d of tokens with an advantage above 0 less that of tokens below, nats: rounding averages out in it (docs/stability.md)",
     "phantom_clip_frac": "TRL with a clip on pi/mu: share of tokens that it stops at the weights that sampled, where the policy has not changed; should be 0",
     "loss_scale": "float16 loss scale after the last step",

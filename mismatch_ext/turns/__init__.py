@@ -7,6 +7,7 @@ sampled, behind the very tokens that the turn was given.
 
 from mismatch_ext.turns.holding import Calls, Sampled, expect_sampled
 from mismatch_ext.turns.joining import Joined, join_turns
+from mismatch_ext.turns.masks import masks_of
 from mismatch_ext.turns.rows import Trained, any_asked
 
-__all__ = ["Calls", "Joined", "Sampled", "Trained", "any_asked", "expect_sampled", "join_turns"]
+__all__ = ["Calls", "Joined", "Sampled", "Trained", "any_asked", "expect_sampled", "join_turns", "masks_of"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from mismatch_ext.sampling_mask.support import TokenSupport
 from mismatch_ext.turns.rows import Row, Trained, by_length, expect_one_version, moved, near
 
 
@@ -18,12 +19,14 @@ class Sampled:
         response_ids: Token ids that it sampled `[T]`.
         rollout_logprobs: Their log-probabilities, nats `[T]`; empty where the engine was not asked for them.
         version: Version of the weights that sampled them; None when unknown.
+        support: What was left to sample from for each of them, or why that is not known; None where nobody has asked.
     """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
     version: int | None
+    support: TokenSupport | str | None = None
 
 
 class Calls:
@@ -42,12 +45,18 @@ class Calls:
         response_ids: Sequence[int],
         rollout_logprobs: Sequence[float] | None,
         version: int | None,
+        support: TokenSupport | str | None = None,
     ) -> None:
         """Note a call; the arguments are those of `Sampled`, and None where there are no log-probabilities."""
         prompt, response = tuple(prompt_ids), tuple(response_ids)
-        same = _common(self._last, prompt)
-        logprobs = tuple(rollout_logprobs or ())
-        kept = Sampled(prompt_ids=prompt[same:], response_ids=response, rollout_logprobs=logprobs, version=version)
+        same = beginning(self._last, prompt)
+        kept = Sampled(
+            prompt_ids=prompt[same:],
+            response_ids=response,
+            rollout_logprobs=tuple(rollout_logprobs or ()),
+            version=version,
+            support=support,
+        )
         self._kept.append((same, kept))
         self._last = prompt + response
 
@@ -58,12 +67,7 @@ class Calls:
         last: tuple[int, ...] = ()
         for same, kept in self._kept:
             prompt = last[:same] + kept.prompt_ids
-            yield Sampled(
-                prompt_ids=prompt,
-                response_ids=kept.response_ids,
-                rollout_logprobs=kept.rollout_logprobs,
-                version=kept.version,
-            )
+            yield replace(kept, prompt_ids=prompt)
             last = prompt + kept.response_ids
 
 
@@ -92,7 +96,7 @@ def expect_sampled(name: str, one: Trained, calls: Calls, *, one_version: bool) 
         start = len(call.prompt_ids)
         if call.prompt_ids != tokens[:start]:
             continue
-        stop = start + _common(call.response_ids, tokens[start : start + len(call.response_ids)])
+        stop = start + beginning(call.response_ids, tokens[start : start + len(call.response_ids)])
         places = [place for place in range(start, stop) if place in counted]
         versions += [call.version] * bool(places)
         missing.difference_update(places)
@@ -114,7 +118,7 @@ def expect_sampled(name: str, one: Trained, calls: Calls, *, one_version: bool) 
         expect_one_version(name, versions)
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Return the number of tokens up to the first that differs; most are the beginning of one another."""
     least = min(len(one), len(other))
     if one[:least] == other[:least]:

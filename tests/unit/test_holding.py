@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
-from mismatch_ext.errors import ProvenanceError
-from mismatch_ext.turns import Calls, Trained, expect_sampled
-from tests.unit.test_turns import FAULTS, MASK, PROMPT, ROW, RolloutRecord, shortened, turn, turns, whole
+from mismatch_ext.errors import ProvenanceError, RecordError
+from mismatch_ext.sampling_mask import TokenSupport
+from mismatch_ext.turns import Calls, Trained, expect_sampled, masks_of
+from tests.unit.test_turns import FAULTS, MASK, PROMPT, ROW, SAMPLED, RolloutRecord, shortened, turn, turns, whole
 
 # Of a row without a record: not of what only records hold, nor of an answer that ends before it has all turns.
 ELSEWHERE = {"the last turn is left out", "the end of a turn is left out", "settings change", "nothing was sampled"}
@@ -55,6 +57,58 @@ def test_a_last_token_that_a_builder_takes_out_is_no_fault() -> None:
     first, second = turn(PROMPT, (3, 4, 5), 0), turn((*PROMPT, 3, 4, 11), (6,), 1)
     row = Trained(prompt_ids=PROMPT, response_ids=(3, 4, 11, 6), response_mask=(True, True, False, True))
     check([first, second], row)
+
+
+def masked(
+    found: list[RolloutRecord], one: Trained, others: Mapping[int, TokenSupport | None] | None = None
+) -> list[list[int]]:
+    calls = Calls()
+    for number, record in enumerate(found):
+        support = (others or {}).get(number, record.support)
+        calls.add(record.prompt_ids, record.response_ids, None, 3, support)
+    support = masks_of("0", one, calls)
+    return [support.slice(place, place + 1).ids.tolist() for place in range(len(support))]
+
+
+def test_a_row_has_the_mask_of_each_token_that_a_call_has_sampled() -> None:
+    # Each call's are 0 and the token, and a tool's tokens have none.
+    wanted = [[0, token] if own else [] for token, own in zip(ROW, MASK, strict=True)]
+    assert masked(turns(), whole()) == wanted
+    assert masked([*reversed(turns())], whole()) == wanted
+    assert masked(turns(), shortened(9)) == wanted[:9]
+    other = turn(turns()[1].prompt_ids, (19,), 8)  # another candidate for a turn
+    assert masked([other, *turns()], whole()) == wanted
+    # A token that a builder takes out, and the next message's first in its place.
+    first, second = turn(PROMPT, (3, 4, 5), 0), turn((*PROMPT, 3, 4, 11), (6,), 1)
+    row = Trained(prompt_ids=PROMPT, response_ids=(3, 4, 11, 6), response_mask=(True, True, False, True))
+    assert masked([first, second], row) == [[0, 3], [0, 4], [], [0, 6]]
+
+
+@pytest.mark.parametrize(
+    ("count", "others", "words"),
+    [
+        (0, {}, "completion 0: no call of the engine has sampled its tokens"),
+        (3, {1: None}, "completion 0: the engine sent no sampling masks"),
+        (2, {}, "rollout 0, token 8 .id 8.: it is not among the 0 tokens of its sampling mask"),
+        (
+            3,
+            {0: TokenSupport.from_lists([(0, 3), (0, 1), (0, 5)], 20)},
+            "rollout 0, token 1 .id 4.: it is not among the 2 tokens of its sampling mask",
+        ),
+    ],
+)
+def test_a_token_of_the_policy_without_its_mask_is_named(
+    count: int, others: dict[int, TokenSupport | None], words: str
+) -> None:
+    with pytest.raises(RecordError, match=words):
+        masked(turns(count), whole(), others)
+
+
+def test_what_the_engine_said_of_its_masks_is_said_again() -> None:
+    calls = Calls()
+    calls.add(PROMPT, SAMPLED[0], None, 3, "RecordError: rollout a, token 2: at least 24 tokens were left")
+    with pytest.raises(RecordError, match="rollout a, token 2: at least 24 tokens were left"):
+        masks_of("0", shortened(3), calls)
 
 
 def test_the_same_tokens_sampled_twice_have_either_log_probability() -> None:

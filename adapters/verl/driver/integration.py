@@ -53,7 +53,7 @@ def info_of(
         engine=engine,
         sampling=sampling,
         worker={key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker},
-        patches=patches + worker.get("patches", []),
+        patches=[*patches, *worker.get("patches", []), *checked.patches],
         audit=checked.audit,
         packages=(*PACKAGES, engine.engine),
     )

@@ -141,7 +141,7 @@ class PreflightMixin(_Host):
 
     def _announce(self) -> None:
         """Open the metrics file, and say what is active, in which peer, and by what."""
-        self._log.sampled_with(self._sampling())
+        self._log.sampled_with(self._scored_sampling)
         self._log.begin(self.global_steps or None)
         for message in self._readiness_of_ranks():
             self._event("warning", READINESS, message)
@@ -155,7 +155,7 @@ class PreflightMixin(_Host):
         if self._bypasses():
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
             self._event("warning", "bypass", message)
-        if (bias := self._sampling().ratio_bias(renormalised=self._checked.engine.renormalises)) is not None:
+        if (bias := self._scored_sampling.ratio_bias(renormalised=self._checked.engine.renormalises)) is not None:
             self._event("warning", "sampling", bias)
         self._log.announce(integration_of(self._checked.worker), measured="at every step")
 
@@ -176,6 +176,14 @@ class PreflightMixin(_Host):
             top_k=int(rollout.top_k),
             repetition_penalty=float(rollout.get("repetition_penalty", 1.0)),
         )
+
+    @property
+    def _scored_sampling(self) -> SamplingSettings:
+        """The sampling settings as far as the trainer's log-probabilities do not follow them."""
+        found = self._sampling()
+        if self._block.acting.sampling_mask is None:
+            return found
+        return dataclasses.replace(found, top_p=1.0, top_k=0, min_p=0.0)
 
     def _info(self) -> dict[str, Any]:
         if self._verdicts.observes and not hasattr(self, "_checked"):

@@ -64,12 +64,14 @@ class Checked:
         trainer: What that worker computes with.
         engine: What the first rollout worker computes with; the others agree with it.
         audit: The precision audit, or None when no precision was asked for.
+        patches: Descriptions of the patches that the first rollout server has in its own process.
     """
 
     worker: Report
     trainer: TrainerReading
     engine: EngineReading
     audit: AuditReport | None
+    patches: Sequence[Mapping[str, Any]] = ()
 
 
 def compute_dtype(trainer: TrainerReading) -> str:
@@ -136,7 +138,8 @@ def check_reports(
     audited = None
     with verdicts.checking("precision", applied=True):
         audited = _audit(block, readings, found)
-    return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=audited)
+    patches = engines[0][1].get("patches", ())
+    return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=audited, patches=patches)
 
 
 def merged(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -208,6 +211,7 @@ def _check_worker(block: MismatchConfig, name: str, report: Report) -> None:
     for section, asked, found in (
         ("routing.mode", None if block.routing is None else block.routing.mode, report.get("routing")),
         ("lr", block.lr is not None, report.get("lr") is not None),
+        ("sampling_mask", block.sampling_mask is not None, bool(report.get("sampling_mask"))),
     ):
         if asked != found:
             raise ConfigError(f"mismatch.{section}: {asked!r} was asked for, and the {name} runs with {found!r}.")
@@ -234,6 +238,11 @@ def _check_rollout(block: MismatchConfig, name: str, report: Report) -> None:
         raise EngineError(
             f"mismatch.routing.mode='R3', but the {name} does not record routing: {engine} {version} was started without "
             "enable_return_routed_experts. Look for rollout.engine_kwargs that switch it off."
+        )
+    if block.sampling_mask is not None and not report.get("sends_masks"):
+        raise EngineError(
+            f"mismatch.sampling_mask, but the {name} is of a server that sends no sampling masks: it is not this package's. "
+            "Something else has put a server into verl's registry, or MISMATCH_EXT_BLOCK is not in its environment; remove it."
         )
 
 

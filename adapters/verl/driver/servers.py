@@ -124,7 +124,7 @@ def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, Sums]]
 def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
     """Call a method on all vLLM workers of a server, from within it, and return what they return: verl's own call drops it.
 
-    To a report is added what the server alone knows, the version of its weights.
+    To a report is added what the server alone knows: the version of its weights, whether it sends sampling masks, its patches.
     """
     if server.node_rank:
         return []  # without an engine of its own: the first node's reaches the workers of all
@@ -133,7 +133,11 @@ def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> lis
     found = asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method, args), loop).result(timeout)
     if method != "mismatch_report":
         return list(found)
-    return [{**report, "weight_version": server.global_steps} for report in found]
+    own = {
+        "sends_masks": getattr(server, "mismatch_masks", False),
+        "patches": list(getattr(server, "mismatch_patches", ())),
+    }
+    return [{**report, "weight_version": server.global_steps, **own} for report in found]
 
 
 async def _every_engine(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:

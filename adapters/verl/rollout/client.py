@@ -15,8 +15,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from mismatch_ext.adapters.verl.rollout.masks import FIELD as MASKS
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
+from mismatch_ext.sampling_mask import TokenSupport, join
 from mismatch_ext.turns import Calls
 
 FIELD = "weight_versions"
@@ -29,6 +31,7 @@ class Segments(list[tuple[int | None, int]]):
     """The segments of a conversation; agent loops keep what came with its first turn, and a later turn adds to it."""
 
     asked = False  # whether a turn is with the servers; a conversation has one at a time
+    masks: tuple[TokenSupport | str, ...] = ()  # of the answer that is asked for, a piece for each time it was resumed
     tokens: Sequence[int] = ()  # of all turns so far
     routes: Any = (
         None  # of these tokens but the last `[tokens - 1, layers, experts]`, as they were when each was sampled
@@ -85,8 +88,10 @@ class Recorder(LLMServerClient):
         output = await super().generate(*args, **kwargs)
         segments = _present.get()
         # Also where it was interrupted before a token: verl's first and last version are of such too.
+        masks = output.extra_fields.pop(MASKS, None)
         if segments is not None:
             segments.append((output.extra_fields.get("global_steps"), len(kwargs["prompt_ids"])))
+            segments.masks += () if masks is None else (masks,)
         return output
 
 
@@ -101,7 +106,7 @@ class Conversing(LLMServerClient):
         if segments is None or not segments.goes_on(len(kwargs["prompt_ids"])):
             # With `full_determinism` verl gives all of its conversations the same id.
             segments = known[request_id] = Segments()
-        segments.asked, token = True, _present.set(segments)
+        segments.asked, segments.masks, token = True, (), _present.set(segments)
         try:
             output = await super().generate(request_id, **kwargs)
         finally:
@@ -110,9 +115,23 @@ class Conversing(LLMServerClient):
         segments.take(kwargs["prompt_ids"], output)
         if (calls := _calls.get()) is not None:
             version = output.extra_fields.get("max_global_steps")
-            calls.add(kwargs["prompt_ids"], output.token_ids, output.log_probs, version)
+            support = _together(segments.masks, len(output.token_ids))
+            calls.add(kwargs["prompt_ids"], output.token_ids, output.log_probs, version, support)
         output.extra_fields[FIELD] = segments
         return output
+
+
+def _together(pieces: Sequence[TokenSupport | str], tokens: int) -> TokenSupport | str | None:
+    """Return the masks of an answer from those of its pieces, or why they are not known; None where no server sent any."""
+    known = [piece for piece in pieces if isinstance(piece, TokenSupport)]
+    if len(known) < len(pieces):
+        return next(piece for piece in pieces if isinstance(piece, str))
+    if not known:
+        return None
+    found = join(known)
+    if len(found) != tokens:
+        return f"an answer of {tokens} tokens has sampling masks of {len(found)}: a server sent some of its tokens without them."
+    return found
 
 
 class VersionedClient(Conversing, FullyAsyncLLMServerClient, Recorder):

@@ -1,41 +1,58 @@
-"""The entry of verl's registry that checks its SGLang servers; vLLM's workers take an extension class instead."""
+"""The entries of verl's registry that are ours: its SGLang server, and its vLLM server where it sends sampling masks.
+
+Otherwise vLLM's workers take an extension class, and its server is verl's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from mismatch_ext.config import MismatchConfig
+
+_ROOM = "mismatch_ext.adapters.verl.rollout"
+CLASSES = {"sglang": f"{_ROOM}.sglang_server:MismatchSGLangReplica", "vllm": f"{_ROOM}.vllm_server:MismatchVLLMReplica"}
+
 
 @dataclass(frozen=True)
 class CheckedReplica:
-    """Loads our SGLang server instead of verl's; SGLang is imported when one is started.
+    """Loads our server instead of verl's; the engine is imported when one is started.
 
     Args:
+        engine: "sglang" or "vllm".
         original: verl's own entry.
     """
 
+    engine: str
     original: Callable[[], type[Any]]
 
     def __call__(self) -> type[Any]:
         """Return the class of the replica."""
         self.original()  # first: SGLang needs a variable while it is imported, which verl sets and removes
-        from mismatch_ext.adapters.verl.rollout.sglang_server import MismatchSGLangReplica
-
-        return MismatchSGLangReplica
-
-
-def register_replica() -> None:
-    """Put our SGLang server into verl's registry; twice is harmless."""
-    entry = RolloutReplicaRegistry._registry["sglang"]
-    if not isinstance(entry, CheckedReplica):
-        RolloutReplicaRegistry.register("sglang", CheckedReplica(entry))
+        module, _, name = CLASSES[self.engine].partition(":")
+        found: type[Any] = getattr(import_module(module), name)
+        return found
 
 
-def restore_replica() -> None:
-    """Put verl's own SGLang server back."""
-    entry = RolloutReplicaRegistry._registry["sglang"]
-    if isinstance(entry, CheckedReplica):
-        RolloutReplicaRegistry.register("sglang", entry.original)
+def register_replicas(block: MismatchConfig) -> None:
+    """Put our servers into verl's registry; twice is harmless.
+
+    Args:
+        block: The run's.
+    """
+    for engine in ("sglang", *(["vllm"] if block.acting.sampling_mask is not None else [])):
+        entry = RolloutReplicaRegistry._registry[engine]
+        if not isinstance(entry, CheckedReplica):
+            RolloutReplicaRegistry.register(engine, CheckedReplica(engine, entry))
+
+
+def restore_replicas() -> None:
+    """Put verl's own servers back."""
+    for engine in CLASSES:
+        entry = RolloutReplicaRegistry._registry[engine]
+        if isinstance(entry, CheckedReplica):
+            RolloutReplicaRegistry.register(engine, entry.original)

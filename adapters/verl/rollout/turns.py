@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from mismatch_ext.adapters.verl.block import active_mode
+from mismatch_ext.adapters.verl.block import active_block, active_mode
 from mismatch_ext.adapters.verl.rollout.client import TOLD, following, present_calls
+from mismatch_ext.adapters.verl.rollout.masks import with_masks
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from mismatch_ext.turns import Calls, Trained, expect_sampled
+from mismatch_ext.turns import Calls, Trained, expect_sampled, masks_of
 
 # verl hands out the class of a Ray actor, which cannot be derived from.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__  # type: ignore[attr-defined]
@@ -34,23 +35,28 @@ class CheckedLoops(_Worker):  # type: ignore[misc]
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
         """Publish what an agent loop returned as verl does, with what is wrong with it."""
         if not validate:
-            outputs = output if isinstance(output, list) else [output]
-            tell(outputs, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")
+            output = output if isinstance(output, list) else [output]
+            tell(output, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
 
 def tell(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
-    """Put what is wrong with the outputs of an agent loop among what comes with them.
+    """Put what is wrong with the outputs of an agent loop among what comes with them, and their sampling masks where asked for.
 
     Args:
-        outputs: What it returned, a row of the batch each.
+        outputs: What it returned, a row of the batch each; changed in place.
         calls: Its calls of the servers; of one that has asked others nothing is known.
         name: Beginning of the outputs' keys in verl's TransferQueue.
     """
-    one_version = not active_mode().asynchronous
-    for number, output in enumerate(outputs if len(calls) else ()):
+    one_version, block = not active_mode().asynchronous, active_block()
+    masking = block is not None and block.acting.sampling_mask is not None
+    for number, output in enumerate(outputs if len(calls) or masking else ()):
+        row, one = f"{name}_{number}", _trained(output)
         try:
-            expect_sampled(f"{name}_{number}", _trained(output), calls, one_version=one_version)
+            if len(calls):
+                expect_sampled(row, one, calls, one_version=one_version)
+            if masking:
+                outputs[number] = with_masks(output, masks_of(row, one, calls))
         except Exception as error:  # noqa: BLE001 - raised here, it would take the rollout out of the batch in silence
             output.extra_fields[TOLD] = f"{type(error).__name__}: {error}"
 

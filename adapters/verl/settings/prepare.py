@@ -13,6 +13,7 @@ from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, FINDINGS_VARIABLE, 
 from mismatch_ext.adapters.verl.megatron.settings import megatron_settings
 from mismatch_ext.adapters.verl.settings.correction import set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
+from mismatch_ext.adapters.verl.settings.masks import set_masks
 from mismatch_ext.adapters.verl.settings.media import check_media
 from mismatch_ext.adapters.verl.settings.modes import MODES, TRAINER, run_mode, trainer_of
 from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, LOOPS, check_bypass, check_host, refused
@@ -86,6 +87,7 @@ def _prepare(config: DictConfig) -> None:
         done = megatron_settings(config, block) if megatron else []
         set_precision(config, block)
         _set_routing(config, block)
+        set_masks(config, block)
         done += set_correction(config, block.correction)
         check_bypass(config, block)
         done += set_kl(config, block.kl) if block.kl is not None else []
@@ -124,6 +126,7 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
             ),
             ("precision_settings", lambda target: set_precision(target, block)),
             ("routing_settings", lambda target: _set_routing(target, block)),
+            ("sampling_mask_settings", lambda target: set_masks(target, block)),
             ("correction_settings", lambda target: set_correction(target, block.correction)),
             ("bypass_settings", lambda target: check_bypass(target, block)),
             *([("kl_settings", lambda target: set_kl(target, section))] if (section := block.kl) is not None else []),

@@ -67,11 +67,6 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
             why, instead = "that trainer takes none of its settings", "Start main_ppo, or remove the block"
             raise refused("trainer", module, "verl.trainer.main_ppo", why, instead)
-    if block.sampling_mask is not None:
-        raise ConfigError(
-            "mismatch.sampling_mask with verl: masks are replayed in TRL and in loops of one's own alone; sample with top_p=1, "
-            "top_k=-1 and min_p=0, and remove mismatch.sampling_mask."
-        )
     for setting, allowed, why in REQUIRED:
         value = OmegaConf.select(config, setting)
         if value is not None and value not in allowed:

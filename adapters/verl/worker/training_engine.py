@@ -17,6 +17,7 @@ from mismatch_ext.adapters.verl.block import active_block, active_mode
 from mismatch_ext.adapters.verl.worker.forward_hooks import RoutingMixin
 from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
 from mismatch_ext.adapters.verl.worker.lr import rate_of, warmup_steps
+from mismatch_ext.adapters.verl.worker.masks import MaskMixin
 from mismatch_ext.adapters.verl.worker.replay import EngineReplay
 from mismatch_ext.adapters.verl.worker.scaler import (
     check_precision,
@@ -27,6 +28,7 @@ from mismatch_ext.adapters.verl.worker.scaler import (
 )
 from mismatch_ext.adapters.verl.worker.state import read_state, write_state
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
+from mismatch_ext.patches.verl.response_logprobs import RESPONSE_LOGPROBS
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -41,7 +43,7 @@ from mismatch_ext.versions import installed
 VENDOR = "mismatch"
 
 
-class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
+class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
     """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
 
     Args:
@@ -299,6 +301,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             "parameter_dtypes": sorted({_name(parameter.dtype) for parameter in self.module.parameters()}),
             "scaler": scaler_report(self.scaler) if self._trains else None,
             "routing": None if self._replay is None else self._replay.config.mode,
+            "sampling_mask": self._masking is not None,
             "moe": None
             if layout is None
             else {
@@ -309,7 +312,10 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             },
             "lr": None if self._rate is None else self._rate.multiplier,
             "remove_padding": bool(self.use_remove_padding),
-            "patches": described(*CHECKPOINTS) if self._replay is not None else [],
+            "patches": described(
+                *(CHECKPOINTS if self._replay is not None else ()),
+                *((RESPONSE_LOGPROBS,) if self._masking is not None else ()),
+            ),
             "versions": {name: installed(name) for name in ("torch", "transformers", "verl")},
         }
 
@@ -327,7 +333,7 @@ class MismatchFSDPEngine(RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
             found["skipped_steps"], self._skipped = float(self._skipped), 0
         if self._replay is not None:
             found |= self._replay.metrics()
-        return found
+        return found | self.mask_metrics()
 
 
 def register_engine() -> None:

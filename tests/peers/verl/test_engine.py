@@ -18,11 +18,13 @@ from tests.peers.verl.kills import kill_in_process
 
 if TYPE_CHECKING:
     from tests.peers.verl.in_process import scenarios_fused as fusing
+    from tests.peers.verl.in_process import scenarios_masks as masking
     from tests.peers.verl.in_process import scenarios_replay as replaying
     from tests.peers.verl.in_process import scenarios_training as training
     from tests.peers.verl.in_process import scenarios_ulysses as ulysses
 else:
     fusing = named("tests.peers.verl.in_process.scenarios_fused")
+    masking = named("tests.peers.verl.in_process.scenarios_masks")
     replaying = named("tests.peers.verl.in_process.scenarios_replay")
     training = named("tests.peers.verl.in_process.scenarios_training")
     ulysses = named("tests.peers.verl.in_process.scenarios_ulysses")
@@ -489,3 +491,29 @@ def test_what_a_fused_head_cannot_do_is_refused(run: Run, dense: Path) -> None:
     found = run(fusing.refusals, dense=dense).expect()
     assert found["untied"].startswith("ConfigError: model.use_fused_kernels=True with strategy='fsdp2'")
     assert "log-probabilities in float16; allowed: float32" in found["rounded"]
+
+
+def test_sampling_masks_lie_under_every_pass_of_the_engine(run: Run, moe: Path, host: dict[str, str]) -> None:
+    found = run(masking.masked, model=moe, env=host).expect()
+    # verl's own engine, with a mask of the whole vocabulary over its logits.
+    assert apart(found["scored"], found["dense"]) < 1e-5
+    assert apart(found["small"], found["dense"]) < 1e-5
+    assert mean_apart(found["scored"], found["native"]) > 0.5
+    stock, before = found["moved"]
+    moved = mean_apart(stock, before)
+    assert moved > 1e-3 and mean_apart(found["updated"], stock) < 0.01 * moved
+    assert found["report"] and found["metrics"]["sampling_mask_size"] == 5
+    wrong = found["wrong"]
+    assert (
+        "ReplayError: mismatch.sampling_mask, but the batch of 4 samples has no 'sampling_mask_ids'" in wrong["missing"]
+    )
+    assert "RecordError: mismatch.sampling_mask: rollout 0 of rank 0's mini-batch" in wrong["moved"]
+    assert "it is not among the 5 tokens of its sampling mask" in wrong["altered"]
+    assert wrong["filled up"] == "nothing was refused"
+
+
+@pytest.mark.in_process
+def test_ranks_that_share_a_sequence_have_its_masks(run: Run, moe: Path) -> None:
+    alone = run(masking.masked, model=moe, env={"VERL_TEST_STRATEGY": "fsdp"}).expect()["scored"]
+    two = run(masking.shared_on, world=2, model=moe, env={"VERL_TEST_STRATEGY": "fsdp"}).expect()
+    assert apart(two, alone) < 1e-5

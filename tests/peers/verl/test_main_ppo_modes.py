@@ -24,6 +24,7 @@ pytestmark = pytest.mark.engine
 
 Ran = tuple[VerlRun, Path]
 STEPS = 3
+TRUNCATED = ("++mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=8")
 RECIPE = ROOT / "examples/verl_recipe"
 # Over the recipe's own block, and without the alarm.
 SECTIONS = [section.replace("+mismatch", "++mismatch") for section in EVERYTHING[:-1]]
@@ -41,10 +42,10 @@ def run_recipe(script: str, work: Path, overrides: Sequence[str], model: Path, *
 
 @pytest.fixture(scope="module")
 def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Return a run on one device with tools, which an alarm stops after its third step."""
+    """Return a run on one device with tools and truncated sampling, which an alarm stops after its third step."""
     work = tmp_path_factory.mktemp("colocate")
     alarm = f"+mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
-    overrides = [*COLOCATE, *TOOLS, alarm, "trainer.total_training_steps=5"]
+    overrides = [*COLOCATE, *TOOLS, *TRUNCATED, alarm, "trainer.total_training_steps=5"]
     return run_recipe("run_colocate_async.sh", work, overrides, moe), work
 
 
@@ -95,6 +96,7 @@ def test_every_section_where_answers_are_aborted_and_resumed(colocate: Ran) -> N
     run, work = colocate
     run.expect(STEPS)
     check_sections(run, work, "PPOTrainerColocateAsync")
+    assert all(1 < step["mismatch/sampling_mask_size"] <= 8.5 for step in run.steps)
     # Three turns of the policy, of which an update may come between any two, and two of a tool.
     assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in run.steps)
 

@@ -192,6 +192,7 @@ DISABLED = {**SCALER, "enabled": False, "scale": 1.0}
         ("experts", worker("routing", "R2"), ConfigError, "runs with 'R2'"),
         ("example", worker("routing", "R3"), ConfigError, "mismatch.routing.mode: None was asked for"),
         ("experts", worker("lr", None), ConfigError, "mismatch.lr: True was asked for, and the worker of rank 1"),
+        ("experts", worker("sampling_mask", True), ConfigError, "mismatch.sampling_mask: False was asked for, and the worker of"),
         ("experts", worker("loss", "verl.workers.utils.losses"), ConfigError, f"not of {LOSS}"),
         ("experts", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: vllm 0.30.0"),
         ("sglang", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: sglang 0.5.12"),
@@ -216,6 +217,19 @@ def test_one_process_that_is_not_as_asked_is_refused_by_name(
     with pytest.raises(error) as caught:
         checked(run, change)
     assert named in str(caught.value)
+
+
+def test_a_server_that_sends_no_masks_is_refused_where_they_are_replayed() -> None:
+    found = run_of("experts")
+    found["block"]["sampling_mask"] = {}
+    for report in found["workers"]:
+        report["sampling_mask"] = True
+    with pytest.raises(EngineError, match="rollout worker 0 is of a server that sends no sampling masks"):
+        check_reports(*parsed(known_by_all(found)))
+    patches = [{"name": "vllm/top_logprobs"}]
+    for report in found["rollouts"][0]["reports"]:
+        report |= {"sends_masks": True, "patches": patches}
+    assert check_reports(*parsed(found)).patches == patches
 
 
 @pytest.mark.parametrize(

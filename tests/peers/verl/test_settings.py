@@ -202,6 +202,7 @@ def test_a_megatron_actors_rate_is_led_and_its_schedule_resumed(capsys: pytest.C
         "+mismatch.precision.dtype=bfloat16",
         "mismatch.monitor.weight_sync=warn",
         "actor_rollout_ref.model.use_fused_kernels=True",
+        "+mismatch.sampling_mask={max_support:8}",
     ],
 )
 def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
@@ -249,6 +250,21 @@ def test_verls_other_trainers_are_refused(trainer: str, monkeypatch: pytest.Monk
         ConfigError, match=rf"trainer='verl.experimental.{trainer.partition('.')[0]}.*verl.trainer.main_ppo"
     ):
         prepared("+mismatch.precision.dtype=float16")
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"), [((), 24), (("max_logprobs=20",), 24), (("max_logprobs=64",), 64), (("max_logprobs=-1",), -1)]
+)
+def test_vllm_may_be_asked_for_as_many_tokens_as_masks_are_read_off(given: tuple[str, ...], limit: int) -> None:
+    engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    config = prepared(
+        "+mismatch.sampling_mask={}",
+        "actor_rollout_ref.rollout.top_k=8",
+        *(f"+{engine}.{setting}" for setting in given),
+    )
+    assert OmegaConf.select(config, f"{engine}.max_logprobs") == limit
+    untouched = prepared("+mismatch.precision.dtype=float16", "actor_rollout_ref.rollout.top_k=8")
+    assert OmegaConf.select(untouched, f"{engine}.max_logprobs") is None
 
 
 def test_asynchronous_modes_run_with_vllm_alone() -> None:
@@ -349,6 +365,37 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
                 "algorithm.rollout_correction.bypass_mode=True",
             ),
             "mismatch.monitor.keep_weights=1 with a mismatch block: bypass mode",
+        ),
+        *(
+            (
+                ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8", *overrides),
+                f"mismatch.sampling_mask with {why}",
+            )
+            for overrides, why in (
+                (("actor_rollout_ref.model.use_fused_kernels=True",), "actor_rollout_ref.model.use_fused_kernels=True"),
+                (
+                    ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",),
+                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
+                ),
+                (
+                    ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
+                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
+                ),
+                (
+                    ("++actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",),
+                    "actor_rollout_ref.rollout.agent.agent_loop_manager_class='my.Manager'",
+                ),
+                (
+                    ("++actor_rollout_ref.rollout.mtp.enable_rollout=True",),
+                    "actor_rollout_ref.rollout.mtp.enable_rollout=True",
+                ),
+                (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor='first_batch'"),
+                (("actor_rollout_ref.rollout.top_k=-1",), "top_p=1, top_k=0 and min_p=0"),
+            )
+        ),
+        (
+            ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_p=0.9"),
+            "mismatch.sampling_mask.max_support is absent, with top_k=0",
         ),
         (("+mismatch.kl.preset=trl",), "mismatch.kl.preset='trl'"),
         (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
@@ -492,6 +539,7 @@ def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> No
         ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
         ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
         ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
+        ("0.5.18", "+mismatch.sampling_mask={}", "mismatch.sampling_mask with actor_rollout_ref.rollout.name='sglang'"),
         (
             "0.5.18",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=16",

@@ -33,3 +33,13 @@ def test_what_goes_wrong_between_turns_is_named(run: Run) -> None:
     assert set(found) == set(NAMED)
     for case, words in NAMED.items():
         assert re.match(words, found[case]), (case, found[case])
+
+
+def test_masks_go_with_the_tokens_that_they_are_of_or_it_is_said_why_not(run: Run) -> None:
+    found = run(scenarios.masked).expect()
+    # Three turns of the policy, and the tool's two tokens between them.
+    assert found["nothing"] == [[0, 1], [0, 2], [], [], [0, 3], [0, 4], [], [], [0, 5]]
+    assert "completion uid_0_0: the engine sent no sampling masks" in found["no masks"]
+    assert "rollout r, token 1: at least 24 tokens were left" in found["unknown masks"]
+    assert "an answer of 2 tokens has sampling masks of 1" in found["fewer masks"]
+    assert "no call of the engine has sampled its tokens" in found["another client"]

@@ -1,0 +1,75 @@
+"""Sampling masks on their way from verl's vLLM server to the trainer: beside each answer, then two fields of each rollout.
+
+A rollout's masks are id lists of different lengths. A field of verl's batches has one ragged dimension, so that ids and their
+numbers are a field each: 2 or 4 bytes for an id, and 4 for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from pydantic import PrivateAttr
+from torch import Tensor
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+from mismatch_ext.config import SamplingMaskConfig
+from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.sampling_mask import TokenSupport
+
+FIELD = "sampling_mask"
+"""Entry of an answer's `extra_fields`: its masks, or why they are not known."""
+IDS, SIZES = "sampling_mask_ids", "sampling_mask_sizes"
+"""Fields of a batch: token ids that were left, of all tokens of a response, and how many there are of each token."""
+
+
+def sampled_with(params: Any) -> SamplingSettings:
+    """Return what a request of vLLM's truncates by; nothing where it is decoded greedily."""
+    if not params.temperature:
+        return SamplingSettings()
+    return SamplingSettings(
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=max(int(params.top_k), 0),
+        min_p=float(params.min_p),
+    )
+
+
+def asked_for(section: SamplingMaskConfig, sampling: SamplingSettings, vocabulary: int) -> int:
+    """Return how many of the most likely tokens vLLM is asked for."""
+    return min(section.asked(sampling), vocabulary)
+
+
+def fields_of(support: TokenSupport) -> dict[str, Tensor]:
+    """Return masks as fields of a rollout."""
+    return {IDS: support.ids, SIZES: support.counts.to(torch.int32)}
+
+
+def support_of(ids: Tensor, sizes: Tensor, vocabulary: int) -> TokenSupport:
+    """Return the masks that a rollout's fields hold."""
+    offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    offsets[1:] = sizes.cpu().long().cumsum(0)
+    return TokenSupport(ids=ids.cpu(), offsets=offsets, vocabulary=vocabulary)
+
+
+def with_masks(output: AgentLoopOutput, support: TokenSupport) -> AgentLoopOutput:
+    """Return an agent loop's output whose fields of a batch have masks among them."""
+    kind = _masked(type(output))
+    found: AgentLoopOutput = kind.model_construct(_fields_set=output.model_fields_set, **output.__dict__)
+    found._support = support  # type: ignore[attr-defined]
+    return found
+
+
+@cache
+def _masked(kind: type[AgentLoopOutput]) -> type[AgentLoopOutput]:
+    as_dict: Callable[[Any], dict[str, Any]] = kind.as_dict
+
+    class MaskedOutput(kind):  # type: ignore[misc, valid-type]
+        _support: TokenSupport = PrivateAttr()
+
+        def as_dict(self) -> dict[str, Any]:
+            return as_dict(self) | fields_of(self._support)
+
+    return MaskedOutput

@@ -1,0 +1,115 @@
+"""verl's vLLM server, which sends with each answer what was left to sample from: in runs with `mismatch.sampling_mask` alone.
+
+verl asks vLLM for the sampled token's log-probability and keeps no other. Here vLLM is asked for its most likely tokens besides:
+those that it has cut off have -inf, and the ids of the others go with the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.rollout.masks import FIELD, asked_for, sampled_with
+from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from mismatch_ext.config import SamplingMaskConfig
+from mismatch_ext.errors import MismatchError
+from mismatch_ext.patching import PatchSet, described
+from mismatch_ext.sampling_mask import TokenSupport, support_of_top
+
+_OF_VERL: ContextVar[list[TokenSupport | str] | None] = ContextVar("mismatch_masks_of_verl", default=None)
+
+
+class MismatchVLLMServer(vLLMHttpServer):
+    """Runs in the Ray actor that verl starts for a rollout server."""
+
+    mismatch_masks = False
+    """Whether answers have masks."""
+    mismatch_patches: tuple[Mapping[str, Any], ...] = ()
+    """Descriptions of the patches that are in place in this process."""
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """Start vLLM as verl does, and read the masks off what it answers from then on."""
+        # vLLM's outputs are put together in this process.
+        PatchSet(*top_logprobs()).apply()
+        self.mismatch_patches = tuple(described(*top_logprobs()))
+        await super().launch_server(*args, **kwargs)
+        block = active_block()
+        if self.node_rank == 0 and block is not None and block.sampling_mask is not None:
+            self._section: SamplingMaskConfig = block.sampling_mask
+            self._vocabulary = int(self.engine.vllm_config.model_config.get_vocab_size())
+            engine: Any = self.engine
+            self._generate: Any = engine.generate
+            engine.generate = self._generate_masked
+            self.mismatch_masks = True
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a request of verl's, with its masks or why they are not known."""
+        found: list[TokenSupport | str] = []
+        token = _OF_VERL.set(found)
+        try:
+            output = await super().generate(*args, **kwargs)
+        finally:
+            _OF_VERL.reset(token)
+        if found:
+            output.extra_fields[FIELD] = found[0]
+        return output
+
+    async def _generate_masked(
+        self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        """Answer as vLLM does; of a request of verl's whose sampling cuts something off, the masks are kept."""
+        found, asked, output = _OF_VERL.get(), None, None
+        if found is not None and sampling_params.logprobs is not None:
+            asked = self._asked(sampling_params, found)
+        if asked is not None:
+            sampling_params = sampling_params.clone()
+            sampling_params.logprobs = asked
+        async for output in self._generate(prompt, sampling_params, *args, **kwargs):
+            yield output
+        if found is not None and asked is not None and output is not None and output.outputs:
+            name = str(output.request_id)
+            found.append(read(output.outputs[0], asked=asked, vocabulary=self._vocabulary, name=name))
+
+    def _asked(self, sampling_params: Any, found: list[TokenSupport | str]) -> int | None:
+        """Return how many of the most likely tokens vLLM is asked for; None where nothing is cut off, or nothing bounds it."""
+        if not (sampling := sampled_with(sampling_params)).truncates_support:
+            return None
+        try:
+            return asked_for(self._section, sampling, self._vocabulary)
+        except MismatchError as error:
+            found.append(f"{type(error).__name__}: {error}")
+            return None
+
+
+def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSupport | str:
+    """Return the masks of a completion of vLLM's, or why they are not known: an error here would end one rollout in silence.
+
+    Args:
+        completion: One of vLLM's, finished or aborted.
+        asked: How many of its most likely tokens it was asked for.
+        vocabulary: Tokens that its logits are over.
+        name: The request's.
+    """
+    logprobs = completion.logprobs
+    try:
+        if isinstance(logprobs, SampledLogprobs):
+            return logprobs.left.support(asked=asked, vocabulary=vocabulary, name=name)
+        ids = [list(one) for one in logprobs or ()]
+        values = [[entry.logprob for entry in one.values()] for one in logprobs or ()]
+        return support_of_top(ids, values, asked=asked, vocabulary=vocabulary, name=name)
+    except MismatchError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class MismatchVLLMReplica(vLLMReplica):
+    """verl's replica, with our server in it where it samples for the actor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not (self.is_reward_model or self.is_teacher_model):
+            self.server_class = ray.remote(MismatchVLLMServer)

@@ -1,0 +1,81 @@
+"""Sampling masks in verl's configuration: what vLLM is asked for, and ways of sampling and scoring whose masks are not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mismatch_ext.adapters.verl.settings.refusals import FSDP, LOOPS
+from omegaconf import DictConfig, OmegaConf
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.provenance import SamplingSettings
+
+PROCESSED = "processed_logprobs"
+"""Mode in which vLLM's log-probabilities are those after truncation."""
+
+
+def set_masks(config: DictConfig, block: MismatchConfig) -> None:
+    """Let vLLM report as many of its most likely tokens as the masks are read off.
+
+    Args:
+        config: All of verl's configuration; changed in place.
+        block: The parsed block.
+
+    Raises:
+        ConfigError: Names the setting, its value, why it is refused, and what is allowed.
+    """
+    if block.sampling_mask is None:
+        return
+    group = config.actor_rollout_ref
+    rollout, engine = group.rollout, group.rollout.engine_kwargs
+    given = dict(engine.get("vllm") or {})
+    mode = given.get("logprobs_mode") or rollout.get("logprobs_mode")
+    manager = OmegaConf.select(rollout, "agent.agent_loop_manager_class")
+    fused, drafts = bool(group.model.get("use_fused_kernels")), bool(OmegaConf.select(rollout, "mtp.enable_rollout"))
+    refusals: tuple[tuple[str, Any, bool, str, str], ...] = (
+        (
+            "actor_rollout_ref.rollout.name", rollout.name, rollout.name != "vllm",
+            "SGLang reports probabilities among all tokens, also of those that it has cut off", "'vllm'",
+        ),
+        (
+            "actor_rollout_ref.actor.strategy", group.actor.strategy, group.actor.strategy not in FSDP,
+            "its engine takes log-probabilities from shards of the vocabulary, where masks are not replayed", "'fsdp' or 'fsdp2'",
+        ),
+        (
+            "actor_rollout_ref.model.use_fused_kernels", fused, fused,
+            "a fused head returns log-probabilities over the whole vocabulary, and no logits", "False",
+        ),
+        (
+            "actor_rollout_ref.rollout.logprobs_mode", mode, mode != PROCESSED,
+            "masks are read off what truncation has left", repr(PROCESSED),
+        ),
+        (
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager, manager not in (None, LOOPS),
+            "masks are joined to rollouts in this package's", f"{LOOPS!r}, or one derived from it under that name",
+        ),
+        (
+            "actor_rollout_ref.rollout.mtp.enable_rollout", drafts, drafts,
+            "masks of drafted tokens were not run", "False",
+        ),
+        (
+            "mismatch.monitor.doctor", block.monitor.doctor, block.monitor.doctor is not None,
+            "the doctor scores batches without masks", "none",
+        ),
+    )  # fmt: skip
+    for name, value, wrong, why, allowed in refusals:
+        if wrong:
+            raise ConfigError(f"mismatch.sampling_mask with {name}={value!r}: {why}; allowed: {allowed}.")
+    asked = block.sampling_mask.asked(_sampling(rollout))
+    engine.vllm = OmegaConf.merge(given, {"max_logprobs": _most(given.get("max_logprobs"), asked)})
+
+
+def _sampling(rollout: DictConfig) -> SamplingSettings:
+    return SamplingSettings(
+        temperature=float(rollout.temperature), top_p=float(rollout.top_p), top_k=max(int(rollout.top_k), 0)
+    )
+
+
+def _most(given: int | None, asked: int) -> int:
+    """Return vLLM's limit for a request: -1 stands for the whole vocabulary."""
+    return given if given is not None and (given == -1 or given >= asked) else asked

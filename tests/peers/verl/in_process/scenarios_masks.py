@@ -1,0 +1,141 @@
+"""Sampling masks through verl's FSDP engine, held to a dense mask over the logits of verl's own; and masks that are wrong."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+from mismatch_ext.adapters.verl.rollout.masks import IDS, SIZES, fields_of
+from tensordict import TensorDict
+from torch import Tensor
+from verl.workers.engine.fsdp import transformer_impl
+
+from mismatch_ext.sampling_mask import TokenSupport
+from tests.peers.forks import on_ranks
+from tests.peers.verl.in_process import scenarios_ulysses as ulysses
+from tests.peers.verl.in_process.routes import nested, refused
+from tests.peers.verl.in_process.workers import batch, logprobs, parameters, scored, update, worker
+
+MASKED: dict[str, Any] = {"sampling_mask": {}}
+LEFT = 5  # tokens of a mask
+
+
+def supports(data: TensorDict, vocabulary: int) -> list[TokenSupport]:
+    """Return masks of the samples' responses: the sampled token and others, drawn by its place."""
+    found = []
+    for number, response in enumerate(data["responses"].unbind()):
+        rows = []
+        for place, token in enumerate(response.tolist()):
+            drawn = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(31 * number + place))
+            rows.append([token, *[one for one in drawn.tolist() if one != token][: LEFT - 1]])
+        found.append(TokenSupport.from_lists(rows, vocabulary))
+    return found
+
+
+def with_fields(data: TensorDict, masks: list[TokenSupport]) -> TensorDict:
+    """Return a batch with the fields that agent loops put there."""
+    fields = [fields_of(one) for one in masks]
+    data = data.clone()
+    for name in (IDS, SIZES):
+        data[name] = nested([one[name] for one in fields])
+    return data
+
+
+class Dense:
+    """Computes what verl does, over a mask of the whole vocabulary, and 0 where nothing was sampled."""
+
+    def __init__(self, data: TensorDict, masks: list[TokenSupport], vocabulary: int) -> None:
+        self._rows = {}
+        for ids, response, one in zip(data["input_ids"].unbind(), data["responses"].unbind(), masks, strict=True):
+            left = torch.zeros(len(ids), vocabulary, dtype=torch.bool)
+            for place in range(len(response)):
+                left[len(ids) - len(response) - 1 + place, one.slice(place, place + 1).ids.long()] = True
+            self._rows[tuple(ids.tolist())] = left
+        self._data = data
+
+    def __call__(self, logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        """Return the log-probabilities of the whole batch, which is scored in one pass."""
+        left = torch.cat([self._rows[tuple(ids.tolist())] for ids in self._data["input_ids"].unbind()])
+        assert len(left) == len(logits)
+        any_left = left.any(-1)
+        safe = left | ~any_left[:, None]
+        found = logits.masked_fill(~safe, -torch.inf).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        return torch.where(any_left, found, 0.0)
+
+
+def masked(model: str) -> dict[str, Any]:
+    """Score and update with masks, and by verl's own engine with a dense mask; then with masks that are wrong."""
+    found: dict[str, Any] = {}
+    built = worker(model, MASKED)
+    vocabulary = int(built.engine.model_config.hf_config.vocab_size)
+    plain = batch()
+    masks = supports(plain, vocabulary)
+    data = with_fields(plain, masks)
+    found["native"] = logprobs(worker(model), plain)
+    found["scored"], found["report"] = logprobs(built, data), built.engine.mismatch_report()["sampling_mask"]
+    # Two samples in a pass, and in another order.
+    small = worker(model, MASKED, tokens=32)
+    found["small"] = logprobs(small, data)
+    update(built, scored(built, data))
+    found["metrics"] = built.engine.mismatch_metrics()
+    after = worker(model, vendor=None)
+    with mock.patch.object(transformer_impl, "logprobs_from_logits", Dense(plain, masks, vocabulary)):
+        found["dense"] = logprobs(after, plain)
+        update(after, scored(after, plain))
+    found["moved"] = [logprobs(one, plain) for one in (after, worker(model))]
+    found["updated"] = logprobs(_unmasked(built, model), plain)
+    found["wrong"] = _wrong(model, data, masks, vocabulary)
+    return found
+
+
+def _unmasked(built: Any, model: str) -> Any:
+    """Return a worker with the weights of another one, and without masks."""
+    other = worker(model)
+    other.engine.module.load_state_dict(built.engine.module.state_dict())
+    assert parameters(other) == parameters(built)
+    return other
+
+
+def _wrong(model: str, data: TensorDict, masks: list[TokenSupport], vocabulary: int) -> dict[str, str]:
+    """Return what is said of masks that are missing, moved, or of other tokens."""
+    built = worker(model, MASKED)
+    altered = data.clone()
+    altered["input_ids"] = nested(
+        [torch.cat([ids[:-1], (ids[-1:] + 1) % vocabulary]) for ids in data["input_ids"].unbind()]
+    )
+    unsampled = data.clone()
+    unsampled["loss_mask"] = nested([torch.zeros_like(one) for one in data["loss_mask"].unbind()])
+    return {
+        "missing": refused(built.infer_batch, data.exclude(IDS, SIZES)),
+        "moved": refused(built.infer_batch, with_fields(data, [masks[1], masks[0], *masks[2:]])),
+        "altered": refused(built.infer_batch, altered),
+        # What verl fills a batch up with has no loss, and whatever masks.
+        "filled up": refused(built.infer_batch, with_fields(unsampled, [masks[1], masks[0], *masks[2:]])),
+    }
+
+
+def shared(model: str) -> list[list[float]]:
+    """Score with masks on ranks that share each packed row."""
+    ulysses.prepare()
+    built = worker(
+        model,
+        MASKED,
+        micro_batch=2,
+        use_remove_padding=True,
+        override_config={"attn_implementation": ulysses.ATTENTION},
+        engine={"ulysses_sequence_parallel_size": int(os.environ["WORLD_SIZE"]), "use_orig_params": True},
+    )
+    plain = batch()
+    vocabulary = int(built.engine.model_config.hf_config.vocab_size)
+    return [
+        row.tolist()
+        for row in ulysses.scored(built, with_fields(plain, supports(plain, vocabulary)))["old_log_probs"].unbind()
+    ]
+
+
+def shared_on(world: int, **payload: Any) -> list[list[float]]:
+    """Run `shared` on so many ranks, and return what rank 0 found."""
+    found: list[list[float]] = on_ranks(shared, world, **payload)[0]
+    return found
