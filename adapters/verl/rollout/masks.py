@@ -11,13 +11,15 @@ from functools import cache
 from typing import Any
 
 import torch
+from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from pydantic import PrivateAttr
 from torch import Tensor
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from mismatch_ext.config import SamplingMaskConfig
+from mismatch_ext.errors import MismatchError
 from mismatch_ext.provenance import SamplingSettings
-from mismatch_ext.sampling_mask import TokenSupport
+from mismatch_ext.sampling_mask import TokenSupport, support_of_top
 
 FIELD = "sampling_mask"
 """Entry of an answer's `extra_fields`: its masks, or why they are not known."""
@@ -40,6 +42,26 @@ def sampled_with(params: Any) -> SamplingSettings:
 def asked_for(section: SamplingMaskConfig, sampling: SamplingSettings, vocabulary: int) -> int:
     """Return how many of the most likely tokens vLLM is asked for."""
     return min(section.asked(sampling), vocabulary)
+
+
+def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSupport | str:
+    """Return the masks of a completion of vLLM's, or why they are not known: an error here would end one rollout in silence.
+
+    Args:
+        completion: One of vLLM's, finished or aborted.
+        asked: How many of its most likely tokens it was asked for.
+        vocabulary: Tokens that its logits are over.
+        name: The request's.
+    """
+    logprobs = completion.logprobs
+    try:
+        if isinstance(logprobs, SampledLogprobs):
+            return logprobs.left.support(asked=asked, vocabulary=vocabulary, name=name)
+        ids = [list(one) for one in logprobs or ()]
+        values = [[entry.logprob for entry in one.values()] for one in logprobs or ()]
+        return support_of_top(ids, values, asked=asked, vocabulary=vocabulary, name=name)
+    except MismatchError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def fields_of(support: TokenSupport) -> dict[str, Tensor]:

@@ -12,14 +12,14 @@ from typing import Any
 
 import ray
 from mismatch_ext.adapters.verl.block import active_block
-from mismatch_ext.adapters.verl.rollout.masks import FIELD, asked_for, sampled_with
-from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
+from mismatch_ext.adapters.verl.rollout.masks import FIELD, asked_for, read, sampled_with
+from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.patching import PatchSet, described
-from mismatch_ext.sampling_mask import TokenSupport, support_of_top
+from mismatch_ext.sampling_mask import TokenSupport
 
 _OF_VERL: ContextVar[list[TokenSupport | str] | None] = ContextVar("mismatch_masks_of_verl", default=None)
 
@@ -84,26 +84,6 @@ class MismatchVLLMServer(vLLMHttpServer):
         except MismatchError as error:
             found.append(f"{type(error).__name__}: {error}")
             return None
-
-
-def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSupport | str:
-    """Return the masks of a completion of vLLM's, or why they are not known: an error here would end one rollout in silence.
-
-    Args:
-        completion: One of vLLM's, finished or aborted.
-        asked: How many of its most likely tokens it was asked for.
-        vocabulary: Tokens that its logits are over.
-        name: The request's.
-    """
-    logprobs = completion.logprobs
-    try:
-        if isinstance(logprobs, SampledLogprobs):
-            return logprobs.left.support(asked=asked, vocabulary=vocabulary, name=name)
-        ids = [list(one) for one in logprobs or ()]
-        values = [[entry.logprob for entry in one.values()] for one in logprobs or ()]
-        return support_of_top(ids, values, asked=asked, vocabulary=vocabulary, name=name)
-    except MismatchError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 class MismatchVLLMReplica(vLLMReplica):

@@ -517,3 +517,11 @@ def test_ranks_that_share_a_sequence_have_its_masks(run: Run, moe: Path) -> None
     alone = run(masking.masked, model=moe, env={"VERL_TEST_STRATEGY": "fsdp"}).expect()["scored"]
     two = run(masking.shared_on, world=2, model=moe, env={"VERL_TEST_STRATEGY": "fsdp"}).expect()
     assert apart(two, alone) < 1e-5
+
+
+def test_masks_are_read_off_what_vllm_reports_of_its_most_likely_tokens(run: Run) -> None:
+    found = run(masking.read_off).expect()
+    assert found["kept True"] == found["objects True"] == [[2, 5, 1, 9], [2, 2]]
+    for name in ("kept", "objects"):
+        assert "RecordError: rollout r, token 0: at least 3 tokens were left to sample from" in found[f"{name} False"]
+    assert found["aborted True"] == [[], []]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
-from mismatch_ext.adapters.verl.rollout.masks import IDS, SIZES, fields_of
+from mismatch_ext.adapters.verl.rollout.masks import IDS, SIZES, fields_of, read
+from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from tensordict import TensorDict
 from torch import Tensor
 from verl.workers.engine.fsdp import transformer_impl
@@ -114,6 +117,25 @@ def _wrong(model: str, data: TensorDict, masks: list[TokenSupport], vocabulary: 
         # What verl fills a batch up with has no loss, and whatever masks.
         "filled up": refused(built.infer_batch, with_fields(unsampled, [masks[1], masks[0], *masks[2:]])),
     }
+
+
+def read_off() -> dict[str, Any]:
+    """Return the masks of an answer of two tokens, by how vLLM's log-probabilities of four come: kept numbers, and objects."""
+    found: dict[str, Any] = {}
+    ids = np.array([[2, 2, 5, 7], [9, 1, 9, 6]])  # the sampled token, then the most likely ones
+    for cut in (True, False):
+        values = np.array([[-0.1, -0.1, -2.0, -np.inf if cut else -3.0], [-1.0, -0.5, -1.0, -np.inf if cut else -3.0]])
+        kept = SampledLogprobs()
+        kept.left.take(ids, values)
+        objects = [
+            {int(token): SimpleNamespace(logprob=float(value)) for token, value in zip(*row, strict=True)}
+            for row in zip(ids, values, strict=True)
+        ]
+        for name, reported in (("kept", kept), ("objects", objects), ("aborted", [])):
+            support = read(SimpleNamespace(logprobs=reported), asked=3, vocabulary=20, name="r")
+            known = isinstance(support, TokenSupport)
+            found[f"{name} {cut}"] = [support.ids.tolist(), support.counts.tolist()] if known else support
+    return found
 
 
 def shared(model: str) -> list[list[float]]:
