@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from mismatch_ext.errors import RecordError
 from mismatch_ext.sampling_mask.support import TokenSupport, join
-from mismatch_ext.turns.holding import Calls, beginning
-from mismatch_ext.turns.rows import Trained
+from mismatch_ext.turns.holding import Calls, Sampled, beginning
+from mismatch_ext.turns.rows import Trained, near
 
 
 def masks_of(name: str, one: Trained, calls: Calls) -> TokenSupport:
-    """Return what was left to sample from at each token of a row's response; nothing where no call has sampled it.
+    """Return what was left to sample from at each token of a row's response; nothing where the policy has sampled none.
 
-    Of a token that two calls have sampled behind the same tokens, the mask is the first one's: both had the same to choose from.
+    Of calls that were given the same tokens, the mask is that of the one whose log-probabilities and tokens the row has: another
+    may have sampled the same token by other weights.
 
     Args:
         name: What to call the row in messages.
@@ -24,22 +25,38 @@ def masks_of(name: str, one: Trained, calls: Calls) -> TokenSupport:
     first, tokens = len(one.prompt_ids), one.prompt_ids + one.response_ids
     parts: list[TokenSupport] = []
     at = first
-    for call in sorted(calls, key=lambda call: len(call.prompt_ids)):
+    for call in sorted(calls, key=lambda call: (len(call.prompt_ids), *_apart(one, call))):
         start = len(call.prompt_ids)
         if call.prompt_ids != tokens[:start]:
             continue
-        stop = start + beginning(call.response_ids, tokens[start : start + len(call.response_ids)])
-        if stop <= max(at, start):
+        stop, begin = start + _same(one, call), max(at, start)
+        if stop <= begin or not any(one.response_mask[begin - first : stop - first]):
             continue
-        if not isinstance(call.support, TokenSupport):
-            raise RecordError(call.support or f"completion {name}: the engine sent no sampling masks with its answer.")
-        support, begin = call.support, max(at, start)
+        if not isinstance(support := call.support, TokenSupport):
+            raise RecordError(support or f"completion {name}: the engine sent no sampling masks with its answer.")
         parts += [TokenSupport.empty(begin - at, support.vocabulary), support.slice(begin - start, stop - start)]
         at = stop
-    if not parts:
+    if not parts and any(one.response_mask):
         raise RecordError(
             f"completion {name}: no call of the engine has sampled its tokens, so that they have no sampling masks."
         )
-    found = join([*parts, TokenSupport.empty(len(tokens) - at, parts[0].vocabulary)])
+    vocabulary = parts[0].vocabulary if parts else 1
+    found = join([*parts, TokenSupport.empty(len(tokens) - at, vocabulary)])
     found.check_sampled(one.response_ids, one.response_mask, name)
     return found
+
+
+def _same(one: Trained, call: Sampled) -> int:
+    """Return how many tokens of a call a row has, which has all that the call was given."""
+    tokens, start = one.prompt_ids + one.response_ids, len(call.prompt_ids)
+    return beginning(call.response_ids, tokens[start : start + len(call.response_ids)])
+
+
+def _apart(one: Trained, call: Sampled) -> tuple[int, int]:
+    """Return how many tokens of a call the row has with another log-probability, and fewer than 0 for those that it has."""
+    place, same = len(call.prompt_ids) - len(one.prompt_ids), _same(one, call)
+    if place < 0:  # a call about the row's prompt
+        return 0, -same
+    theirs = (one.rollout_logprobs or ())[place : place + same]
+    pairs = zip(call.rollout_logprobs, theirs, one.response_mask[place : place + same], strict=False)
+    return sum(1 for ours, other, own in pairs if own and not near(ours, other)), -same

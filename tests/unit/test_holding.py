@@ -10,7 +10,19 @@ import pytest
 from mismatch_ext.errors import ProvenanceError, RecordError
 from mismatch_ext.sampling_mask import TokenSupport
 from mismatch_ext.turns import Calls, Trained, expect_sampled, masks_of
-from tests.unit.test_turns import FAULTS, MASK, PROMPT, ROW, SAMPLED, RolloutRecord, shortened, turn, turns, whole
+from tests.unit.test_turns import (
+    FAULTS,
+    MASK,
+    PROMPT,
+    ROW,
+    SAMPLED,
+    TOOLS,
+    RolloutRecord,
+    shortened,
+    turn,
+    turns,
+    whole,
+)
 
 # Of a row without a record: not of what only records hold, nor of an answer that ends before it has all turns.
 ELSEWHERE = {"the last turn is left out", "the end of a turn is left out", "settings change", "nothing was sampled"}
@@ -82,6 +94,45 @@ def test_a_row_has_the_mask_of_each_token_that_a_call_has_sampled() -> None:
     first, second = turn(PROMPT, (3, 4, 5), 0), turn((*PROMPT, 3, 4, 11), (6,), 1)
     row = Trained(prompt_ids=PROMPT, response_ids=(3, 4, 11, 6), response_mask=(True, True, False, True))
     assert masked([first, second], row) == [[0, 3], [0, 4], [], [0, 6]]
+
+
+def test_of_two_calls_with_one_prompt_the_mask_is_that_of_the_one_that_the_row_is_of() -> None:
+    def left(*rows: tuple[int, ...]) -> TokenSupport:
+        return TokenSupport.from_lists(rows, 20)
+
+    def masks(one: Trained, *calls: tuple[tuple[int, ...], tuple[float, ...], TokenSupport]) -> list[int]:
+        found = Calls()
+        for tokens, logprobs, support in calls:
+            found.add(PROMPT, tokens, logprobs, 3, support)
+        return masks_of("0", one, found).ids.tolist()
+
+    row = Trained(prompt_ids=PROMPT, response_ids=(5, 7), response_mask=(True, True), rollout_logprobs=(-1.0, -2.0))
+    other = ((5, 6), (-1.0, -2.0), left((5, 9), (6, 8)))
+    assert masks(row, other, ((5, 7), (-1.0, -2.0), left((4, 5), (7,)))) == [4, 5, 7]
+    # The same tokens by other weights.
+    older = ((5, 7), (-1.5, -2.5), left((5,), (3, 7)))
+    assert masks(row, older, ((5, 7), (-1.0, -2.0), left((4, 5), (7,)))) == [4, 5, 7]
+
+
+def test_a_row_whose_prompt_holds_earlier_turns_has_the_masks_of_its_own() -> None:
+    # As a loop does that returns each turn as an output.
+    first = len(PROMPT) + len(SAMPLED[0]) + len(TOOLS[0])
+    row = Trained(
+        prompt_ids=(*PROMPT, *SAMPLED[0], *TOOLS[0]),
+        response_ids=SAMPLED[1],
+        response_mask=(True, True),
+        rollout_logprobs=None,
+    )
+    assert len(row.prompt_ids) == first and masked(turns(), row) == [[0, token] for token in SAMPLED[1]]
+
+
+def test_what_has_no_loss_needs_no_mask() -> None:
+    calls = Calls()
+    nothing = Trained(prompt_ids=PROMPT, response_ids=(4,), response_mask=(False,), rollout_logprobs=None)
+    assert masks_of("0", nothing, calls).counts.tolist() == [0]
+    # A call that was not asked for masks, about tokens that are not the policy's.
+    calls.add(PROMPT, (4,), None, 3)
+    assert masks_of("0", nothing, calls).counts.tolist() == [0]
 
 
 @pytest.mark.parametrize(

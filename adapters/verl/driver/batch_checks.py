@@ -43,16 +43,26 @@ def check_sampled(batch: Any, step: int) -> None:
         RecordError: There are some; says of each what was done to its turns.
     """
     keys = [batch.keys[row] for row in sampled_rows(batch)]
-    if not keys:
-        return
-    found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-    told = [extra[TOLD] for extra in found.pop("extra_fields").tolist() if TOLD in (extra or ())]
-    if told:
+    if told := list(told_of(keys, batch.partition_id).values()):
         more = f" And {len(told) - SHOWN} more." if len(told) > SHOWN else ""
         raise RecordError(
             f"{len(told)} of {len(keys)} rollouts of step {step} are not what the servers sampled. "
             f"{' '.join(told[:SHOWN])}{more}"
         )
+
+
+def told_of(keys: Sequence[str], partition: str) -> dict[str, str]:
+    """Return what the agent loops' processes have found wrong with rollouts, by their keys; nothing of those that are right.
+
+    Args:
+        keys: Of the rollouts in TransferQueue.
+        partition: Their partition.
+    """
+    if not keys:
+        return {}
+    found = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=["extra_fields"])
+    extras = found.pop("extra_fields").tolist()
+    return {key: extra[TOLD] for key, extra in zip(keys, extras, strict=True) if TOLD in (extra or ())}
 
 
 def check_turns(batch: Any, step: int) -> None:

@@ -117,8 +117,8 @@ def check_reports(
     for name, report in trainers:
         with verdicts.checking("workers"):
             _check_worker(block.acting, name, report)
-    # Whether routes are recorded is the user's own choice where nothing acts.
-    asked = replace(block, routing=None) if verdicts.observes else block
+    # Whether routes are recorded is the user's own choice where nothing acts, and masks are not asked for there.
+    asked = replace(block, routing=None, sampling_mask=None) if verdicts.observes else block
     for name, report in engines:
         with verdicts.checking("rollout_workers"):
             _check_rollout(asked, name, report)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.verl.driver.batch_checks import without_routes
+from mismatch_ext.adapters.verl.driver.batch_checks import told_of, without_routes
 from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.settings.modes import SYNC
@@ -138,6 +138,9 @@ class StalenessMixin(_Host):
             # One that has lost them is named when its own batch comes.
             lost = set(without_routes([key for key, _ in rows], batch.partition_id))
             rows = [row for row in rows if row[0] not in lost]
+        if self._block.sampling_mask is not None:
+            told = told_of([key for key, _ in rows], batch.partition_id)
+            rows = [row for row in rows if row[0] not in told]
         rows = enough_rows(rows, gap.least, self._unit)
         if rows:
             self._score(gap, rows, batch.partition_id, "buffer", version)

@@ -1,7 +1,7 @@
 """Sampling masks on their way from verl's vLLM server to the trainer: beside each answer, then two fields of each rollout.
 
 A rollout's masks are id lists of different lengths. A field of verl's batches has one ragged dimension, so that ids and their
-numbers are a field each: 2 or 4 bytes for an id, and 4 for a token.
+numbers are a field each: 4 bytes for an id, and 4 for a token.
 """
 
 from __future__ import annotations
@@ -39,9 +39,15 @@ def sampled_with(params: Any) -> SamplingSettings:
     )
 
 
-def asked_for(section: SamplingMaskConfig, sampling: SamplingSettings, vocabulary: int) -> int:
-    """Return how many of the most likely tokens vLLM is asked for."""
-    return min(section.asked(sampling), vocabulary)
+def asked_for(section: SamplingMaskConfig, sampling: SamplingSettings, most: int) -> int:
+    """Return how many of the most likely tokens vLLM is asked for.
+
+    Args:
+        section: The section.
+        sampling: The request's settings.
+        most: As many as vLLM takes: it refuses a request for more, as one may be that cuts less off than the run's.
+    """
+    return min(section.asked(sampling), most)
 
 
 def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSupport | str:
@@ -65,15 +71,16 @@ def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSup
 
 
 def fields_of(support: TokenSupport) -> dict[str, Tensor]:
-    """Return masks as fields of a rollout."""
-    return {IDS: support.ids, SIZES: support.counts.to(torch.int32)}
+    """Return masks as fields of a rollout, of one dtype whatever the rollout: verl puts several of them into one tensor."""
+    return {IDS: support.ids.to(torch.int32), SIZES: support.counts.to(torch.int32)}
 
 
 def support_of(ids: Tensor, sizes: Tensor, vocabulary: int) -> TokenSupport:
     """Return the masks that a rollout's fields hold."""
     offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
     offsets[1:] = sizes.cpu().long().cumsum(0)
-    return TokenSupport(ids=ids.cpu(), offsets=offsets, vocabulary=vocabulary)
+    narrow = TokenSupport.empty(0, vocabulary).ids.dtype
+    return TokenSupport(ids=ids.cpu().to(narrow), offsets=offsets, vocabulary=vocabulary)
 
 
 def with_masks(output: AgentLoopOutput, support: TokenSupport) -> AgentLoopOutput:

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.verl.rollout.masks import with_masks
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from mismatch_ext.sampling_mask import TokenSupport
 from mismatch_ext.turns import Calls, Trained, expect_sampled, masks_of
 
 # verl hands out the class of a Ray actor, which cannot be derived from.
@@ -59,6 +60,8 @@ def tell(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
                 outputs[number] = with_masks(output, masks_of(row, one, calls))
         except Exception as error:  # noqa: BLE001 - raised here, it would take the rollout out of the batch in silence
             output.extra_fields[TOLD] = f"{type(error).__name__}: {error}"
+            if masking:  # all outputs of an answer need the same fields
+                outputs[number] = with_masks(output, TokenSupport.empty(len(output.response_ids), 1))
 
 
 def _trained(output: AgentLoopOutput) -> Trained:

@@ -41,7 +41,9 @@ class MismatchVLLMServer(vLLMHttpServer):
         block = active_block()
         if self.node_rank == 0 and block is not None and block.sampling_mask is not None:
             self._section: SamplingMaskConfig = block.sampling_mask
-            self._vocabulary = int(self.engine.vllm_config.model_config.get_vocab_size())
+            model = self.engine.vllm_config.model_config
+            self._vocabulary = int(model.get_vocab_size())
+            self._most = self._vocabulary if model.max_logprobs < 0 else min(self._vocabulary, int(model.max_logprobs))
             engine: Any = self.engine
             self._generate: Any = engine.generate
             engine.generate = self._generate_masked
@@ -80,7 +82,7 @@ class MismatchVLLMServer(vLLMHttpServer):
         if not (sampling := sampled_with(sampling_params)).truncates_support:
             return None
         try:
-            return asked_for(self._section, sampling, self._vocabulary)
+            return asked_for(self._section, sampling, self._most)
         except MismatchError as error:
             found.append(f"{type(error).__name__}: {error}")
             return None

@@ -76,7 +76,7 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
     wanted = config.actor_rollout_ref.actor.strategy
     given = config.actor_rollout_ref.ref.strategy
     same = given == wanted or {given, wanted} <= FSDP
-    if not same and (block.precision or block.routing):
+    if not same and (block.precision or block.routing or block.sampling_mask):
         why = "the reference would be built by another engine than the actor"
         raise refused("actor_rollout_ref.ref.strategy", given, repr(wanted), why)
     if config.actor_rollout_ref.rollout.name == "sglang":

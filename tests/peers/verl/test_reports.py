@@ -362,3 +362,11 @@ def test_observed_processes_that_are_not_as_asked_are_named_and_the_run_goes_on(
     checked_run = check_reports(*parsed(found), verdicts)
     assert (check, kind) in {(finding.check, finding.kind) for finding in verdicts.kept}, verdicts.kept
     assert checked_run.engine.engine == "vllm" and checked_run.trainer.device
+
+
+def test_an_observed_run_is_asked_for_no_masks() -> None:
+    found = run_of("dense")
+    found["block"] |= {"level": "observe", "sampling_mask": {}}
+    verdicts = Verdicts("observe")
+    check_reports(*parsed(known_by_all(found)), verdicts)
+    assert not [finding for finding in verdicts.kept if "mask" in finding.message], verdicts.kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import torch
 from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, MODE_VARIABLE, RunMode, encode
 from mismatch_ext.adapters.verl.rollout.client import TOLD, following, versioned
 from mismatch_ext.adapters.verl.rollout.masks import FIELD as MASKS
@@ -40,8 +41,14 @@ def masked() -> dict[str, Any]:
     for case in ("nothing", "no masks", "unknown masks", "fewer masks", "another client"):
         with environment(**{MODE_VARIABLE: RunMode().encode(), BLOCK_VARIABLE: encode(block)}):
             fields = asyncio.run(_answered(case))
-        if IDS not in fields:
-            found[case] = fields["extra_fields"].get(TOLD, "")
+        if TOLD in fields["extra_fields"]:
+            # Beside an output that has masks, as an agent loop may return several.
+            assert (
+                not fields[IDS].numel()
+                and fields[IDS].dtype == torch.int32
+                and len(fields[SIZES]) == len(fields["responses"])
+            )
+            found[case] = fields["extra_fields"][TOLD]
             continue
         support = support_of(fields[IDS], fields[SIZES], 20)
         found[case] = [support.slice(place, place + 1).ids.tolist() for place in range(len(support))]
