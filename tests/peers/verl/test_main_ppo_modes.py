@@ -51,9 +51,9 @@ def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def separate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Return a run on two devices with tools, in which a fault strikes between the two updates of the fourth step."""
+    """Return a run on two devices with tools and truncated sampling; a fault strikes between the updates of its fourth step."""
     work = tmp_path_factory.mktemp("separate")
-    overrides = [*SEPARATE, *TOOLS, f"trainer.total_training_steps={STEPS + 1}"]
+    overrides = [*SEPARATE, *TOOLS, *TRUNCATED, f"trainer.total_training_steps={STEPS + 1}"]
     fault = {FAULT: f"between_updates@{STEPS + 1}"}
     return run_recipe("run_separate_async.sh", work, overrides, moe, **fault), work
 
@@ -105,6 +105,7 @@ def test_every_section_where_servers_sample_during_updates(separate: Ran) -> Non
     run, work = separate
     run.expect_failure(STEPS)
     check_sections(run, work, "PPOTrainerSeparateAsync")
+    assert all(1 < step["mismatch/sampling_mask_size"] <= 8.5 for step in run.steps)
     assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in run.steps)
 
 
