@@ -204,9 +204,9 @@ def test_generated_traces_know_their_tokens() -> None:
     model = FAMILIES[QWEN].build().eval()
     ids, mask = torch.randint(3, 96, (2, 5)), torch.ones(2, 5, dtype=torch.long)
     ids[0, :2] = mask[0, :2] = 0
+    # No row ends before the others. As an argument of `generate`, None leaves the model's own.
+    model.generation_config.eos_token_id = None
     with record_generation(model) as recording:
-        output = model.generate(
-            ids, attention_mask=mask, max_new_tokens=4, do_sample=True, eos_token_id=None, pad_token_id=0
-        )
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=True, pad_token_id=0)
     for row, trace in enumerate(recording.traces):
         assert trace.tokens is not None and trace.tokens.tolist() == output[row, 2 * (row == 0) : -1].tolist()
