@@ -52,7 +52,7 @@ def set_masks(config: DictConfig, block: MismatchConfig) -> None:
         ),
         (
             "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager, manager not in (None, LOOPS),
-            "masks are joined to rollouts in this package's", f"{LOOPS!r}, or one derived from it under that name",
+            "masks are joined to rollouts in this package's", repr(LOOPS),
         ),
         (
             "actor_rollout_ref.rollout.mtp.enable_rollout", drafts, drafts,
