@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mismatch_ext.errors import ProvenanceError, RecordError
 from mismatch_ext.patching import active_patches, digest_of
@@ -54,6 +54,10 @@ class SamplingSettings:
     def truncates_support(self) -> bool:
         """Whether tokens that the trainer gives probability can never be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def without_truncation(self) -> SamplingSettings:
+        """Return the settings of a trainer that scores over sampling masks: what truncation cuts off is the same on both sides."""
+        return replace(self, top_p=1.0, top_k=0, min_p=0.0)
 
     def ratio_bias(self, *, renormalised: bool = True) -> str | None:
         """Say in a sentence why the importance ratio is biased, or return None when it is not.

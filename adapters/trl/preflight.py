@@ -219,9 +219,7 @@ class PreflightMixin(_Host):
     @property
     def _scored_sampling(self) -> SamplingSettings:
         """The sampling settings as far as the trainer's log-probabilities do not follow them."""
-        if self._acting.sampling_mask is None:
-            return self._sampling
-        return dataclasses.replace(self._sampling, top_p=1.0, top_k=0, min_p=0.0)
+        return self._sampling if self._acting.sampling_mask is None else self._sampling.without_truncation()
 
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -335,7 +333,7 @@ class PreflightMixin(_Host):
     def _compute_dtype(self) -> str:
         """Return the dtype that the trainer's matrix products come out in, as read back."""
         reading: TrainerReading = self._readings["trainer"]
-        return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
+        return reading.compute_dtype
 
     def _check_vocabulary(self, vocabulary: Tensor) -> None:
         probes = vocabulary[None, :64]
@@ -395,4 +393,4 @@ class PreflightMixin(_Host):
 def compute_in_float16(accelerator: Any, loss_scale: LossScaleConfig) -> None:
     """Switch accelerate's autocast on, and give it a scaler for its device; for float16 on a CPU it has neither."""
     accelerator.native_amp = True
-    accelerator.scaler = LossScaler(accelerator.device.type, **dataclasses.asdict(loss_scale))
+    accelerator.scaler = LossScaler.of(loss_scale, accelerator.device.type)

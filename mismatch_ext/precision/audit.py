@@ -39,6 +39,11 @@ class TrainerReading:
     reduce_dtype: str | None
     device: str
 
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that matrix products come out in: autocast's, or without it that of most parameters."""
+        return self.autocast_dtype or max(self.parameter_dtypes, key=self.parameter_dtypes.__getitem__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReading:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from mismatch_ext.errors import LossScaleError
+
+if TYPE_CHECKING:
+    from mismatch_ext.config import LossScaleConfig
 
 STATE_KEY = "mismatch_ext"
 STATE_VERSION = 1
@@ -86,6 +90,19 @@ class LossScaler(torch.amp.GradScaler):
         self.overflow_steps = 0
         self.overflow_streak = 0
         self.longest_overflow_streak = 0
+
+    @classmethod
+    def of(cls, settings: LossScaleConfig, device: str | torch.device) -> LossScaler:
+        """Return the scaler that a block's `precision.loss_scale` asks for.
+
+        Args:
+            settings: That section.
+            device: Device type that gradients live on.
+
+        Raises:
+            LossScaleError: torch would disable it on this device.
+        """
+        return cls(device, **asdict(settings))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, once per step, and let all ranks know of an overflow on any.

@@ -56,7 +56,6 @@ from mismatch_ext.run.start import (
     INTEGRATION,
     audited,
     check_block,
-    compute_dtype,
     info_of,
     new_verifier,
     set_precision,
@@ -158,7 +157,7 @@ class Run:
         if acting.precision is not None:
             set_precision(acting.precision, self.trainer)
         warning = None
-        dtype = compute_dtype(self.trainer.reading())
+        dtype = self.trainer.reading().compute_dtype
         with checking("engine"):
             self.rollout.check(self.block, dtype)
         with checking("precision", applied=True):

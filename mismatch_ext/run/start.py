@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import warnings
 from typing import Any
@@ -13,7 +12,7 @@ from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.patching import active_patches
-from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
+from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.run.info import run_info
@@ -64,9 +63,7 @@ def check_block(block: MismatchConfig) -> None:
 def set_precision(precision: PrecisionConfig, trainer: LoopTrainer) -> None:
     """Let the trainer compute as asked, in float16 with a loss scaler."""
     policy = PrecisionPolicy.of(precision)
-    scaler = None
-    if policy.needs_scaler:
-        scaler = LossScaler(trainer.device.type, **dataclasses.asdict(precision.loss_scale))
+    scaler = LossScaler.of(precision.loss_scale, trainer.device.type) if policy.needs_scaler else None
     trainer.compute_in(policy.dtype, scaler)
 
 
@@ -118,11 +115,6 @@ def to_warn_of(trainer: LoopTrainer, rollout: LoopRollout, fits: str | None) -> 
     surplus = trainer.surplus()
     found = {"readiness": fits, "vocabulary": None if surplus is None else str(surplus), "ratio_bias": bias}
     return [(name, message) for name, message in found.items() if message is not None]
-
-
-def compute_dtype(reading: TrainerReading) -> str:
-    """Return the dtype that the trainer's matrix products come out in."""
-    return reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
 
 
 def info_of(

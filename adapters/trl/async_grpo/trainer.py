@@ -234,14 +234,13 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         if monitor.weight_sync == "off":
             return None
         reading: TrainerReading = self._readings["trainer"]
-        computes = reading.autocast_dtype or max(reading.parameter_dtypes, key=reading.parameter_dtypes.__getitem__)
         side = TrainerSide(
             named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
             score=self._score,
             step=lambda: self.state.global_step,
             on_sent=self._on_sent,
             event=self._on_event,
-            compute_dtype=computes,
+            compute_dtype=reading.compute_dtype,
         )
         probes = draw_probes(plain_vocabulary(self.processing_class, self.accelerator.device), monitor, remote.longest)
         return WeightVerifier(
@@ -250,7 +249,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
             monitor,
             probes,
             dtype=remote.reading().model_dtype,
-            trainer_dtype=computes,
+            trainer_dtype=reading.compute_dtype,
             event=self._on_event,
         )
 

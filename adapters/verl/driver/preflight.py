@@ -13,7 +13,6 @@ from mismatch_ext.adapters.verl.driver.reports import (
     Checked,
     check_reports,
     check_vocabulary,
-    compute_dtype,
     engine_answers,
 )
 from mismatch_ext.adapters.verl.driver.saving import Note
@@ -103,7 +102,7 @@ class PreflightMixin(_Host):
             self._block.monitor,
             self._probes,
             dtype=self._checked.engine.model_dtype,
-            trainer_dtype=compute_dtype(self._checked.trainer),
+            trainer_dtype=self._checked.trainer.compute_dtype,
             event=self._event,
         )
         state, _ = self._resumed
@@ -181,9 +180,7 @@ class PreflightMixin(_Host):
     def _scored_sampling(self) -> SamplingSettings:
         """The sampling settings as far as the trainer's log-probabilities do not follow them."""
         found = self._sampling()
-        if self._block.acting.sampling_mask is None:
-            return found
-        return dataclasses.replace(found, top_p=1.0, top_k=0, min_p=0.0)
+        return found if self._block.acting.sampling_mask is None else found.without_truncation()
 
     def _info(self) -> dict[str, Any]:
         if self._verdicts.observes and not hasattr(self, "_checked"):

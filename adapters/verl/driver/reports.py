@@ -74,11 +74,6 @@ class Checked:
     patches: Sequence[Mapping[str, Any]] = ()
 
 
-def compute_dtype(trainer: TrainerReading) -> str:
-    """Return the dtype that a trainer computes in."""
-    return trainer.autocast_dtype or max(trainer.parameter_dtypes, key=trainer.parameter_dtypes.__getitem__)
-
-
 def check_reports(
     block: MismatchConfig,
     workers: Sequence[Report],
@@ -131,7 +126,7 @@ def check_reports(
         if "server" in report:
             with verdicts.checking("rollout_servers", applied=True):
                 verdict = check_server(
-                    report["server"], config=block, trainer_dtype=compute_dtype(readings[0]), sends_all_weights=True
+                    report["server"], config=block, trainer_dtype=readings[0].compute_dtype, sends_all_weights=True
                 )
                 verdict.raise_for_problems()
     found = [EngineReading(**report["reading"]) for _, report in engines]

@@ -1,7 +1,8 @@
 """Loss scaling of verl's FSDP engine under `precision.dtype: float16`.
 
 verl makes a `ShardedGradScaler` with settings of its own. On a machine without CUDA that one disables itself, with a warning,
-and float16 is trained unscaled; `loss_scaler` is made for the engine's real device, and refuses to exist disabled.
+and float16 is trained unscaled; the `LossScaler` that takes its place is for the engine's real device, and refuses to exist
+disabled.
 """
 
 from __future__ import annotations
@@ -11,28 +12,6 @@ from typing import Any
 from mismatch_ext.config import PrecisionConfig
 from mismatch_ext.errors import ConfigError, LossScaleError
 from mismatch_ext.precision.scaler import LossScaler
-
-
-def loss_scaler(precision: PrecisionConfig, device: str) -> LossScaler:
-    """Return the scaler that the block asks for.
-
-    Args:
-        precision: The `precision` section.
-        device: Device type of the engine's gradients.
-
-    Raises:
-        LossScaleError: torch has no scaler for this device.
-    """
-    settings = precision.loss_scale
-    return LossScaler(
-        device,
-        init_scale=settings.init_scale,
-        growth_factor=settings.growth_factor,
-        backoff_factor=settings.backoff_factor,
-        growth_interval=settings.growth_interval,
-        min_scale=settings.min_scale,
-        max_overflow_streak=settings.max_overflow_streak,
-    )
 
 
 def check_precision(precision: PrecisionConfig, autocast: str, role: str) -> None:

@@ -21,7 +21,6 @@ from mismatch_ext.adapters.verl.worker.masks import MaskMixin
 from mismatch_ext.adapters.verl.worker.replay import EngineReplay
 from mismatch_ext.adapters.verl.worker.scaler import (
     check_precision,
-    loss_scaler,
     refuse_disabled,
     scaler_metrics,
     scaler_report,
@@ -37,6 +36,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.lr import RateControl
 from mismatch_ext.patching import described
+from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
@@ -155,7 +155,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, FSDPEngineWithL
             warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
             module = super()._build_fsdp_module(module)
         if self.scaler is not None and precision.dtype == "float16" and self._trains:
-            self.scaler = loss_scaler(precision, get_device_name())
+            self.scaler = LossScaler.of(precision.loss_scale, get_device_name())
         return module
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
