@@ -18,7 +18,7 @@ from mismatch_ext.errors import RecordError, RunDirectoryError
 STATE_FILE = "mismatch.json"
 SCHEMA = 1
 # The monitor says by itself which of its rules have changed, and nothing else of it has a state.
-_COMPARED = ("level", "precision", "correction", "kl", "routing", "lr")
+_NOT_COMPARED = ("monitor",)
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -85,7 +85,8 @@ def changed_settings(saved: Mapping[str, Any] | None, present: Mapping[str, Any]
     if saved is None:
         return None
     before, now = ({"level": "enforce", **block} for block in (saved, present))
-    found = [change for name in _COMPARED for change in _changes(before.get(name), now.get(name), f"mismatch.{name}")]
+    compared = [name for name in {**before, **now} if name not in _NOT_COMPARED]
+    found = [change for name in compared for change in _changes(before.get(name), now.get(name), f"mismatch.{name}")]
     if not found:
         return None
     return f"the checkpoint was saved under other settings: {'; '.join(found)}. The present ones hold from here on."

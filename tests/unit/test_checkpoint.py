@@ -97,6 +97,25 @@ def test_changed_settings_are_named_with_both_values() -> None:
     assert "mismatch.lr" not in said and said.endswith("The present ones hold from here on.")
 
 
+GIVEN: dict[str, dict[str, Any]] = {
+    "precision": {"dtype": "float16"},
+    "correction": {"preset": "icepop"},
+    "kl": {"coef": 0.1},
+    "routing": {"mode": "R3"},
+    "sampling_mask": {},
+    "lr": {},
+}
+
+
+def test_every_section_that_is_given_or_taken_out_is_named() -> None:
+    sections = {field.name for field in dataclasses.fields(MismatchConfig)} - {"level", "monitor"}
+    assert set(GIVEN) == sections
+    for name, section in GIVEN.items():
+        there, gone = block(**{name: section}), block()
+        assert f"mismatch.{name} was given and is absent" in str(changed_settings(there, gone))
+        assert f"mismatch.{name} was absent and is given" in str(changed_settings(gone, there))
+
+
 def test_the_same_settings_and_those_of_another_release_say_nothing() -> None:
     present = MismatchConfig.parse({"kl": {"coef": 0.1}, "lr": {"period": 5}, "monitor": {"profile_every": 3}})
     assert present is not None
