@@ -35,7 +35,7 @@ METRIC = "observed/"
 ENFORCE = "enforce/"
 """Prefix of the metrics that `enforce` would have had; `observe` computes them without applying anything."""
 ALL_WRITTEN = 8
-"""Each of this many first findings of a check is written; later ones only in part."""
+"""Number of a check's first findings that are all written; of later findings, only some are."""
 STOP, APPLY, FAILED = "stop", "apply", "failed"
 
 

@@ -42,7 +42,7 @@ class Peer:
         return any(in_range(version, f"=={known}") for known in self.ran)
 
     def nearest(self, version: str | None) -> str:
-        """Return the newest run version that is not above `version`, otherwise the oldest: the one to install instead."""
+        """Return the newest tested version that is not above `version`, otherwise the oldest tested one: the one to install."""
         below = [known for known in self.ran if version is not None and in_range(version, f">={known}")]
         return below[-1] if below else self.ran[0]
 

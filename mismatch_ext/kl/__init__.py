@@ -1,4 +1,4 @@
-"""KL regularisation towards a reference policy, whose gradient is the one that it claims to have."""
+"""KL regularisation towards a reference policy, with the gradient that it claims."""
 
 from mismatch_ext.kl.controller import KlController, KlControllerState
 from mismatch_ext.kl.estimators import kl_estimate

@@ -81,7 +81,7 @@ class Agreement:
     def metrics(self) -> dict[str, float]:
         """Return the scalars that a run logs, with the names and meanings of `ROUTING_MEASURES`.
 
-        If no token was compared, only the two counts are returned, because a share of 0 would look like agreement.
+        If no token was compared, only the first two are returned, because a mismatch of 0 would look like agreement.
         """
         rows = self.tokens + self.native_rows
         scalars = {

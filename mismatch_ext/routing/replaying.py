@@ -142,7 +142,7 @@ class RouteReplay:
         layout: The model's routers.
         draws: The draws that decide which passes are measured.
         forwards: Number of forward passes that were replayed.
-        others: Number of forward passes over tokens without recorded routes, which the model routed itself, by split.
+        others: By split, number of forward passes over other tokens than those of the routes; the model itself routed these.
 
     Warns:
         UserWarning: The model selects something besides experts, which is not replayed.

@@ -1,4 +1,4 @@
-"""Storage of a prompt's routes once, shared by all of its completions."""
+"""Stores the routes of a prompt once, for all of its completions."""
 
 from __future__ import annotations
 

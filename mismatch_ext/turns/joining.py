@@ -24,7 +24,7 @@ class Joined:
         unused: Number of turns that are part of no completion.
         sampled_rows: Rows of routes that were recorded when their tokens were sampled.
         prefilled_rows: Rows of routes that a turn's prefill recorded: prompts, tool output, the previous turn's last token.
-        rerouted_rows: Rows of either kind for which a later turn's prefill chose other experts.
+        rerouted_rows: Rows of either kind for which a later turn's prefill chose other experts; counted for each such turn.
     """
 
     records: list[RolloutRecord]
