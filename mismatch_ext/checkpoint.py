@@ -1,8 +1,9 @@
-"""What this package keeps beside a host's own files in a checkpoint: `mismatch.json`, written in one go and read strictly.
+"""This package's file in a checkpoint, beside the host's own files: `mismatch.json`, written atomically and read strictly.
 
-A resumed run goes on under its present configuration. What a changed setting has led to begins anew where the setting is what
-it began with (a KL coefficient, a loss scale, an alarm), is refused where the state means nothing under it (another rule of the
-learning rate), and goes on under the new value otherwise; which settings have changed is said in any case.
+A resumed run goes on under its present configuration, and the user is told which settings have changed. The state that belongs to
+a changed setting is handled in one of three ways. If the state started from that setting (a KL coefficient, a loss scale, an
+alarm), it starts again. If the state has no meaning under the new setting (another rule of the learning rate), it is refused.
+Otherwise it goes on under the new value.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from mismatch_ext.errors import RecordError, RunDirectoryError
 
 STATE_FILE = "mismatch.json"
 SCHEMA = 1
-# The monitor says by itself which of its rules have changed, and nothing else of it has a state.
+# The monitor is not compared: it reports changes of its rules itself, and nothing else in it has a state.
 _NOT_COMPARED = ("monitor",)
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state, with its schema; a file that is there holds the old state or the new one, whenever this is killed.
+    """Write a state, with its schema; if this process is killed, the file still contains the old state or the new one.
 
     Args:
-        path: The file; its folder is made where it is missing.
+        path: The file; a missing folder is created.
         state: JSON-able data.
 
     Raises:
-        RunDirectoryError: It cannot be written.
+        RunDirectoryError: The file cannot be written.
     """
     written = path.with_suffix(".tmp")
     try:
@@ -41,12 +42,12 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint holds of ours; None where it holds nothing, as one of a stock host.
+    """Return this package's state in a checkpoint; None if there is no file, as in a checkpoint of a stock host.
 
-    Every part is a mapping, or null where there was nothing to save; whoever owns a part checks what is in it.
+    Every part is a mapping, or null if there was nothing to save. The owner of a part checks its contents.
 
     Raises:
-        RecordError: The file is damaged, unreadable or of another version of this package; names it, and what to do.
+        RecordError: The file is damaged, unreadable or from another version of this package; names the file and what to do.
     """
     if not path.is_file():
         return None
@@ -76,11 +77,12 @@ def read_state(path: Path) -> dict[str, Any] | None:
 
 
 def changed_settings(saved: Mapping[str, Any] | None, present: Mapping[str, Any]) -> str | None:
-    """Say which settings of a block differ from those that a checkpoint was saved under; None if none do.
+    """Return a sentence that names the settings which differ from those of a checkpoint; None if none differ.
 
     Args:
-        saved: The block in the checkpoint; None in one of a release that kept none, or of a stock host.
-        present: The block of this run; both as `MismatchConfig.to_dict` returns it.
+        saved: The block in the checkpoint, from `MismatchConfig.to_dict`; None if the checkpoint has none, because a stock host
+            or a release that kept no block saved it.
+        present: The block of this run, from `MismatchConfig.to_dict`.
     """
     if saved is None:
         return None
@@ -95,7 +97,7 @@ def changed_settings(saved: Mapping[str, Any] | None, present: Mapping[str, Any]
 def _changes(before: Any, now: Any, name: str) -> Iterator[str]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in now:
-            if key in before:  # else it is of another release
+            if key in before:  # otherwise another release saved it
                 yield from _changes(before[key], now[key], f"{name}.{key}")
     elif (list(before) if isinstance(before, tuple) else before) != (list(now) if isinstance(now, tuple) else now):
         given = [value is not None for value in (before, now)]
@@ -106,16 +108,16 @@ def _changes(before: Any, now: Any, name: str) -> Iterator[str]:
 
 
 def random_state(generator: random.Random) -> dict[str, Any]:
-    """Return where a generator of random numbers stands, as JSON-able data."""
+    """Return the state of a random-number generator as JSON-able data."""
     version, numbers, gauss = generator.getstate()
     return {"version": version, "numbers": list(numbers), "gauss": gauss}
 
 
 def load_random_state(generator: random.Random, state: Any) -> None:
-    """Let a generator go on from where another stood.
+    """Let a generator go on from a saved state.
 
     Raises:
-        RecordError: It is not what `random_state` returned; the generator stays as it was.
+        RecordError: The state is not one from `random_state`; the generator stays as it was.
     """
     try:
         generator.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))

@@ -8,6 +8,7 @@
     ├── RoutingError (ValueError)             a routing trace is malformed, or does not fit model or tokens
     │   └── ReplayError (RuntimeError)        routing cannot be recorded or replayed in this model
     ├── PeerVersionError (ImportError)        a peer is missing or outside the supported range
+    ├── SeamError (ImportError)               a part of a peer that a feature needs is gone or has changed
     ├── PatchError (RuntimeError)             a monkey-patch cannot be applied or reverted
     │   ├── PatchVersionError                 the peer's version is outside the patch's range
     │   ├── PatchDriftError                   the upstream symbol is gone or its body changed
@@ -19,6 +20,7 @@
     │   └── ReadinessError                    the checkpoint does not fit the asked dtype
     ├── WeightSyncError (RuntimeError)        the engine holds stale or garbled weights
     ├── EngineError (RuntimeError)            the rollout engine failed
+    ├── LoopError (RuntimeError)              a training loop of your own does not follow its block
     ├── StallError (RuntimeError)             the host waits for something that will not come
     └── RunDirectoryError (OSError)           the run directory cannot be read or written
 
@@ -50,7 +52,7 @@ class NonFiniteLogprobError(RecordError):
 
 
 class RoutingError(MismatchError, ValueError):
-    """A routing trace is malformed, or does not fit the model or the tokens that it is to be replayed on."""
+    """A routing trace is malformed, or does not fit the model or the tokens of its replay."""
 
 
 class ReplayError(RoutingError, RuntimeError):
@@ -62,11 +64,11 @@ class PeerVersionError(MismatchError, ImportError):
 
 
 class SeamError(MismatchError, ImportError):
-    """Something that a feature holds on to in a peer is gone or has changed there."""
+    """A part of a peer that a feature depends on is gone or has changed."""
 
 
 class UntestedVersionWarning(UserWarning):
-    """A peer's version was not run with this release; what is held on to there is checked, and nothing says more."""
+    """A peer's version was not run with this release; the parts of the peer that we depend on are checked, nothing else."""
 
 
 class PatchError(MismatchError, RuntimeError):
@@ -90,7 +92,7 @@ class PatchVerificationError(PatchError):
 
 
 class PrecisionError(MismatchError, RuntimeError):
-    """A precision that was asked for cannot be had."""
+    """A precision that was asked for is not possible."""
 
 
 class PrecisionAuditError(PrecisionError):
@@ -98,7 +100,7 @@ class PrecisionAuditError(PrecisionError):
 
 
 class LossScaleError(PrecisionError):
-    """The loss scaler is inactive, or overflows did not end."""
+    """The loss scaler is inactive, or gradients overflowed in too many steps in a row."""
 
 
 class ReadinessError(PrecisionError):
@@ -114,11 +116,11 @@ class EngineError(MismatchError, RuntimeError):
 
 
 class LoopError(MismatchError, RuntimeError):
-    """A loop of one's own did not use what its block asks for, or used it out of its order."""
+    """A training loop of your own did not use what its block asks for, or used it in the wrong order."""
 
 
 class StallError(MismatchError, RuntimeError):
-    """The host trainer made no progress: what it waits for has failed, or takes longer than `monitor.stall_timeout`."""
+    """The host trainer made no progress: it waits for something that failed, or takes longer than `monitor.stall_timeout`."""
 
 
 class RunDirectoryError(MismatchError, OSError):

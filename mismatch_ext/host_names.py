@@ -1,8 +1,9 @@
-"""What each host calls the metrics of its own that report, alarms and closing lines read.
+"""Each host's names for its own metrics that reports, alarms and closing lines read.
 
-The rest of the core asks for a `Role` and knows no host. The names of all hosts stand here, as data, and not in their adapters:
-a report is made where no host is installed, and the page of metrics prints them. An adapter writes its names into the header of a
-run, and so does a loop of one's own (`"names": {"length": "my/length"}`); only streams from before that are told apart by host.
+The rest of the core asks for a `Role` and knows no host. The names of all hosts are here, as data, and not in their adapters: a
+report must work where no host is installed, and the page of metrics prints them. An adapter writes its names into the header of a
+run; so does a training loop of your own (`"names": {"length": "my/length"}`). The host in the header decides only for older
+streams, which have no names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 PREFIX = "mismatch/"
-"""How our own metrics begin, in the log of every host."""
+"""Prefix of our own metrics in the log of every host."""
 
 
 class Role(StrEnum):
@@ -40,7 +41,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class HostNames:
-    """Names in the log of one host, by role; the defaults are the roles' own, which a loop of one's own may log.
+    """Names in the log of one host, by role; the defaults are the roles' own names, for a training loop of your own.
 
     Args:
         reward: Mean reward of the batch.
@@ -61,7 +62,7 @@ class HostNames:
     next_rate: bool = False
 
     def of(self, name: str) -> str:
-        """Return what this host calls a role; any other name stays as it is."""
+        """Return this host's name for a role; any other name stays as it is."""
         return str(getattr(self, name)) if name in _ROLES else name
 
     def role(self, name: str) -> str:
@@ -69,16 +70,16 @@ class HostNames:
         return next((str(role) for role in Role if self.of(role) == name), name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return them as JSON-able data, for the key `names` of a header."""
+        """Return the names as JSON-able data, for the key `names` of a header."""
         return dataclasses.asdict(self)
 
 
 _ROLES = frozenset(Role)
 
 TRL = HostNames(length="completions/mean_length")
-"""TRL: GRPO, RLOO and their kin; loss, rate and norm are transformers'."""
+"""TRL's GRPO, RLOO and similar trainers; the names of loss, rate and norm come from transformers."""
 
-# The score is what the reward function gave, as TRL's reward is; `critic/rewards/mean` has the KL of the rewards taken off.
+# The score is the reward function's value, like TRL's reward; from `critic/rewards/mean` the KL penalty is already subtracted.
 VERL = HostNames(
     reward="critic/score/mean",
     length="response_length/mean",
@@ -87,14 +88,14 @@ VERL = HostNames(
     grad_norm="actor/grad_norm",
     entropy="actor/entropy",
 )
-"""verl, where the learning rate that is logged is the applied one; without the block's engine stock logs the next one."""
+"""verl with our engine, which logs the learning rate that was applied; stock verl logs that of the next step."""
 
 HOSTS = {"TRL": TRL, "verl": VERL}
-"""Hosts with an adapter, as the page of metrics calls them."""
+"""Hosts with an adapter, by their names on the page of metrics."""
 
 
 def roles_table() -> list[str]:
-    """Return the roles, what they mean and what each host calls them, as lines of a Markdown table."""
+    """Return the roles, their meanings and each host's names for them, as lines of a Markdown table."""
     lines = [f"| role | meaning | {' | '.join(f'in {host}' for host in HOSTS)} |", "|---" * (2 + len(HOSTS)) + "|"]
     for role, meaning in MEANINGS.items():
         lines.append(f"| `{role}` | {meaning} | {' | '.join(f'`{names.of(role)}`' for names in HOSTS.values())} |")
@@ -105,8 +106,8 @@ def names_of(header: Mapping[str, Any]) -> HostNames:
     """Return the names of the host that wrote a stream.
 
     Args:
-        header: Header of the stream. One from before headers held names is told by its host; one without a known host is
-            taken for TRL's, which was the first.
+        header: Header of the stream. If it is older and has no names, its host decides; without a known host, the names are
+            TRL's, because TRL was the first host.
     """
     given = header.get("names")
     if isinstance(given, Mapping):
@@ -118,7 +119,7 @@ def names_of(header: Mapping[str, Any]) -> HostNames:
 
 
 def _led(header: Mapping[str, Any]) -> bool:
-    """Whether verl's rate was logged by our engine, which has it from learning-rate control or beside a loss scaler."""
+    """Whether our engine logged verl's rate; it does so with learning-rate control or a loss scaler."""
     config, trainer = header.get("config"), header.get("trainer")
     controlled = isinstance(config, Mapping) and config.get("lr") is not None
     return controlled or (isinstance(trainer, Mapping) and trainer.get("scaler") is not None)

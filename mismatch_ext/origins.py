@@ -1,4 +1,4 @@
-"""Which weights the engines of a run have, and which of them sampled each rollout of a batch."""
+"""The weights that the engines of a run have, and the weights that sampled each rollout of a batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mismatch_ext.provenance import (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAnswer:
-    """What an engine says of itself after a weight update.
+    """An engine's report about itself after a weight update.
 
     Args:
-        name: What to call it in messages.
-        reading: What it runs with.
-        patch_digest: Digest of the patches that are active where it runs.
-        weight_version: Version of its weights; None when it does not know.
+        name: What to call the engine in messages.
+        reading: The settings that the engine runs with.
+        patch_digest: Digest of the patches that are active in the engine's process.
+        weight_version: Version of the engine's weights; None if the engine does not know it.
     """
 
     name: str
@@ -35,13 +35,13 @@ class EngineAnswer:
 
 
 class Origins:
-    """Follows the weights of a run's engines, and holds the rollouts of each batch to them.
+    """Follows the weights of a run's engines, and checks that the rollouts of each batch come from these weights.
 
     Args:
         sampling: Settings that the engines sample with.
 
     Attributes:
-        present: Where a rollout that is sampled now comes from; None before the first weight update.
+        present: Provenance of a rollout that is sampled now; None before the first weight update.
     """
 
     def __init__(self, sampling: SamplingSettings) -> None:
@@ -49,15 +49,15 @@ class Origins:
         self.present: Provenance | None = None
 
     def sent(self, version: int, answers: Iterable[EngineAnswer]) -> Provenance:
-        """Take what every engine says of itself after a weight update.
+        """Take every engine's report after a weight update, and return the engines' provenance.
 
         Args:
             version: Version of the weights that were sent.
-            answers: What the engines answered.
+            answers: The engines' reports.
 
         Raises:
             RecordError: There is no engine.
-            ProvenanceError: One has other weights, or runs with something else than the others or than before.
+            ProvenanceError: An engine has other weights, or its settings differ from the other engines' or from before.
         """
         found = []
         for answer in answers:
@@ -72,30 +72,30 @@ class Origins:
         return now
 
     def check(self, rollouts: Iterable[tuple[str, int | None, int | None]], *, older: bool = False) -> Provenance:
-        """Refuse a batch of which a rollout is not of the weights that the engines have now.
+        """Return the provenance of a batch; refuse the batch if a rollout was not sampled by the engines' present weights.
 
         Args:
-            rollouts: Each one's name, and versions of the weights at its first and last token; None when unknown.
-            older: Accept rollouts of older weights, and of several, as an asynchronous host trains on.
+            rollouts: Name of each rollout, and the versions of the weights at its first and last token; None if unknown.
+            older: Accept rollouts of older weights, and of several versions, because an asynchronous host trains on them.
 
         Raises:
-            ProvenanceError: A rollout's origin is unknown, or it is of other weights; names it.
+            ProvenanceError: A rollout's origin is unknown, or other weights sampled it; names the rollout.
         """
         if older:
             return self._check_older(rollouts)
         found = one_provenance(
             (f"rollout {name}", sampled_by(name, self.present, first, last)) for name, first, last in rollouts
         )
-        assert self.present is not None  # or the first rollout is refused
+        assert self.present is not None  # otherwise the first rollout was refused
         expect_present(found, self.present.weight_version)
         return found
 
     def _check_older(self, rollouts: Iterable[tuple[str, int | None, int | None]]) -> Provenance:
-        """Refuse rollouts of unknown weights, or of newer ones than the engines have."""
+        """Refuse rollouts of unknown weights, or of newer weights than the engines have."""
         found = []
         for name, first, last in rollouts:
             of = sampled_by(name, self.present, first, last, allow_mixed=True)
-            assert self.present is not None and first is not None  # or it is refused
+            assert self.present is not None and first is not None  # otherwise it was refused
             found.append((name, replace(of, weight_version=self.present.weight_version)))
             if not first <= of.weight_version <= self.present.weight_version:
                 raise ProvenanceError(
@@ -109,17 +109,17 @@ class Origins:
 def sampled_by(
     name: str, provenance: Provenance | None, first: int | None, last: int | None, *, allow_mixed: bool = False
 ) -> Provenance:
-    """Return the provenance of one rollout, of which an engine says between which versions of the weights it was sampled.
+    """Return the provenance of one rollout, from the versions of the weights that its engine reports.
 
     Args:
         name: The rollout's name, for messages.
-        provenance: What all rollouts of the engine have in common.
-        first: Version of the weights at its first token; None when nobody says.
-        last: Version at its last token.
+        provenance: The part that all rollouts of the engine have in common.
+        first: Version of the weights at the rollout's first token; None if nobody says.
+        last: Version at the rollout's last token; None if nobody says.
         allow_mixed: Accept several versions, as partial rollouts have, and take the last.
 
     Raises:
-        ProvenanceError: Its origin or a version is unknown, or several versions of the weights sampled it.
+        ProvenanceError: The origin or a version is unknown, or several versions of the weights sampled the rollout.
     """
     if provenance is None:
         raise ProvenanceError(unknown_origin(name, provenance))

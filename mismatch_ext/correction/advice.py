@@ -1,4 +1,4 @@
-"""Advise bounds that keep a sane share of sequences, from the gap of the two policies and the length of responses."""
+"""Advice on bounds that keep a given share of the sequences, from the gap of the two policies and the length of responses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mismatch_ext.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to expect of bounds at one length, under independent normal differences.
+    """Advised bounds at one length, if the log-ratios of tokens are independent and normal.
 
     Args:
         sigma: Standard deviation of the log-ratio per token, nats.
         length: Tokens per response.
         keep: Share of sequences that the bounds below keep.
         sequence_bounds: Symmetric bounds (1/x, x) of the product of ratios.
-        geometric_bounds: The same of the geometric mean.
-        token_bounds: The same of a single ratio, keeping that share of tokens; of measured ones where they were given.
+        geometric_bounds: Symmetric bounds of the geometric mean of ratios.
+        token_bounds: Symmetric bounds of a single ratio, which keep that share of tokens; from measured ratios if given.
         outside: Share of sequences (of tokens, for level `token`) beyond the given settings' bounds; None without settings.
         rejected: Share of sequences (of tokens, for `token_k1`) that each k1 rule of the given settings drops; k2 and k3
             rules are not judged.
@@ -65,17 +65,17 @@ def advise(
     """Say which thresholds keep a share of the sequences.
 
     Assumes that the log-ratios of a response's tokens are independent and normal: their sum is Normal(L mean, L sigma^2), their
-    mean Normal(mean, sigma^2 / L). Real ones have heavier tails, so that fewer sequences are kept than this says. Because the
+    mean Normal(mean, sigma^2 / L). Real log-ratios have heavier tails, so fewer sequences are kept than this says. Because the
     sum's spread grows with sqrt(L), a bound on the product that is right at 100 tokens drops nearly everything at 10,000.
 
     Args:
-        sigma: Standard deviation of log pi_old - log mu per token, nats; of a run's metrics, sqrt(2 k3_kl) approximates it.
+        sigma: Standard deviation of log pi_old - log mu per token, nats; sqrt(2 k3_kl) of a run's metrics approximates it.
         length: Mean number of tokens per response.
         mean: Mean of the same difference (minus the metric `kl`), nats.
         settings: A correction whose bounds are to be judged.
         keep: Share of sequences to keep.
-        measured: Differences of sampled tokens, nats: the bounds of a single ratio are then their quantile, in the place of a
-            normal one's, whose tail is too light for a quantised engine.
+        measured: Differences of sampled tokens, nats. If given, the bounds of a single ratio are the quantile of these, not
+            of a normal distribution, whose tail is too light for a quantised engine.
 
     Returns:
         Bounds per level, and the level to use.
@@ -134,7 +134,7 @@ def _rejected(settings: ResolvedCorrection, spreads: dict[str, tuple[float, floa
 
 
 def _choose(sequence: tuple[float, float], length: float, keep: float, lost: float) -> tuple[str, str]:
-    """A weight of the whole sequence is unbiased, and of use while truncating it at 2 leaves most of it alone."""
+    """Choose the level: the sequence's weight is unbiased, but useful only while truncation at 2 changes few of the weights."""
     upper = sequence[1]
     if lost > 1 - keep and upper <= 10.0:
         return "token", (

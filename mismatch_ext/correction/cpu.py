@@ -1,7 +1,7 @@
 """The same pass as `rows.scan_blocks` on a CPU: row by row in numpy, so that each row is read into the first-level cache once.
 
-Rows whose tokens are contiguous need no masked operation; a row with holes is compacted first. One thread does it, because rows
-of a few thousand tokens are too short: a second thread gains less than passing the interpreter lock costs (measured).
+Rows whose tokens are contiguous need no masked operation; a row with holes is compacted first. The pass uses one thread: for rows
+of a few thousand tokens, a second thread gains less than passing the interpreter lock costs (measured).
 
 Shapes: B rows, T tokens.
 """
@@ -21,17 +21,17 @@ from mismatch_ext.correction.settings import ResolvedCorrection
 from mismatch_ext.metrics.numerics import SATURATION
 
 Array = np.ndarray[Any, Any]
-# Ratio beyond which a row's sums are taken anew after bounding, instead of correcting them for the few tokens beyond the bounds.
+# Beyond this ratio, a row is summed again after bounding; otherwise its sums are corrected for the few tokens beyond the bounds.
 DOMINANT = 1e3
 
 
 def scan_cpu(
     rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection, weights: Tensor | None, kept: Tensor
 ) -> Rows:
-    """As `scan.scan`, for tensors on the CPU; non-finite values are left for the caller to find in the sums."""
+    """Do as `scan.scan`, for tensors on the CPU; the caller has to find non-finite values in the sums."""
     rows = Rows.zeros(len(mask), settings.rules, mask.device)
     flags: Array = mask.numpy()
-    counts = [int(np.count_nonzero(row)) for row in flags]  # along an axis numpy would sum integers
+    counts = [int(np.count_nonzero(row)) for row in flags]  # along an axis, numpy would sum integers, which is slower
     rows.count.numpy()[:] = rows.left.numpy()[:] = counts
     scanner = _Scanner(
         rollout=_plain(rollout),
@@ -145,7 +145,7 @@ class _Scanner:
             weight += np.add.reduce(after - before)
             squares += np.dot(after, after) - np.dot(before, before)
         np.add(x, 1.0, out=x)
-        if outside is not None and largest > DOMINANT:  # what was taken off would have rounded off the rest
+        if outside is not None and largest > DOMINANT:  # subtracting so large a ratio would lose the digits of the rest
             weight, squares = np.add.reduce(x), np.dot(x, x)
         out["weight"][row], out["weight_squares"][row] = weight, squares
         if monotone or outside is None:

@@ -1,6 +1,6 @@
-"""What is logged of a correction, under the same names in every host, and how the figures of ranks become those of the batch.
+"""The metrics of a correction, with the same names in every host, and their combination over ranks.
 
-Where a host applies weights of its own, because it has a setting for what is asked, it logs them under its own names.
+If a host has a setting of its own for the correction that is asked for, it applies its own weights and logs its own names.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "momen
     "rollout_rs_masked_fraction": "tokens",
     "rollout_rs_seq_masked_fraction": "sequences",
 }
-"""What every host logs of weights and rejection, without prefix, and what each figure is a mean over: `weights` are tokens, or
-sequences where a weight is a sequence's. Others are the largest or smallest of the ranks', or follow from their moments."""
+"""Names, without prefix, of the weight and rejection metrics that every host logs, and how each is combined over ranks: a mean
+over tokens or sequences (`weights`: over tokens for level `token`, otherwise over sequences), the largest or smallest value, or
+a value computed from moments."""
 
 
 def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what a correction says of its weights and its rejection, without the gap, which is measured anyway.
+    """Return a correction's metrics of weights and rejection, without those of the gap, which is measured anyway.
 
     Args:
-        metrics: Those of `correct`.
+        metrics: Metrics from `correct`.
     """
     own = ("rollout_is_", "rollout_rs_", "off_policy_")
     return {name: value for name, value in metrics.items() if name.startswith(own)}
@@ -44,11 +45,11 @@ def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
 def over_ranks(
     metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection, ranks: Ranks
 ) -> dict[str, float]:
-    """Return the figures of `LOGGED` over all ranks' tokens, in one collective call that every rank takes part in.
+    """Return the metrics of `LOGGED` over all ranks' tokens, by one collective call in which every rank must take part.
 
     Args:
-        metrics: Those of `correct` on this rank; none where it has no token.
-        mask: 1 for tokens that are trained on, this rank's `[B, T]`.
+        metrics: Metrics from `correct` on this rank; empty if it has no token.
+        mask: 1 for this rank's tokens that are trained on `[B, T]`.
         settings: The correction, the same on all ranks.
         ranks: The processes.
     """
@@ -70,7 +71,7 @@ def over_ranks(
             by_sequence = over == "sequences" or (over == "weights" and settings.level != "token")
             merged[name] = mean([(sequences if by_sequence else tokens, value) for tokens, sequences, value in known])
     if settings.level != "none" and "rollout_is_mean" in merged:
-        # From the second moment over all tokens: spreads and sample sizes of ranks do not average.
+        # These follow from the second moment over all tokens, because means of the ranks' values would be wrong.
         squares = mean([(n, f["rollout_is_mean"] ** 2 + f["rollout_is_std"] ** 2) for n, _, f in parts if f])
         first = merged["rollout_is_mean"]
         merged["rollout_is_std"] = max(squares - first * first, 0.0) ** 0.5

@@ -1,7 +1,7 @@
 """One pass over log-probabilities in torch: per-row sums in float64, and the token-level results, block by block.
 
-Everything that a correction needs is a sum, maximum or minimum over a row, or local to a token. Rows of similar length are
-taken together in blocks that stay in the processor's cache, so the data are read once and no further `[B, T]` tensor is made.
+A correction needs only sums, maxima and minima over rows, and values local to a token. Rows of similar length are taken together
+in blocks that stay in the processor's cache, so the data are read once and no further `[B, T]` tensor is made.
 
 Shapes: B rows, T tokens, R rows of a block, W its longest row.
 """
@@ -19,7 +19,7 @@ from mismatch_ext.correction.settings import ResolvedCorrection, Rule
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.metrics.numerics import SATURATION
 
-# Log-ratios are clamped to this before weights and rules, as verl does: e^20 is 4.9e8, beyond any bound in use.
+# Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
 LOG_RATIO_BOUND = 20.0
 # Tokens of a block: its float64 temporaries stay in a second-level cache.
 BLOCK = 1 << 15
@@ -75,7 +75,7 @@ class Rows:
 
 
 def bounds_of(rule: Rule, settings: ResolvedCorrection) -> tuple[float, float]:
-    """Return the interval of a rule's statistic that is kept; of k1 = -log rho for k1 rules."""
+    """Return the interval in which a rule keeps its statistic; for k1 rules, the statistic is k1 = -log rho."""
     if rule.lower is None:
         return float("-inf"), rule.upper
     low, high = torch.tensor([rule.lower, rule.upper], dtype=torch.float64).log().tolist()
@@ -102,14 +102,14 @@ def bounded(weight: Tensor, settings: ResolvedCorrection) -> Tensor:
 
 
 def low_mark(settings: ResolvedCorrection) -> float:
-    """Return below which ratio one counts as low: the lower bound, or the inverse of the upper."""
+    """Return the ratio below which a ratio counts as low: the lower bound, or the inverse of the upper one."""
     if settings.lower is not None:
         return settings.lower
     return 1 / settings.upper if settings.upper else 0.0
 
 
 def zeros(like: Tensor) -> Tensor:
-    """Return float32 zeros of a tensor's shape; on a CPU pages that are never written, as under padding, are never touched."""
+    """Return float32 zeros of a tensor's shape; on a CPU, memory pages that are never written (padding) are never touched."""
     if like.device.type == "cpu":
         return torch.from_numpy(np.zeros(like.shape, dtype=np.float32))
     return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
@@ -118,7 +118,7 @@ def zeros(like: Tensor) -> Tensor:
 def scan_blocks(
     rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection, weights: Tensor | None, kept: Tensor
 ) -> Rows:
-    """As `scan.scan`, in torch on any device; non-finite values are left for the caller to find in the sums."""
+    """Do as `scan.scan`, in torch on any device; the caller has to find non-finite values in the sums."""
     rows = Rows.zeros(len(mask), settings.rules, mask.device)
     rows.count = mask.sum(1).double()
     rows.left = rows.count.clone()
@@ -130,7 +130,7 @@ def scan_blocks(
 
 
 def _blocks(count: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield row indices and width of blocks; rows of similar length together, empty rows left out."""
+    """Yield row indices and width of each block: rows of similar length are together, empty rows are left out."""
     order = count.argsort()
     first = int((count == 0).sum())
     lengths = count[order].long().tolist()
@@ -140,7 +140,7 @@ def _blocks(count: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, int]]:
             last += 1
         index = order[first:last]
         width = lengths[last - 1]
-        if width < mask.shape[1] and bool(mask[index, width:].any()):  # holes: a row ends beyond its number of tokens
+        if width < mask.shape[1] and bool(mask[index, width:].any()):  # a row with holes ends later than its count
             width = int(mask[index].any(0).nonzero()[-1]) + 1
         yield index, width
         first = last
@@ -218,7 +218,7 @@ def _scan_weights(
         weight.masked_fill_(empty, 0.0)
     rows.weight[index] = weight.sum(1)
     rows.weight_squares[index] = torch.linalg.vecdot(weight, weight)
-    if settings.bound in ("truncate", "clip"):  # monotone: the extreme ratios give the extreme weights
+    if settings.bound in ("truncate", "clip"):  # monotone: extreme ratios give extreme weights
         rows.weight_max[index] = bounded(ratio_max, settings)
         rows.weight_min[index] = bounded(ratio_min, settings)
     else:
@@ -243,7 +243,7 @@ def _scan_rule(stat: Tensor, mask: Tensor, sums: RuleSums, index: Tensor, bounds
 
 
 def offender(rollout: Tensor, old: Tensor, mask: Tensor, forgiving: bool) -> Exception:
-    """Return the error that names the first value that is not finite, for sums that are not."""
+    """Return the error that names the first value that is not finite, for rows whose sums are not finite."""
     scored = mask & ~rollout.isnan() if forgiving else mask
     return (
         not_finite("rollout_logprobs", rollout, scored)

@@ -13,7 +13,7 @@ from mismatch_ext.correction.settings import ResolvedCorrection
 def scan(
     rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection, weights: Tensor | None, kept: Tensor
 ) -> Rows:
-    """Sum over rows, and write token-level weights and decisions.
+    """Return the sums of each row, and write token-level weights and decisions.
 
     Args:
         rollout: log mu `[B, T]`.

@@ -33,10 +33,10 @@ class Rule:
     """One rejection rule.
 
     Args:
-        name: One of `RULES`: over tokens, or over the sum, mean or maximum of a sequence; of k1 = -log rho, k2 = (log
-        rho)^2 / 2 or k3 = rho - 1 - log rho, with rho = pi/mu.
-        upper: k1: largest ratio that is kept; k2 and k3: largest divergence that is kept, in nats.
-        lower: k1: smallest ratio that is kept.
+        name: One of `RULES`. It names what is judged (a token, or the sum, mean or maximum over a sequence) and the statistic:
+            k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with rho = pi/mu.
+        upper: For k1, the largest ratio that is kept; for k2 and k3, the largest divergence that is kept, in nats.
+        lower: For k1, the smallest ratio that is kept.
     """
 
     name: str
@@ -61,15 +61,15 @@ class ResolvedCorrection:
     Args:
         mode: `decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu is used instead of pi_old.
         loss: Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi.
-        level: Of the weight: per token, product over the sequence, its geometric mean, or none.
+        level: The weight is per token, the product over the sequence, the geometric mean over the sequence, or none.
         bound: What happens to a weight beyond its bounds.
         upper: Upper bound of the weight, or None.
         lower: Lower bound of the weight, or None.
         normalize: Divide the weights by their mean: over tokens, or over sequences for the other levels.
         rules: Rejection rules; a token is kept if all keep it.
-        veto: A sequence with a token of ratio below this is dropped.
+        veto: A sequence is dropped if the ratio of one of its tokens is below this.
         off_policy_threshold: A sequence of negative advantage whose mean log(mu/pi) exceeds this is dropped (DeepSeek-V3.2).
-        compat: Quirks of hosts that are wanted; keys of `COMPAT`.
+        compat: Quirks of hosts to reproduce; keys of `COMPAT`.
     """
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
@@ -124,11 +124,11 @@ def parse_rules(names: str, thresholds: str | float | None) -> tuple[Rule, ...]:
 
     Args:
         names: Comma-separated names of `RULES`.
-        thresholds: One per rule, comma-separated, or one for all: `lower_upper` ratio bounds or a number x (then 1/x to x, or
-            x to 1/x) for k1; an upper bound in nats for k2 and k3.
+        thresholds: One per rule, comma-separated, or one for all rules. For k1: `lower_upper` bounds of the ratio, or a number
+            x, which means 1/x to x, or x to 1/x. For k2 and k3: an upper bound in nats.
 
     Raises:
-        ConfigError: An unknown rule, a missing or malformed threshold.
+        ConfigError: A rule is unknown, or a threshold is missing or malformed.
     """
     where = "mismatch.correction"
     rules = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
@@ -179,7 +179,7 @@ _CLIP = ResolvedCorrection(mode="bypass", loss="ppo_clip")
 _PG: dict[str, object] = {"mode": "bypass", "loss": "reinforce"}
 
 PRESETS: dict[str, ResolvedCorrection] = {
-    # verl 0.9.1, RolloutCorrectionConfig's own names.
+    # The names in verl 0.9.1's RolloutCorrectionConfig.
     "decoupled_token_is": _TOKEN,
     "decoupled_seq_is": _SEQUENCE,
     "decoupled_token_icepop": _ICEPOP,
@@ -199,12 +199,12 @@ PRESETS: dict[str, ResolvedCorrection] = {
     "bypass_pg_geo_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_GEO, **_PG),  # type: ignore[arg-type]
     "bypass_pg_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO, **_PG),  # type: ignore[arg-type]
     "disabled": _NONE,
-    # TRL 1.16, vllm_importance_sampling_mode's own names, with its default bound.
+    # The names of TRL 1.16's vllm_importance_sampling_mode, with its default bound.
     "token_truncate": ResolvedCorrection(level="token", upper=3.0),
     "token_mask": ResolvedCorrection(level="token", bound="mask", upper=3.0),
     "sequence_truncate": ResolvedCorrection(level="sequence", upper=3.0),
     "sequence_mask": ResolvedCorrection(level="sequence", bound="mask", upper=3.0),
-    # The remedies by the names of their papers and write-ups.
+    # The names in papers and articles.
     "tis": _TOKEN,
     "seq_tis": _SEQUENCE,
     "seq_mis": ResolvedCorrection(level="sequence", bound="mask", upper=3.0),
@@ -218,10 +218,10 @@ PRESETS: dict[str, ResolvedCorrection] = {
 
 
 def resolve(config: CorrectionConfig) -> ResolvedCorrection:
-    """Return the settings of a `correction` section: a preset, with the section's other keys over it.
+    """Return the settings of a `correction` section: those of its preset, overridden by the section's other keys.
 
     Raises:
-        ConfigError: Unknown preset or rule, bounds that contradict each other, or nothing asked for.
+        ConfigError: A preset or rule is unknown, bounds contradict each other, or the section asks for nothing.
     """
     if config.preset is not None and config.preset not in PRESETS:
         near = difflib.get_close_matches(config.preset, PRESETS, n=1)

@@ -1,4 +1,4 @@
-"""Metrics of a correction, from per-row sums; names and definitions are those of verl's rollout_corr_helper.
+"""Metrics of a correction, from per-row sums, with the names and definitions of verl's rollout_corr_helper.
 
 Means over sequences leave out rows without tokens, unless `compat` has `verl_empty_rows`. Exponentials saturate at e^600.
 """
@@ -99,7 +99,7 @@ def rule_metrics(
         rows: Per-row sums.
         rule: The rule.
         stat: Its statistic per row `[B]`, or None for a token-level rule.
-        bounds: What is kept.
+        bounds: Interval of the statistic that is kept.
         settings: The correction.
     """
     low, high = bounds

@@ -22,11 +22,11 @@ from mismatch_ext.metrics.numerics import as_bool
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Correction:
-    """What a correction decided.
+    """The outcome of a correction.
 
     Args:
         weights: Importance weights `[B, T]`, float32, detached; 0 where there is no token. 1 at every token for level `none`.
-        mask: Tokens that are kept `[B, T]`, bool.
+        mask: True at tokens that are kept `[B, T]`.
         metrics: Scalars under verl's names, without prefix.
     """
 
@@ -35,7 +35,7 @@ class Correction:
     metrics: dict[str, float]
 
     def as_multiplier(self) -> Tensor:
-        """Return weights with rejected tokens at 0 `[B, T]`, for a host that multiplies its per-token loss."""
+        """Return the weights `[B, T]`, 0 at rejected tokens, for a host that multiplies its per-token loss by them."""
         return self.weights.masked_fill(~self.mask, 0.0)
 
 
@@ -51,32 +51,33 @@ def correct(
 ) -> Correction:
     """Compute importance weights, rejection and their metrics in one pass.
 
-    With rho_t = pi_old(t)/mu(t), the weight is rho_t (token), prod_t rho_t (sequence: unbiased, of a variance that grows with
-    length) or exp(mean_t log rho_t) (geometric: a length-free measure, not an importance weight). Truncation (TIS) is
-    min(w, upper); a mask (MIS, IcePop) sets weights beyond the bounds to 0; both trade bias for variance. Rejection drops
-    tokens or sequences from the loss altogether. Log-ratios are clamped to +-20 before weights and rules; metrics are not.
+    With rho_t = pi_old(t)/mu(t), the weight is rho_t (token), prod_t rho_t (sequence: unbiased, but its variance grows with the
+    length) or exp(mean_t log rho_t) (geometric: a measure free of the length, but not an importance weight). Truncation (TIS) is
+    min(w, upper); a mask (MIS, IcePop) sets weights beyond the bounds to 0. Both accept bias for less variance. Rejection drops
+    tokens or sequences from the loss altogether. Log-ratios are clamped to +-20 for weights, rules and chi-squared; KL and
+    perplexities use them as they are.
 
-    In bypass mode pass the current policy's log-probabilities as `old_logprobs`: the ratio is then pi/mu.
+    In bypass mode, pass the current policy's log-probabilities as `old_logprobs`; the ratio is then pi/mu.
 
     Args:
         rollout_logprobs: log mu of the sampled tokens `[B, T]`, nats, any float dtype.
         old_logprobs: log pi_old of the same tokens `[B, T]`, nats.
-        response_mask: 1 for tokens that are trained on `[B, T]`. Nothing is read elsewhere.
+        response_mask: 1 for tokens that are trained on `[B, T]`. Other tokens are not read.
         config: A `correction` section, or resolved settings.
-        logprobs: log pi of the present policy `[B, T]`, for `off_policy_threshold`; `old_logprobs` where absent.
+        logprobs: log pi of the current policy `[B, T]`, for `off_policy_threshold`; None takes `old_logprobs`.
         advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
 
     Returns:
         Weights, mask and metrics.
 
     Raises:
-        RecordError: Shapes differ, the mask holds other values than 0 and 1, nothing is unmasked, or advantages are missing.
+        RecordError: Shapes differ, the mask holds values other than 0 and 1, nothing is unmasked, or advantages are missing.
         NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position.
         ConfigError: The section is malformed.
     """
     settings = config if isinstance(config, ResolvedCorrection) else resolve(config)
     mask = _checked(rollout_logprobs, old_logprobs, response_mask)
-    # A mask that had to be converted is ours to write to, when nothing reads it after it was written to.
+    # A converted mask is our own copy, so it may be written to, unless something reads it afterwards.
     read_later = settings.off_policy_threshold is not None or any(rule.over == "token" for rule in settings.rules)
     kept = mask.clone() if response_mask.dtype == torch.bool or read_later else mask
     weights = zeros(mask) if settings.level == "token" else None
@@ -111,7 +112,7 @@ def _checked(rollout: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
 
 def _row_weights(rows: Rows, settings: ResolvedCorrection) -> Tensor:
-    """Return the weights of the sequence levels `[B]`, and fill their sums in `rows`."""
+    """Return the weights of a sequence level `[B]`, and write their sums to `rows`."""
     if settings.level == "none":
         return torch.ones_like(rows.d)
     log_weight = rows.d if settings.level == "sequence" else rows.d / rows.count.clamp(min=1)
@@ -171,7 +172,7 @@ def _on_policy(
     advantages: Tensor | None,
     metrics: dict[str, float],
 ) -> Tensor:
-    """Return which rows DeepSeek-V3.2's mask keeps: advantage >= 0, or mean log(mu/pi) <= threshold."""
+    """Return which rows DeepSeek-V3.2's mask keeps `[B]`: those with advantage >= 0, or mean log(mu/pi) <= threshold."""
     threshold, forgiving = settings.off_policy_threshold or 0.0, "unscored_is_one" in settings.compat
     if advantages is None:
         raise RecordError("off_policy_threshold needs advantages: only sequences of negative advantage are dropped.")

@@ -1,4 +1,4 @@
-"""The coefficient of the KL term: constant, or led towards a target KL."""
+"""The coefficient of the KL term: constant, or adapted so that the KL approaches a target."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class KlController:
     """Constant coefficient, or a PI controller with anti-windup in the logarithm of the coefficient.
 
         e = clip(measured / target_kl - 1, +-max_error)             relative error, as in Ziegler et al. 2019
-        integral += integral_gain * e                               undone if log coef below would be clipped, e pushing it
+        integral += integral_gain * e                               undone if e pushes log coef below further out of bounds
         log coef = log initial + integral + proportional * e        then clipped to [min_coef, max_coef]
 
-    Because the integral stands still at a bound, the coefficient leaves the bound with the first error of the other sign,
-    however long it stood there. With the default gains and errors at their clip the coefficient moves by at most 0.2 %
-    a step, beside a jump of 2 % with the sign of the error.
+    Because the integral does not grow at a bound, the first error of the other sign takes the coefficient off the bound, however
+    long it was there. With the default gains and errors at their clip, the integral moves the coefficient by at most 1 % a
+    step, and the proportional part by 2 % in the direction of the error.
 
     Args:
         initial: First coefficient, > 0.
@@ -65,7 +65,7 @@ class KlController:
         return self.state.coef
 
     def step(self, state: KlControllerState, measured_kl: float) -> tuple[KlControllerState, float]:
-        """Return the state after a measurement, and its coefficient; changes nothing.
+        """Return the state after a measurement, and its coefficient; the controller itself stays unchanged.
 
         Args:
             state: State before.
@@ -111,15 +111,16 @@ class KlController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a saved state; the settings, a constant coefficient among them, stay those of this controller.
+        """Go on from a saved state, with this controller's settings; a constant coefficient is one of these settings.
 
-        A controller that was led from another first coefficient begins anew: its coefficient and its integral came of that one.
+        If an adaptive controller's saved first coefficient is another one, it starts again from its own: the saved coefficient
+        and integral depend on the other.
 
         Returns:
-            A sentence where the coefficient is not the one that the state had come to; else None.
+            A sentence if the coefficient is no longer the saved one; otherwise None.
 
         Raises:
-            RecordError: Another version, a missing or unknown key, or a value that no controller could have saved.
+            RecordError: The state has another version, a missing or unknown key, or a value that no controller could have saved.
         """
         expected = set(self.state_dict())
         if state.get("version") != STATE_VERSION or set(state) != expected:

@@ -1,4 +1,4 @@
-"""Elementwise estimators of the KL divergence between policy and reference, right for tiny and for huge log-ratios.
+"""Elementwise estimators of the KL divergence between policy and reference, accurate for tiny and for huge log-ratios.
 
 Shapes: any; all arguments of one call have the same shape.
 """
@@ -16,8 +16,8 @@ from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.metrics.numerics import k3 as exact_k3
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-# Largest exponent that is exponentiated in a loss. e^30 = 1e13: its square, summed over a million tokens, still fits a
-# float32 gradient norm, and a token that the policy samples lies beyond it with a probability below 1e-13.
+# Largest exponent in a loss. The square of e^30 = 1e13, summed over a million tokens, still fits a float32 gradient norm. A
+# token that the policy samples exceeds it with a probability below 1e-13.
 LARGEST_EXPONENT = 30.0
 
 
@@ -34,15 +34,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     | k3        | exp(-d) - 1 + d    | 1 - exp(-d)              | KL(pi||ref), exact if pi > 0 wherever ref > 0     |
     | abs       | abs(d)             | sign(d)                  | biased: at least KL, of order d where KL is d^2   |
 
-    The gradient is that of the value alone. The mean of the value has another gradient, because the sampled tokens
-    depend on the policy: see `kl_surrogate`. What each estimator's own gradient is on average is printed, with its
-    bias, in docs/kl.md.
+    The gradient is that of the value only. The mean of the value has another gradient, because the sampled tokens
+    depend on the policy: see `kl_surrogate`. docs/kl.md has the average of each estimator's own gradient, and its bias.
 
-    Numerics: the difference and everything after it is float64. k3 is `expm1(-d) + d`, by its series where that cancels:
-    relative error below 1e-6 down to abs(d) = 1e-6 and less, where `exp(-d) - 1 + d` in float32 is 100 % wrong. For
-    d < -30 k3 continues along its tangent at d = -30: the value stays finite in float32 (1.1e17 at d = -1e4), above
-    every smaller one, and the gradient stays at 1 - e^30, never zero. verl's clamp to +-10 instead biases the
-    value and has gradient zero beyond. A float16 `logprobs` can still overflow in its gradient, which is float16.
+    Numerics: the difference and everything after it is float64. k3 is `expm1(-d) + d`, or its series where that cancels.
+    Its relative error is below 1e-6 down to abs(d) = 1e-6 and less, where `exp(-d) - 1 + d` in float32 is 100 % wrong. For
+    d < -30, k3 continues along its tangent at d = -30: the value stays finite in float32 (1.1e17 at d = -1e4) and keeps
+    growing, and the gradient stays at 1 - e^30, never zero. verl clamps to +-10 instead, which biases the value and makes
+    the gradient zero beyond. The gradient of a float16 `logprobs` is float16 and can still overflow.
 
     Args:
         logprobs: log pi of the sampled tokens, nats; any shape, any float dtype.
@@ -54,7 +53,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         is not finite; functions that take a mask refuse them instead.
 
     Raises:
-        ConfigError: Unknown estimator; `full` needs logits and is `kl_full`.
+        ConfigError: Unknown estimator; for `full`, which needs logits, use `kl_full`.
         RecordError: Shapes differ, or an input is not floating point.
     """
     require_estimator(estimator)
@@ -97,7 +96,7 @@ def output_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 class _Estimate(torch.autograd.Function):
-    """Value and derivative, each computed where it does not cancel."""
+    """Value and derivative of an estimate, each in a form that does not cancel."""
 
     @staticmethod
     def forward(ctx: Any, log_ratio: Tensor, estimator: str) -> Tensor:

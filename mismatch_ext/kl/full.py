@@ -17,9 +17,9 @@ from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.kl.inputs import checked_coef, checked_tokens
 from mismatch_ext.kl.surrogate import mean_of_others
 
-# float32 elements of a chunk: on a CPU its two temporaries stay in the shared cache, elsewhere they are 256 MiB.
+# float32 elements of a chunk. On a CPU, its two temporaries stay in the shared cache; elsewhere they are 256 MiB.
 CPU_CHUNK, CHUNK = 1 << 20, 1 << 26
-# exp(-d) overflows float32 at d = -88; above this no entry that matters has underflowed.
+# exp(-d) overflows float32 at d = -88. If d is above FAR, no entry that matters has underflowed.
 FAR = -60.0
 
 
@@ -33,17 +33,17 @@ def kl_full(
 ) -> Tensor:
     """Return KL(pi || pi_ref) of each token's distribution, exact over the vocabulary.
 
-    With d_v = log pi_v - log pi_ref,v the value is sum_v pi_v (d_v - 1 + exp(-d_v)), which equals sum_v pi_v d_v because both
-    distributions sum to 1, but is a sum of terms that are never negative: a KL of 1e-9 keeps its digits in float32, where the
-    plain sum cancels. The gradient with respect to logit v is pi_v (d_v - sum_u pi_u d_u) / temperature.
+    With d_v = log pi_v - log pi_ref,v the value is sum_v pi_v (d_v - 1 + exp(-d_v)). It equals sum_v pi_v d_v, because both
+    distributions sum to 1, but its terms are never negative: a KL of 1e-9 keeps its digits in float32, where the plain sum
+    cancels. The gradient with respect to logit v is pi_v (d_v - sum_u pi_u d_u) / temperature.
 
-    Tokens are taken in chunks, forward and backward, and the backward pass computes the softmax again: besides the inputs
-    nothing of the size `[B, T, V]` exists but the gradient itself, in the logits' own dtype.
+    Forward and backward take tokens in chunks, and the backward pass computes the softmax again. Besides the inputs, only the
+    gradient itself has the size `[B, T, V]`, in the logits' own dtype.
 
     Args:
         logits: The policy's `[B, T, V]`, or any leading shape, any float dtype, with gradient.
         ref_logits: The reference's, same shape; a constant.
-        mask: True, or 1, where the KL is wanted `[B, T]`; nothing is read elsewhere, value and gradient are 0 there.
+        mask: True, or 1, where the KL is wanted `[B, T]`. Other tokens are not read; their value and gradient are 0.
         temperature: Divides both logits first.
         chunk_tokens: Tokens per chunk; None chooses by V and device.
 
@@ -52,7 +52,7 @@ def kl_full(
 
     Raises:
         RecordError: Shapes or dtypes do not fit.
-        NonFiniteLogprobError: A NaN, or a token that the policy can sample and the reference cannot, whose KL is infinite.
+        NonFiniteLogprobError: A NaN, or a token that the policy can sample and the reference cannot: its KL is infinite.
             A logit of -inf in both, as for masked vocabulary, is a probability of 0 and adds nothing.
     """
     if logits.shape != ref_logits.shape or logits.dim() < 2 or not (logits.is_floating_point() and temperature > 0):
@@ -88,24 +88,24 @@ def kl_full_surrogate(
 ) -> Tensor:
     """Return the Rao-Blackwellised KL term of sampled responses: exact over each token, sampled over prefixes only.
 
-    With K_t the KL divergence of token t's distribution given its prefix, and c_t the product of pi/mu up to token t,
+    K_t is the KL divergence of token t's distribution given its prefix, and c_t the product of pi/mu up to token t:
 
         term_t = coef [ v_t K_t + A_t (log pi_t - sg(log pi_t)) ],    A_t = sum of later K_s, s > t
 
-    K_t is an expectation over token t already, so only later KL is credited to it. For target "token" the second summand is
-    missing, and both `loss` and `both` are exact given the prefix. For target "sequence" and placement "both" the expected
-    gradient is that of KL(pi||ref) of whole responses. Ratio "sequence" weighs K_s by c_{s-1}, the ratio of its prefix:
-    unbiased for samples of mu. Ratio "token" weighs A_t by pi/mu of token t: biased for target "sequence". Placement "loss"
-    alone lacks the credit for target "sequence"; placement "reward" alone lacks the path-wise part of both targets.
+    K_t is already an expectation over token t, so only later KL is credited to the token. For target "token", the second summand
+    is left out, and placements "loss" and "both" are exact given the prefix. For target "sequence" and placement "both", the
+    expected gradient is that of KL(pi||ref) of whole responses. Ratio "sequence" weighs K_s by c_{s-1}, the ratio of its prefix:
+    this is unbiased for samples of mu. Ratio "token" weighs A_t by pi/mu of token t: this is biased for target "sequence".
+    Placement "loss" lacks the credit for target "sequence"; placement "reward" lacks the path-wise part of both targets.
 
     Args:
         logits: The policy's `[B, T, V]`, with gradient.
-        ref_logits: The reference's `[B, T, V]`.
+        ref_logits: The reference's logits `[B, T, V]`.
         logprobs: log pi of the sampled tokens `[B, T]`, nats, at the same temperature, with gradient.
         mask: True, or 1, at tokens that the policy sampled `[B, T]`.
         config: Estimator "full", placement, target, ratio, baseline and coefficient.
         behavior_logprobs: log mu under the policy that sampled `[B, T]`; needed for a ratio.
-        coef: Coefficient in place of `config.coef`.
+        coef: Coefficient to use instead of `config.coef`.
         groups: For the baseline, an integer per row `[B]`; see `kl_surrogate`.
         temperature: Divides both logits first.
 
@@ -113,13 +113,13 @@ def kl_full_surrogate(
         Terms `[B, T]`, float32 or wider. Their value is coef v_t K_t.
 
     Raises:
-        ConfigError: Another estimator; no coefficient; a ratio without `behavior_logprobs`.
+        ConfigError: Another estimator than "full"; no coefficient; a ratio without `behavior_logprobs`.
         RecordError: Shapes or dtypes do not fit.
         NonFiniteLogprobError: See `kl_full` and `kl_surrogate`.
     """
     if config.estimator != "full":
         raise ConfigError(f"mismatch.kl.estimator={config.estimator!r}: this term is for 'full'; use kl_surrogate.")
-    # The checks of a sampled estimator are those of any: ratio, coefficient, preset.
+    # "k1" lets a sampled estimator's checks run here too: ratio, coefficient, preset.
     coef = checked_coef(replace(config, estimator="k1"), coef, behavior_logprobs)
     tokens = checked_tokens(logprobs, logprobs.detach(), mask, behavior_logprobs)
     exact = kl_full(logits, ref_logits, mask=tokens.mask, temperature=temperature).double()
@@ -141,7 +141,7 @@ def kl_full_surrogate(
 
 
 def _rows(tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield index and view `[T, V]` for each leading index: flattening a slice of a batch would copy all of it."""
+    """Yield index and view `[T, V]` for each leading index, because flattening a slice of a batch would copy all of it."""
     if tensor.dim() == 2:
         yield ..., tensor
         return
@@ -177,7 +177,7 @@ class _FullKl(torch.autograd.Function):
             wanted = None if mask is None else mask[index]
             for chosen in _chunks(rows.shape[0], wanted, ctx.chunk, logits.device):
                 d, p = _difference(rows[chosen], reference[index][chosen], outer.dtype, ctx.temperature)
-                # The mean of the same d, not the KL: a rounding error that all d share cancels.
+                # Subtract the mean of the same d, not the KL: a rounding error that all d share then cancels.
                 if not bool(torch.isfinite(d.sum())):
                     d.masked_fill_(p == 0, 0.0)
                 d.sub_(torch.linalg.vecdot(p, d)[:, None]).mul_(p)
@@ -186,7 +186,7 @@ class _FullKl(torch.autograd.Function):
 
 
 def _chunks(tokens: int, wanted: Tensor | None, chunk: int, device: torch.device) -> Iterator[Any]:
-    """Yield which tokens to take together: slices, or the indices of those that are wanted."""
+    """Yield the tokens of each chunk: a slice, or the indices of the wanted ones."""
     if wanted is None or bool(wanted.all()):
         yield from (slice(first, first + chunk) for first in range(0, tokens, chunk))
     elif bool(wanted.any()):
@@ -207,12 +207,12 @@ def _difference(logits: Tensor, reference: Tensor, dtype: torch.dtype, temperatu
 
 
 def _divergence(d: Tensor, p: Tensor, reference: Tensor, temperature: float) -> Tensor:
-    """Return the KL of each token `[n]`; `reference` are its logits, read in the rare case alone."""
+    """Return the KL of each token `[n]`; `reference` holds the reference's logits, which only the rare case reads."""
     if bool(d.amin() > FAR):
         value: Tensor = torch.linalg.vecdot(p, torch.neg(d).expm1_().add_(d))
         return value
-    # Where pi is far below pi_ref, pi underflows while pi exp(-d) = pi_ref counts: the same term written from pi_ref's side.
-    # Vocabulary without probability on either side (d is NaN, pi_ref is 0) adds nothing.
+    # Where pi is far below pi_ref, pi underflows although pi exp(-d) = pi_ref counts: write the same term with pi_ref instead.
+    # Vocabulary that has no probability on either side (d is NaN, pi_ref is 0) adds nothing.
     q = torch.softmax(reference.to(d.dtype) / temperature, -1)
     near = d.clamp(min=FAR, max=0.0)
     from_q = q * torch.where(d < FAR, 1.0, near.exp().mul_(near).sub_(near.expm1()))

@@ -1,4 +1,4 @@
-"""What the masked KL functions share: checks, importance ratios, and rows that hold several sequences.
+"""Shared parts of the masked KL functions: checks, importance ratios, and rows that hold several sequences.
 
 Shapes: B rows, T tokens, S sequences (= B unless rows are packed), L longest sequence.
 """
@@ -19,13 +19,13 @@ from mismatch_ext.metrics.numerics import as_bool
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """Checked inputs in float64, exactly 0 under the mask.
+    """Checked inputs in float64, exactly 0 at masked tokens.
 
     Args:
         mask: bool `[B, T]`, or `[S, L]` once unpacked.
-        logprobs: With gradient; the gradient under the mask is exactly 0.
+        logprobs: With gradient, which is exactly 0 at masked tokens.
         ref_logprobs: Detached.
-        behavior_logprobs: Detached, or None when samples come from the policy itself.
+        behavior_logprobs: Detached, or None if the policy itself sampled.
         dtype: dtype of results.
     """
 
@@ -36,7 +36,7 @@ class Tokens:
     dtype: torch.dtype
 
     def ratio(self, level: str) -> Tensor:
-        """Return the detached weight of each token: 1, pi/mu, or the product of pi/mu up to and with the token.
+        """Return the detached weight of each token: 1, pi/mu, or the product of pi/mu up to and including the token.
 
         The exponent is cut at `LARGEST_EXPONENT`, so that a product with a KL estimate stays finite in float32.
         """
@@ -45,14 +45,14 @@ class Tokens:
         return self.log_ratio(level).clamp(max=LARGEST_EXPONENT).exp()
 
     def log_ratio(self, level: str) -> Tensor:
-        """Return the logarithm of `ratio` before it is cut; `behavior_logprobs` must be there."""
+        """Return the logarithm of `ratio` before it is cut; needs `behavior_logprobs`."""
         assert self.behavior_logprobs is not None
         step = self.logprobs.detach() - self.behavior_logprobs
         return step.cumsum(-1) if level == "sequence" else step
 
 
 def checked_tokens(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, behavior_logprobs: Tensor | None) -> Tokens:
-    """Check shapes, dtypes and unmasked values, and blank everything under the mask.
+    """Check shapes, dtypes and unmasked values, and set masked values to 0.
 
     Raises:
         RecordError: Shapes differ, a dtype is not floating point, or the mask holds values other than 0 and 1.
@@ -71,7 +71,7 @@ def checked_tokens(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, behavio
     for name, tensor in named.items():
         require_finite(name, tensor.detach(), mask)
     blank = {
-        # Selecting before the first arithmetic keeps NaN * 0 out of values and gradients.
+        # `where` comes before any arithmetic, so that NaN * 0 enters neither values nor gradients.
         name: torch.where(mask, tensor if name == "logprobs" else tensor.detach(), 0.0).double()
         for name, tensor in named.items()
     }
@@ -88,8 +88,8 @@ def checked_coef(config: KlConfig, coef: float | None, behavior_logprobs: Tensor
     """Check what a configuration needs, and return its coefficient.
 
     Raises:
-        ConfigError: A preset that leaves the KL term to the host, an estimator that is not one of sampled tokens, no
-            coefficient, or an importance ratio without `behavior_logprobs`.
+        ConfigError: A preset leaves the KL term to the host, the estimator is not one for sampled tokens, there is no
+            coefficient, or there is an importance ratio without `behavior_logprobs`.
     """
     if config.preset is not None:
         raise ConfigError(
@@ -111,12 +111,12 @@ def checked_coef(config: KlConfig, coef: float | None, behavior_logprobs: Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Where each unmasked token of packed rows lies in a batch of one sequence a row.
+    """The place of each unmasked token of packed rows in a batch that has one sequence per row.
 
     Args:
         places: Index of each unmasked token in the flattened rows `[n]`.
-        sequences: Its sequence, in order of row and id `[n]`.
-        positions: Its number among the unmasked tokens of that sequence `[n]`.
+        sequences: The token's sequence, in order of row and id `[n]`.
+        positions: The token's number among the unmasked tokens of that sequence `[n]`.
         shape: (B, T).
     """
 
@@ -127,7 +127,7 @@ class Packing:
 
     @classmethod
     def of(cls, sequence_ids: Tensor, mask: Tensor) -> Packing:
-        """Read the layout from the id of each token's sequence `[B, T]`; ids under the mask are not read."""
+        """Read the layout from the id of each token's sequence `[B, T]`; ids of masked tokens are not read."""
         if sequence_ids.shape != mask.shape or sequence_ids.is_floating_point():
             raise RecordError(
                 f"sequence_ids {list(sequence_ids.shape)} of {sequence_ids.dtype}: an integer tensor of mask's shape "
@@ -148,7 +148,7 @@ class Packing:
         return int(self.sequences.max()) + 1 if len(self.sequences) else 0
 
     def unpack(self, tokens: Tokens) -> Tokens:
-        """Return the tokens with one sequence a row `[S, L]`."""
+        """Return the tokens with one sequence per row `[S, L]`."""
         behavior = tokens.behavior_logprobs
         return Tokens(
             mask=self.spread(tokens.mask),
@@ -159,12 +159,12 @@ class Packing:
         )
 
     def pack(self, values: Tensor) -> Tensor:
-        """Return per-token values `[S, L]` at their places in the packed rows, 0 elsewhere."""
+        """Return per-token values `[S, L]`, put back to their places in the packed rows; other places are 0."""
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.places,), values[self.sequences, self.positions]).view(self.shape)
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """Return per-token values of the packed rows `[B, T]` with one sequence a row `[S, L]`."""
+        """Return per-token values of the packed rows `[B, T]` with one sequence per row `[S, L]`."""
         length = int(self.positions.max()) + 1 if len(self.positions) else 0
         return tensor.new_zeros(self.count, length).index_put(
             (self.sequences, self.positions), tensor.flatten()[self.places]
@@ -172,7 +172,7 @@ class Packing:
 
 
 def require_finite(name: str, values: Tensor, mask: Tensor) -> None:
-    """Raise NonFiniteLogprobError, with the place and why it may be so, if an unmasked value is NaN or infinite."""
+    """Raise NonFiniteLogprobError, with the place and a likely cause, if an unmasked value is NaN or infinite."""
     broken = mask & ~torch.isfinite(values)
     if not broken.any():
         return

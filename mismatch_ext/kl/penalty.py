@@ -1,4 +1,4 @@
-"""The KL term as a loss, as a reward, or as both, for a host that aggregates and credits by itself.
+"""The KL term as a loss, as a reward, or as both, for a host that aggregates losses and credits rewards itself.
 
 Shapes: B rows, T tokens.
 """
@@ -19,11 +19,11 @@ from mismatch_ext.kl.inputs import Packing, Tokens, checked_coef, checked_tokens
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KlPenalty:
-    """A KL penalty, split by where the host has to put it.
+    """A KL penalty, split into the part for the loss and the part for the rewards.
 
     Args:
-        loss: To be added to the per-token loss before the host's own aggregation `[B, T]`, differentiable.
-        reward: To be subtracted from the token rewards `[B, T]`, detached.
+        loss: The host adds it to the per-token loss before its own aggregation `[B, T]`, differentiable.
+        reward: The host subtracts it from the token rewards `[B, T]`, detached.
         metrics: See `kl_metrics`.
     """
 
@@ -49,33 +49,33 @@ def kl_penalty(
         loss_t   = coef w_t K_t    for placement "loss" and "both", otherwise 0
         reward_t = coef K_t        for placement "reward" and "both", otherwise 0
 
-    "both" has the full coefficient on both sides: by the product rule the gradient of E[sum K] is E[sum grad K] plus
-    E[sum K grad log pi] (arXiv 2512.21852). Half of it on each side would halve the regularisation.
+    "both" uses the full coefficient in both places: by the product rule, the gradient of E[sum K] is E[sum grad K] plus
+    E[sum K grad log pi] (arXiv 2512.21852). Half of the coefficient in each place would halve the regularisation.
 
-    The reward is the KL of the token itself. A host with returns (or GAE, or one reward a sequence) credits it to the
-    earlier tokens, which makes the target "sequence"; the target "token" can therefore not be had by a reward and is
-    refused: `kl_surrogate` has it. A host that divides rewards or advantages by their spread rescales the reward part
-    and so biases it; `kl_surrogate` does not pass through there.
+    The reward is the KL of the token itself. A host with returns (or GAE, or one reward per sequence) credits it to the
+    earlier tokens too, so its target is "sequence". A reward therefore cannot have the target "token", which is refused; use
+    `kl_surrogate` for that. A host that divides rewards or advantages by their spread rescales the reward part and so biases
+    it; the term of `kl_surrogate` is not rescaled.
 
-    Off-policy, the reward carries no ratio, because a host that corrects its policy gradient weighs the reward with
-    it. With target "sequence" that is unbiased when the host weighs by the ratio of the whole response; with a ratio of
-    the token or the prefix alone, KL of later tokens stays weighted as the rollout policy samples it. The loss carries
-    its own ratio, since hosts add it unweighted.
+    Off-policy, the reward carries no ratio, because a host that corrects its policy gradient already weighs the reward. With
+    target "sequence", this is unbiased if the host weighs by the ratio of the whole response. If it weighs by the ratio of
+    the token or the prefix only, the KL of later tokens stays weighted as the rollout policy samples it. The loss carries its
+    own ratio, because hosts add it unweighted.
 
-    On average over samples of pi, in gradients (exactly; sizes are in docs/kl.md): k1 in the
-    reward, k1 in both and k3 in both are unbiased for KL(pi||ref) of sequences. k1 in the loss is zero-mean noise; k2
-    in the loss regularises tokens but credits nothing to earlier ones; k3 in the loss is the gradient of KL(ref||pi) of
-    tokens; k3 in the reward lacks just that from KL(pi||ref); k2 and abs in both regularise E[K], which is not the KL.
+    Gradients, averaged over samples of pi (these statements are exact; sizes are in docs/kl.md): k1 in the reward, k1 in both
+    and k3 in both are unbiased for KL(pi||ref) of sequences. k1 in the loss is zero-mean noise. k2 in the loss regularises
+    tokens but credits nothing to earlier ones. k3 in the loss is the gradient of KL(ref||pi) of tokens. k3 in the reward is
+    the gradient of KL(pi||ref) without exactly this part. k2 and abs in both regularise E[K], which is not the KL.
 
     Args:
         logprobs: log pi of the sampled tokens `[B, T]`, nats, any float dtype, with gradient.
         ref_logprobs: log pi_ref of the same tokens `[B, T]`, nats.
-        mask: True, or 1, at tokens that the policy sampled `[B, T]`. Nothing is read elsewhere, value and gradient are 0
-            there. Holes, such as the output of a tool, are no actions: they have no KL and no part in a ratio.
+        mask: True, or 1, at tokens that the policy sampled `[B, T]`. Other tokens are not read; their value and gradient are
+            0. Holes, such as the output of a tool, are not actions: they have no KL and no part in a ratio.
         config: Estimator, placement, target, ratio and coefficient.
         behavior_logprobs: log mu under the policy that sampled `[B, T]`; needed for a ratio, otherwise checked only.
-        coef: Coefficient in place of `config.coef`: the host's own, or a controller's.
-        sequence_ids: For rows that hold several sequences, an integer per token `[B, T]`, distinct within a row.
+        coef: Coefficient to use instead of `config.coef`: the host's own, or a controller's.
+        sequence_ids: For rows that hold several sequences, an integer per token that names its sequence within the row `[B, T]`.
 
     Returns:
         `KlPenalty`, in float32, or float64 if an input is.
@@ -95,7 +95,7 @@ def kl_penalty(
     tokens = checked_tokens(logprobs, ref_logprobs, mask, behavior_logprobs)
     estimate = estimate_from_log_ratio(tokens.logprobs - tokens.ref_logprobs, config.estimator)
     nothing = torch.zeros_like(tokens.ref_logprobs)
-    # A loss of placement "reward" stays connected to the graph, so that a host can always call backward.
+    # With placement "reward", the loss stays connected to the graph, so that a host can always call backward.
     loss = (
         coef * _ratio(tokens, config.ratio, sequence_ids) * estimate if config.placement != "reward" else estimate * 0
     )
@@ -117,20 +117,20 @@ def kl_metrics(
     coef: float | None = None,
     sequence_ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return what a log should hold about the KL term.
+    """Return the metrics of the KL term.
 
-    With d = logprobs - ref_logprobs, means over unmasked tokens (0 if there is none), unweighted, so under the policy
-    that sampled:
+    With d = logprobs - ref_logprobs. Means are over unmasked tokens (0 if there is none) and unweighted, so they are under the
+    policy that sampled:
 
-    - `kl/k1`: mean d, nats per token; unbiased for KL(pi||ref) when pi sampled, may be negative.
-    - `kl/k3`: mean exp(-d) - 1 + d, nats per token; unbiased likewise, never negative.
+    - `kl/k1`: mean d, nats per token; unbiased for KL(pi||ref) if pi sampled; may be negative.
+    - `kl/k3`: mean exp(-d) - 1 + d, nats per token; also unbiased if pi sampled; never negative.
     - `kl/sequence`: mean over sequences of the sum of d, nats.
     - `kl/estimate`: mean of the configured estimate, nats per token; biased for k2 and abs.
     - `kl/saturated_frac`: share of tokens with d < -30, where k3 continues along its tangent.
     - `kl/log_ratio_max`: largest abs(d), nats.
     - `kl/coef`: the coefficient.
-    - `kl/ratio_mean`, `kl/ratio_max`, `kl/ratio_saturated_frac`: of the importance ratio of the configured level, if
-      there is one; the share is that of ratios cut at exp(30).
+    - `kl/ratio_mean`, `kl/ratio_max`, `kl/ratio_saturated_frac`: mean and largest importance ratio of the configured level,
+      and the share of ratios cut at exp(30); only if there is a ratio.
 
     Args, Raises:
         As `kl_penalty`.

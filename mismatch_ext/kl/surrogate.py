@@ -1,4 +1,4 @@
-"""A loss term whose gradient is that of the KL divergence itself, samples included.
+"""A loss term whose gradient is that of the KL divergence itself, including its dependence on which tokens are sampled.
 
 Shapes: B rows, T tokens, S sequences (= B unless rows are packed).
 """
@@ -32,52 +32,51 @@ def kl_surrogate(
 
         term_t = coef [ w_t K_t  +  A_t (log pi_t - sg(log pi_t)) ]
 
-    where w_t K_t is under sg for placement "reward", and the second summand is missing for placement "loss". It is the
-    score-function part (arXiv 2512.21852): grad E[sum K] = E[sum_t grad K_t] + E[sum_t A_t grad log pi_t], with
+    For placement "reward", w_t K_t is under sg; for placement "loss", the second summand is left out. The second summand is
+    the score-function part (arXiv 2512.21852): grad E[sum K] = E[sum_t grad K_t] + E[sum_t A_t grad log pi_t], with
 
-    - target "sequence": A_t = sum of K_s over s >= t. The truth is the gradient of KL(pi||ref) of whole responses.
-    - target "token": A_t = K_t. The truth is sum_t E_prefix[grad KL(pi(.|prefix) || ref(.|prefix))], the distribution of
-      prefixes held fixed: that of pi for samples of pi or ratio "sequence", that of mu for the others.
+    - target "sequence": A_t = sum of K_s over s >= t. The true gradient is that of KL(pi||ref) of whole responses.
+    - target "token": A_t = K_t. The true gradient is sum_t E_prefix[grad KL(pi(.|prefix) || ref(.|prefix))], with the
+      distribution of prefixes held fixed: pi's for samples of pi or ratio "sequence", mu's for the others.
 
-    Samples of another policy mu, with rho_t = pi/mu of token t, always under sg:
+    For samples of another policy mu, with rho_t = pi/mu of token t, always under sg:
 
-    - ratio "sequence": c_t = product of rho up to t; w_t = c_t, A_t = sum_{s >= t} c_s K_s. The pair (token t, KL of
-      token s) has the mean of the whole response's ratio given the tokens up to s, hence the same expectation at less
-      variance. Unbiased for both targets.
+    - ratio "sequence": c_t = product of rho up to t; w_t = c_t, A_t = sum_{s >= t} c_s K_s. The weight c_s of the pair
+      (token t, KL of token s) is the mean of the whole response's ratio given the tokens up to s. The expectation is
+      therefore the same, with less variance. Unbiased for both targets.
     - ratio "token": w_t = rho_t, A_t = rho_t sum_{s >= t} K_s. Unbiased for target "token" (prefixes of mu), biased
       for "sequence".
     - ratio "none": w_t = 1. Unbiased only where mu = pi.
 
-    `config.baseline="leave_one_out"` takes from A_t the mean over the other sequences of the sum in A_t (K_t itself for
-    target "token") at the same number of action tokens, times w_t; 0 where no other sequence is as long. Sequences are
-    drawn independently, given their prompts, so this keeps the expectation exactly; with ratio "none" off-policy it does
-    not, and the configuration is biased anyway.
+    `config.baseline="leave_one_out"` subtracts a baseline from A_t: w_t times the mean over the other sequences of the sum in
+    A_t (K_t itself for target "token") at the same number of action tokens; 0 if no other sequence is as long. Given their
+    prompts, sequences are drawn independently, so this keeps the expectation exactly. With ratio "none" off-policy it does
+    not, but that configuration is biased anyway.
 
-    Unbiased estimators: k1 in the reward, k1 or k3 in both, and for target "token" k2 in the loss. Every configuration's
-    bias and spread, by exact enumeration, is in docs/kl.md.
+    Unbiased estimators: k1 in the reward, k1 or k3 in both, and for target "token" k2 in the loss. docs/kl.md has every
+    configuration's bias and spread, by exact enumeration.
 
-    The value of the term is coef w_t K_t for every placement, so its mean is a fair log of the weighted estimate; it is
-    not the function whose gradient this is. Log `kl_metrics`. Only first derivatives mean anything.
+    The value of the term is coef w_t K_t for every placement, so its mean measures the weighted estimate; but the gradient
+    is not the gradient of that value. Log `kl_metrics`. Only first derivatives mean anything.
 
-    Aggregate by a sum over tokens divided by a constant, such as the number of sequences: a mean over each response's
-    own length, as in GRPO, weighs short responses more and changes the expectation.
+    Aggregate by a sum over tokens divided by a constant, such as the number of sequences. A mean over each response's own
+    length, as in GRPO, gives short responses more weight and changes the expectation.
 
     Args:
         logprobs: log pi of the sampled tokens `[B, T]`, nats, any float dtype, with gradient.
         ref_logprobs: log pi_ref of the same tokens `[B, T]`, nats.
-        mask: True, or 1, at tokens that the policy sampled `[B, T]`. Nothing is read elsewhere, value and gradient are 0
-            there. Holes, such as the output of a tool, are no actions: no KL, no part in a ratio; later KL is credited
-            across them.
-            Whether a token is masked may depend on the tokens before it only: to mask a response for how it ends, such as
-            a truncated one, changes the expectation.
+        mask: True, or 1, at tokens that the policy sampled `[B, T]`. Other tokens are not read; their value and gradient are
+            0. Holes, such as the output of a tool, are not actions: they have no KL and no part in a ratio, and later KL is
+            credited across them. Whether a token is masked may depend only on the tokens before it: masking a response
+            because of how it ends, for example because it was truncated, changes the expectation.
         config: Estimator, placement, target, ratio, baseline and coefficient.
         behavior_logprobs: log mu under the policy that sampled `[B, T]`; needed for a ratio, otherwise checked only.
-        coef: Coefficient in place of `config.coef`: the host's own, or a controller's.
-        sequence_ids: For rows that hold several sequences, an integer per token `[B, T]`, distinct within a row.
+        coef: Coefficient to use instead of `config.coef`: the host's own, or a controller's.
+        sequence_ids: For rows that hold several sequences, an integer per token that names its sequence within the row `[B, T]`.
         groups: For the baseline, an integer per sequence `[S]`: only sequences of the same group (prompt) are averaged.
             Packed sequences are ordered by row, then id, without those that are all masked. None is one group.
-        baseline: What `kl_baseline` returned for these tokens `[B, T]`, nats, in place of the one that would be taken over the
-            sequences given here: for a host that spreads a prompt's over calls.
+        baseline: What `kl_baseline` returned for these tokens `[B, T]`, nats. It replaces the baseline over the sequences given
+            here, for a host that spreads the sequences of a prompt over several calls.
 
     Returns:
         Terms `[B, T]` to be added to a loss that is minimised, float32, or float64 if an input is. Ratios are cut at
@@ -109,10 +108,10 @@ def kl_baseline(
     behavior_logprobs: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> Tensor:
-    """Return the leave-one-out baseline of `kl_surrogate` for each token, to be handed to it as `baseline`.
+    """Return the leave-one-out baseline of each token, for the argument `baseline` of `kl_surrogate`.
 
     Args:
-        logprobs: log pi of the sampled tokens `[B, T]`, nats; of the policy that starts an update, where there are several.
+        logprobs: log pi of the sampled tokens `[B, T]`, nats, under the policy at the start of an update.
         ref_logprobs: log pi_ref of the same tokens `[B, T]`, nats.
         mask: True, or 1, at tokens that the policy sampled `[B, T]`.
         config: Estimator, target and ratio.
@@ -120,8 +119,8 @@ def kl_baseline(
         groups: An integer per sequence `[B]`: only sequences of the same group (prompt) are averaged. None is one group.
 
     Returns:
-        Nats `[B, T]`, detached, float32, or float64 if an input is; 0 under the mask and where no other sequence of the group is
-        as long.
+        Nats `[B, T]`, detached, float32, or float64 if an input is; 0 at masked tokens, and where no other sequence of the
+        group is as long.
 
     Raises:
         ConfigError, RecordError, NonFiniteLogprobError: As `kl_surrogate`.
@@ -152,7 +151,7 @@ def _term(tokens: Tokens, config: KlConfig, groups: Tensor | None, baseline: Ten
     if config.placement == "loss":
         return value
     credit = _credit(tokens, config, estimate.detach(), weight, groups, baseline)
-    # The bracket is zero, with gradient one.
+    # The value of the bracket is zero, its gradient one.
     score = credit * (tokens.logprobs - tokens.logprobs.detach())
     return score + (value if config.placement == "both" else value.detach())
 
@@ -169,7 +168,7 @@ def _credit(
 
 
 def _later_kl(config: KlConfig, estimate: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum in A_t: the KL from token t on, or that of token t alone."""
+    """Return the sum in A_t: the KL from token t on, or only the KL of token t."""
     kl = weight * estimate if config.ratio == "sequence" else estimate
     return kl.flip(-1).cumsum(-1).flip(-1) if config.target == "sequence" else kl
 
@@ -184,7 +183,7 @@ def mean_of_others(values: Tensor, mask: Tensor, groups: Tensor | None) -> Tenso
             f"groups {list(groups.shape)} of {groups.dtype}: one integer per sequence is needed, [{rows}]."
         )
     number, index = torch.unique(groups, return_inverse=True)
-    # Counting actions, not columns, makes the baseline the same whatever the padding.
+    # Positions count actions, not columns, so that padding does not change the baseline.
     slot = (index.to(mask.device)[:, None] * length + mask.long().cumsum(-1) - 1)[mask]
     chosen = values[mask]
     size = len(number) * length

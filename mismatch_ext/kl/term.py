@@ -1,4 +1,4 @@
-"""The KL term of a run: its coefficient from batch to batch, its part of the loss and of the rewards, its measurement."""
+"""The KL term of a run: its coefficient for each batch, its part of the loss and of the rewards, and its measurement."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Logits = Callable[[], tuple[Tensor, Tensor]]
 
 
 class KlTerm:
-    """What the `kl` section adds to a trainer's loss and takes off its rewards.
+    """The KL term that the `kl` section adds to a trainer's loss or subtracts from its rewards.
 
-    A batch goes through it in this order: `begin`; `penalty`, where the KL is in the rewards; `adapt`, once the batch is scored;
-    `loss`, for each micro-batch. Policies: the current one pi, the old one (pi when the batch was sampled), the rollout mu, the
-    reference. Tensors are log-probabilities of the sampled tokens `[B, T]`, nats, and masks that are 1 where the policy sampled.
+    For each batch, call in this order: `begin`; `penalty`, if the KL is in the rewards; `adapt`, once the batch is scored;
+    `loss`, for each micro-batch. Policies: the current policy pi, the old policy (pi when the batch was sampled), the rollout
+    policy mu, the reference. Tensors are log-probabilities of the sampled tokens `[B, T]`, nats, and masks that are 1 where the
+    policy sampled.
 
     Args:
         config: The `kl` section, without a preset.
-        coef: Coefficient to start with.
+        coef: First coefficient.
 
     Raises:
         ConfigError: The coefficient is not a positive number, or lies outside the controller's bounds.
@@ -43,7 +44,7 @@ class KlTerm:
 
     @property
     def coef(self) -> float:
-        """Coefficient of the present batch, in its loss as in its rewards; the controller's answer counts from the next."""
+        """Coefficient of the present batch, for loss and rewards; the controller's update takes effect with the next batch."""
         return self.controller.coef if self._coef_of_batch is None else self._coef_of_batch
 
     @property
@@ -52,23 +53,23 @@ class KlTerm:
         return self.config.controller is not None
 
     def reset(self) -> None:
-        """Go back to the coefficient to start with, for a training that begins anew."""
+        """Go back to the first coefficient, for a training that starts again."""
         self.controller = KlController(self.controller.initial, self.config.controller)
         self._collected = []
         self.begin()
 
     def begin(self) -> None:
-        """Start a batch with the coefficient that the controller has arrived at."""
+        """Start a batch with the controller's present coefficient."""
         self._coef_of_batch = None
 
     def adapt(
         self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
     ) -> dict[str, float]:
-        """Fix the coefficient of a fresh batch, measure its KL, and let the controller answer for the next batch.
+        """Fix the coefficient of a fresh batch, measure its KL, and let the controller choose the next batch's coefficient.
 
         Args:
-            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
-            ref_logprobs: Those of the reference `[B, T]`.
+            old_logprobs: Log-probabilities under the old policy `[B, T]`.
+            ref_logprobs: Log-probabilities under the reference `[B, T]`.
             mask: 1 at the policy's tokens `[B, T]`.
             ranks: The processes that each hold a part of the batch.
 
@@ -78,7 +79,7 @@ class KlTerm:
         return self.adapt_to(ranks.sum(self.sums(old_logprobs, ref_logprobs, mask)).tolist())
 
     def adapt_to(self, sums: Sequence[float]) -> dict[str, float]:
-        """Do as `adapt` with the sums of a batch whose parts were measured elsewhere.
+        """Do as `adapt`, from the sums of a batch whose parts were measured elsewhere.
 
         Args:
             sums: What `sums` returns, added up over the parts.
@@ -91,11 +92,11 @@ class KlTerm:
 
     @staticmethod
     def sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Return what the KL of a part of a batch is known by: the sums of k1 and k3 over its tokens, and their number `[3]`.
+        """Return, for a part of a batch, the sums of k1 and of k3 over its tokens and the number of these tokens `[3]`.
 
         Args:
-            logprobs: Those of the policy that is measured `[B, T]`.
-            ref_logprobs: Those of the reference `[B, T]`.
+            logprobs: Log-probabilities under the policy that is measured `[B, T]`.
+            ref_logprobs: Log-probabilities under the reference `[B, T]`.
             mask: 1 at the policy's tokens `[B, T]`.
         """
         chosen = mask.bool()
@@ -106,14 +107,14 @@ class KlTerm:
     def collect(
         self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
     ) -> dict[str, float]:
-        """Do as `adapt` for a part of a batch; the controller answers once, at `settle`, for all parts together."""
+        """Do as `adapt` for a part of a batch; the controller is updated once, at `settle`, for all parts together."""
         self._coef_of_batch = self.controller.coef
         found, tokens = self._measure(old_logprobs, ref_logprobs, mask, ranks)
         self._collected.append((found["kl_ref_k1"], tokens))
         return found
 
     def settle(self) -> None:
-        """Let the controller answer for the next batch, if parts of one were collected since the last answer."""
+        """Let the controller choose the next batch's coefficient, if parts of a batch were collected since the last `settle`."""
         collected, self._collected = self._collected, []
         tokens = sum(count for _, count in collected)
         if tokens:
@@ -122,11 +123,11 @@ class KlTerm:
     def measure(
         self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
     ) -> dict[str, float]:
-        """Return what a log holds of the term, over the tokens of all ranks; it is 0 where there are none.
+        """Return the term's metrics over the tokens of all ranks; the means are 0 if there are no tokens.
 
         Args:
-            logprobs: Those of the policy that is measured `[B, T]`.
-            ref_logprobs: Those of the reference `[B, T]`.
+            logprobs: Log-probabilities under the policy that is measured `[B, T]`.
+            ref_logprobs: Log-probabilities under the reference `[B, T]`.
             mask: 1 at the policy's tokens `[B, T]`.
             ranks: The processes that each hold a part of the tokens; all of them must call this.
 
@@ -158,23 +159,25 @@ class KlTerm:
         logits: Logits | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Return the term `[B, T]` to be added to a per-token loss that is minimised, coefficient included.
+        """Return the term `[B, T]`, coefficient included, that is added to the per-token loss to be minimised.
 
-        An importance ratio is that to the rollout policy, else to the old one, else 1: then the policy itself has sampled.
+        The importance ratio is pi over the rollout policy if `rollout_logprobs` is given, otherwise pi over the old policy if
+        `old_logprobs` is given, otherwise 1, as if the policy itself had sampled.
 
         Args:
-            logprobs: Those of the current policy `[B, T]`, with their graph.
-            ref_logprobs: Those of the reference `[B, T]`; not needed for the estimator `full`.
+            logprobs: Log-probabilities under the current policy `[B, T]`, with their graph.
+            ref_logprobs: Log-probabilities under the reference `[B, T]`; not needed for the estimator `full`.
             mask: 1 at the policy's tokens `[B, T]`.
-            rollout_logprobs: Those of the engine that sampled `[B, T]`, where it reports them.
-            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
+            rollout_logprobs: Log-probabilities from the engine that sampled `[B, T]`, if it reports them.
+            old_logprobs: Log-probabilities under the old policy `[B, T]`.
             groups: The prompt of each row, an integer `[B]`, for a baseline over the rows given here.
-            baseline: What `baseline` returned for these tokens `[B, T]`, where rows of a prompt are spread over calls.
+            baseline: What `baseline` returned for these tokens `[B, T]`, if rows of a prompt are spread over several calls.
             logits: Computes the policy's and the reference's logits `[B, T, V]`, for the estimator `full`.
             temperature: Divides those logits.
 
         Raises:
-            ConfigError: The estimator `full` without logits, or with a baseline that is given; any other without a reference.
+            ConfigError: The estimator is `full`, and logits are missing or a baseline is given; or it is another one, and the
+                reference is missing.
             RecordError: Shapes or dtypes do not fit.
             NonFiniteLogprobError: NaN or infinity at one of the policy's tokens.
         """
@@ -208,17 +211,17 @@ class KlTerm:
         groups: Tensor,
         rollout_logprobs: Tensor | None = None,
     ) -> Tensor:
-        """Return the leave-one-out baseline of each token `[B, T]`, nats, from the policy that starts the update.
+        """Return the leave-one-out baseline of each token `[B, T]`, nats, from the policy at the start of the update.
 
-        It does not depend on the response that it is taken from, so that the expectation stays what it is, also while the policy
-        moves; see `kl_baseline`.
+        A response's baseline does not depend on that response. Subtracting it therefore keeps the expectation, also while the
+        policy moves; see `kl_baseline`.
 
         Args:
-            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
-            ref_logprobs: Those of the reference `[B, T]`.
+            old_logprobs: Log-probabilities under the old policy `[B, T]`.
+            ref_logprobs: Log-probabilities under the reference `[B, T]`.
             mask: 1 at the policy's tokens `[B, T]`.
             groups: The prompt of each row, an integer `[B]`.
-            rollout_logprobs: Those of the engine that sampled `[B, T]`, where it reports them.
+            rollout_logprobs: Log-probabilities from the engine that sampled `[B, T]`, if it reports them.
         """
         behavior = self._behavior(old_logprobs, rollout_logprobs, old_logprobs)
         return kl_baseline(
@@ -226,27 +229,27 @@ class KlTerm:
         )
 
     def penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Return what is taken off the reward of each token `[B, T]`, coefficient included, detached; see `kl_penalty`.
+        """Return the part to subtract from each token's reward `[B, T]`, coefficient included, detached; see `kl_penalty`.
 
         Args:
-            old_logprobs: Those of the trainer when the batch was sampled `[B, T]`.
-            ref_logprobs: Those of the reference `[B, T]`.
+            old_logprobs: Log-probabilities under the old policy `[B, T]`.
+            ref_logprobs: Log-probabilities under the reference `[B, T]`.
             mask: 1 at the policy's tokens `[B, T]`.
         """
         return kl_penalty(old_logprobs, ref_logprobs, mask.bool(), self.config, coef=self.coef).reward
 
     def _behavior(self, logprobs: Tensor, rollout: Tensor | None, old: Tensor | None) -> Tensor | None:
-        """Return log-probabilities under the policy that has sampled, where a ratio asks for them."""
+        """Return log-probabilities under the policy that sampled, if a ratio needs them; otherwise None."""
         if self.config.ratio == "none":
             return None
         return next((given for given in (rollout, old) if given is not None), logprobs.detach())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON-able data, between two batches."""
+        """Return the state as JSON-able data; call this between two batches."""
         return self.controller.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a saved state, and return what is to be said of it; see `KlController.load_state_dict`."""
+        """Go on from a saved state, and return a sentence for the user or None; see `KlController.load_state_dict`."""
         said = self.controller.load_state_dict(state)
         self._collected = []
         self.begin()

@@ -1,4 +1,4 @@
-"""Learning-rate control: lowers the rate when responses grow, on top of the host's own schedule."""
+"""Learning-rate control: lowers the rate when responses (or another statistic) grow, on top of the host's own schedule."""
 
 from mismatch_ext.config import LrConfig, SurgeConfig
 from mismatch_ext.lr.control import LrControl

@@ -1,4 +1,4 @@
-"""Puts a controller's multiplier on a torch optimizer, whatever its schedule."""
+"""Multiplies the learning rate of a torch optimizer by a controller's multiplier, whatever the schedule."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ class LrControl:
         control = LrControl(optimizer, make_controller(config), scheduler=scheduler)
         for batch in rollouts:
             control.update(**length_statistics(batch.lengths, batch.truncated).to_dict())
-            ...                                     # loss, backward, clipping, as ever
+            ...                                     # loss, backward, clipping as usual
             optimizer.step()
             log(scheduler.get_last_lr())            # the rate that was applied
             scheduler.step()
 
-    Outside of `optimizer.step()` each `group["lr"]` is the schedule's own. So a scheduler that computes the next rate from the
-    last one never sees a multiplied one, whether it is known here or not; a rate written by hand counts too; and a checkpoint
-    of optimizer and scheduler is one of a stock run, which goes on without control if the control's own state is left out.
-    What reports a rate is `scheduler.get_last_lr()` and `control.get_last_lr()`: both give the rate that the last step applied,
-    and after `scheduler.step()` the one that the next will apply, unless a surge is found in between. `group["lr"]` read
-    between steps is the rate without control.
+    Outside `optimizer.step()`, each `group["lr"]` is the schedule's own rate, without control. This has three effects. A
+    scheduler that computes the next rate from the last one never sees a multiplied rate, whether or not it was given here. A
+    rate that is set by hand is multiplied too. A checkpoint of optimizer and scheduler equals that of a stock run, and training
+    goes on from it without control if the control's own state is left out.
 
-    A step is counted when the optimizer took it: not while gradients are accumulated, and not if a gradient scaler skipped it.
+    To log the rate, use `scheduler.get_last_lr()` or `control.get_last_lr()`. Both give the rate that the last step applied;
+    after `scheduler.step()`, they give the rate that the next step will apply, unless a surge is found in between.
+
+    A step counts only if the optimizer took it: not while gradients are accumulated, and not if a gradient scaler skipped it.
     A rate that a captured CUDA graph holds cannot be multiplied.
 
     Args:
         optimizer: A torch optimizer, or a wrapper that holds one as `.optimizer` (accelerate, DeepSpeed).
         controller: The rule.
-        scheduler: The schedule of the rate, or a wrapper that holds it as `.scheduler`, so that its `get_last_lr` reports
-            what is applied. Optional otherwise.
+        scheduler: The schedule of the rate, or a wrapper that holds it as `.scheduler`. Optional; needed only if its
+            `get_last_lr` is to report the applied rate.
         step: Optimizer steps taken before, if control joins a running training without a saved state.
-        count_steps: Whether to count calls of the optimizer's `step`. If not, `update` and `advance` are to be given the
-            step. None counts, except under a wrapper other than accelerate's, for which it must be said: DeepSpeed's ZeRO
-            steps the inner optimizer several times per step.
+        count_steps: Whether to count calls of the optimizer's `step`. If False, `update` and `advance` must be given the
+            step. None counts them, but is refused for a wrapper other than accelerate's: DeepSpeed's ZeRO, for example, steps
+            the inner optimizer several times per step.
 
     Raises:
-        ConfigError: There is no torch optimizer inside `optimizer`, it has a control already, `scheduler` reports no rate, or
-            `count_steps` must be said.
+        ConfigError: There is no torch optimizer inside `optimizer`, it already has a control, `scheduler` reports no rate, or
+            `count_steps` has to be given.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class LrControl:
         """Take the statistics of a new batch of rollouts, and return the multiplier of the next step.
 
         Args:
-            step: Optimizer steps taken before, unless they are counted here.
-            **statistics: As `LrController.update` takes them, over all ranks.
+            step: Optimizer steps taken before; only if the control does not count them.
+            **statistics: Arguments of `LrController.update`, over all ranks.
 
         Raises:
             RecordError: As `LrController.update`.
@@ -110,7 +111,7 @@ class LrControl:
         return self.multiplier
 
     def advance(self, *, step: int) -> float:
-        """Return the multiplier of a step without a new batch, where steps are not counted here."""
+        """Return the multiplier of a step without a new batch, if the control does not count steps."""
         self._set(*self.controller.advance(self.state, step=self._step(step)))
         return self.multiplier
 
@@ -123,23 +124,23 @@ class LrControl:
         return self.state.step if step is None else step
 
     def get_last_lr(self) -> list[Any]:
-        """Return each group's rate as the last step applied it, or after `scheduler.step()` as the next will."""
+        """Return each group's rate that the last step applied; after `scheduler.step()`, the one that the next will apply."""
         self._restore()
         return _times([group["lr"] for group in self.optimizer.param_groups], self._reported)
 
     def metrics(self) -> dict[str, float]:
-        """Return what to log: as `LrController.metrics`, with the multiplier of the rate that `get_last_lr` reports."""
+        """Return the values to log: those of `LrController.metrics`, with the multiplier of the rate that `get_last_lr` gives."""
         return {**self.controller.metrics(self.state), "lr_multiplier": self._reported}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the controller's state as JSON-able data; it goes beside those of optimizer and scheduler."""
+        """Return the controller's state as JSON-able data; save it beside those of optimizer and scheduler."""
         return self.state.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, before or after optimizer and scheduler are loaded.
 
         Raises:
-            RecordError: It is not a state of this rule and trigger.
+            RecordError: The state is not one of this rule and trigger.
         """
         loaded = LrState.from_dict(state)
         self._new = self._unscheduled = False
@@ -167,11 +168,11 @@ class LrControl:
                 f"the schedule stands at {self.scheduler.last_epoch}, but learning-rate control is new; load the state that "
                 f"was saved with it, or begin with LrControl(..., step={self.scheduler.last_epoch})."
             )
-        # torch.distributed.checkpoint makes an optimizer's state by a step at rate 0, called like this.
+        # torch.distributed.checkpoint creates an optimizer's state by a step at rate 0, which it calls like this.
         empty = not optimizer.state and kwargs == {"closure": None}
         self._initialising = empty and all(float(group["lr"]) == 0 for group in groups)
-        # An optimizer whose `step` calls its parent's comes here twice, and so does one whose last step raised: what was
-        # multiplied was restored above, and is multiplied afresh. New objects, because groups may share a tensor.
+        # This hook runs twice if an optimizer's `step` calls its parent's, or if the last step raised. The rates were restored
+        # above and are multiplied again. They become new objects, because groups may share a tensor.
         self._saved = [(group, group["lr"]) for group in groups]
         for (group, _), rate in zip(self._saved, _times([g["lr"] for g in groups], self.multiplier), strict=True):
             group["lr"] = rate
@@ -181,7 +182,7 @@ class LrControl:
         if self._saved is None:
             return
         self._restore()
-        # A fused optimizer is stepped on an overflow too, and skips by itself.
+        # A fused optimizer's `step` is called on an overflow too, and skips the update itself.
         overflow = getattr(optimizer, "found_inf", None)
         if self._initialising or (overflow is not None and bool(overflow)):
             return
@@ -244,7 +245,7 @@ def _times(rates: list[Any], multiplier: float) -> list[Any]:
 def _reporting(kind: type[Any], control: LrControl) -> type[Any]:
     """Return a scheduler class that reports the applied rate; an attribute of the instance would enter its state_dict."""
 
-    class Reporting(kind):  # type: ignore[misc]  # whose class the base is, the user says
+    class Reporting(kind):  # type: ignore[misc]  # the base class is the user's
         def step(self, *args: Any, **kwargs: Any) -> Any:
             control._restore()
             result = super().step(*args, **kwargs)

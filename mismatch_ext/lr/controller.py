@@ -15,14 +15,14 @@ from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
 class LrController:
     """A rule for the multiplier of the learning rate; `make_controller` makes one.
 
-    A step is an optimizer step that changes the weights, and its number is how many came before it. `update` is for a batch of
-    rollouts, with the batch's statistics, `advance` for a step without a new batch (another optimizer step on the same
-    rollouts, or one whose gradients were accumulated); both return the multiplier of that step. Hence
+    A step is an optimizer step that changes the weights; its number is how many steps came before it. Call `update` for a batch
+    of rollouts, with the batch's statistics. Call `advance` for a step without a new batch (another optimizer step on the same
+    rollouts, or one whose gradients were accumulated). Both return the multiplier of that step. It follows for
 
-    * gradient accumulation: the step stands still until the optimizer steps. One measurement is taken per step, the first;
+    * gradient accumulation: the number stays the same until the optimizer steps. Only the first measurement of a step counts;
       a repeated call returns the same state and multiplier. Give the statistics of the whole batch, not of a micro-batch.
-    * several optimizer steps per rollout: one `update`, and `advance` for the other steps, or no call at all: steps may be
-      left out. Surge and period are in the same unit, so that a period that is found means the same rollouts.
+    * several optimizer steps per rollout: call `update` once. For the other steps call `advance`, or nothing: steps may be
+      left out. Surge and period are both counted in steps, so a period that is found covers the same number of rollouts.
     * a step skipped because float16 gradients overflowed: the number stays, and the next batch has the same one.
     * resuming: load the state that was saved with the weights. A step before the state's is refused, and so is a new state
       at a step that is not the first.
@@ -41,8 +41,8 @@ class LrController:
         """Return the state before a first step.
 
         Args:
-            step: That step, if control joins a run that has already taken some; t of the rule is counted from the run's
-                start all the same.
+            step: That step, if control joins a run that has already taken steps. The rule's t still counts from the run's
+                start.
         """
         if step < 0:
             raise RecordError(f"step={step!r} cannot be a first step; give the number of optimizer steps taken, >= 0.")
@@ -56,7 +56,7 @@ class LrController:
         """Return state and multiplier of a step that has no new batch of rollouts.
 
         Raises:
-            RecordError: The step lies before the state's, or is not the first of a new state.
+            RecordError: The step is before the state's, or the state is new and the step is not its first.
         """
         if state.rule != self.config.rule or state.trigger != self.config.trigger:
             raise RecordError(
@@ -99,15 +99,15 @@ class LrController:
             state: State before; it is not changed.
             step: Optimizer steps taken before this one.
             response_length: Mean tokens per response, truncated responses included.
-            truncated_fraction: Fraction of responses cut off at the length limit; in every batch or in none.
+            truncated_fraction: Fraction of responses cut off at the length limit; give it for every batch or for none.
             mismatch_kl: KL between rollout and trainer policy in nats per token, by an estimate that is never negative (k3).
             grad_norm: Norm of the gradient before clipping.
             f_tau: Fraction of tokens whose probability ratio, or its inverse, exceeds a threshold.
             responses: Number of responses. 0 makes the call an `advance`: an empty batch has no statistics.
 
         Raises:
-            RecordError: The trigger's statistic is missing, or one is not finite, negative or above its maximum, named; or
-                as `advance`.
+            RecordError: The trigger's statistic is missing, or a statistic is not finite, negative or above its maximum; names
+                the statistic. Also as `advance`.
         """
         given = {
             "response_length": response_length,
@@ -136,7 +136,7 @@ class LrController:
         return advanced, self.multiplier(advanced)
 
     def metrics(self, state: LrState) -> dict[str, float]:
-        """Return what to log of a state; what is not known yet is left out."""
+        """Return the values to log; values that are not known yet are left out."""
         found: dict[str, float | None] = {
             "lr_multiplier": self.multiplier(state),
             "lr_surges": float(state.triggers),
@@ -148,7 +148,7 @@ class LrController:
         return {name: float(number) for name, number in found.items() if number is not None}
 
     def period(self, state: LrState) -> int | None:
-        """Return the steps per decay; None while they are not known, and for a rule that has no period."""
+        """Return the steps per decay; None while the number is unknown, and for a rule without a period."""
         return None
 
     def _measured(self, state: LrState, measurement: Measurement, detector: SurgeDetector) -> LrState:
@@ -168,8 +168,8 @@ class PeriodicController(LrController):
 
     multiplier(t) = max(decay^floor(t / period), floor),   period = round(1.8 * T_surge) unless given
 
-    t counts from the start, the end of warm-up or the surge. The multiplier is 1 until the surge is known. The surge is looked
-    for once. The multiplier is a function of step, period and surge, so nothing builds up over steps.
+    t counts from the start, the end of warm-up or the surge. Until a surge that is needed is found, the multiplier is 1. Only one
+    surge is looked for. The multiplier is a function of step, period and surge, so no error accumulates over steps.
     """
 
     def period(self, state: LrState) -> int | None:
@@ -197,7 +197,7 @@ class PeriodicController(LrController):
 
 
 class ReactiveController(LrController):
-    """One decay per surge, `cooldown` steps apart at least.
+    """One decay per surge; decays are at least `cooldown` steps apart.
 
     multiplier = max(decay^surges, floor)
     """

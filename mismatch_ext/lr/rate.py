@@ -1,4 +1,4 @@
-"""The `lr` section on a run's optimizer: statistics in, the applied rate out, and what of it a checkpoint holds."""
+"""The `lr` section applied to a run's optimizer: it takes statistics, sets the rate, and keeps a state for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ logger = logging.getLogger(__name__)
 
 
 class RateControl:
-    """Puts a controller's multiplier on an optimizer, and leads it by the statistics of the rollouts that are learnt from.
+    """Applies a controller's multiplier to an optimizer, and gives the controller the statistics of the rollouts.
 
         rate = RateControl(block.lr)
         rate.attach(optimizer, scheduler, warmup=2)
         for batch in rollouts:
             rate.collect(**length_statistics(batch.lengths, batch.truncated).to_dict())
-            ...                                     # loss, backward, clipping, as ever
+            ...                                     # loss, backward, clipping as usual
             rate.before_step()
             optimizer.step()
             rate.after_step()
             scheduler.step()
             log(rate.metrics())
 
-    Hosts differ in what a step is. TRL's rule counts the optimizer's steps. verl's counts updates, of several optimizer steps
-    each: such a host gives `updates` to `attach`, and calls `moved` when an update is over.
+    The unit of the rule depends on the host. With TRL, the rule counts the optimizer's steps. With verl, it counts updates, each
+    of several optimizer steps; such a host gives `updates` to `attach`, and calls `moved` when an update is over.
 
     Args:
         config: The `lr` section.
-        kept_in: Where a checkpoint of this host holds the state, for what is said when that cannot be loaded.
-        required: What to do about a step that is about to be taken without new statistics, although the section watches some;
-            such a step is then refused. None lets it pass.
+        kept_in: Where a checkpoint of this host holds the state; the error of a state that cannot be loaded says it.
+        required: Advice for the user if a step has no new statistics although the section watches some; such a step is
+            refused with this advice. None allows such steps.
 
     Attributes:
         controls: The controls of the optimizers; empty while there are none.
@@ -68,15 +68,15 @@ class RateControl:
         steps: int = 0,
         updates: Callable[[], int] | None = None,
     ) -> None:
-        """Put a control on an optimizer, or on several that step together; one from before is taken off.
+        """Control an optimizer, or several that step together; an earlier control is removed.
 
         Args:
-            optimizer: As `LrControl` takes it, or a list of them.
-            scheduler: The schedule, or a list of each optimizer's; optional.
+            optimizer: An optimizer as for `LrControl`, or a list of them.
+            scheduler: The schedule, or a list with one per optimizer; optional.
             warmup: Steps of warm-up that the schedule has.
-            step: Steps taken before, where a running training is joined.
-            steps: Steps of the whole training, where they are known.
-            updates: Returns the updates taken before, where the rule counts these and not the optimizer's steps.
+            step: Steps taken before, if control joins a running training.
+            steps: Steps of the whole training, if known; otherwise 0.
+            updates: Returns the updates taken before, if the rule counts updates and not the optimizer's steps.
 
         Raises:
             ConfigError: An optimizer or schedule cannot be controlled.
@@ -120,7 +120,7 @@ class RateControl:
                 control.advance(step=self._updates())
 
     def detach(self) -> None:
-        """Leave optimizers and schedules as they are without control, and forget what was collected."""
+        """Leave optimizers and schedules as they would be without control, and forget the collected statistics."""
         for control in self.controls:
             control.remove()
         self.controls, self._collected, self._applied = [], [], {}
@@ -133,7 +133,7 @@ class RateControl:
 
     @property
     def control(self) -> LrControl:
-        """The control of the first optimizer; those of the others have the same multiplier."""
+        """The control of the first optimizer; the controls of the others have the same multiplier."""
         return self.controls[0]
 
     @property
@@ -142,21 +142,21 @@ class RateControl:
         return self.control.multiplier
 
     def collect(self, weight: float = 1.0, /, **statistics: float | None) -> None:
-        """Add the statistics of rollouts that the next step learns from; those of several batches are averaged.
+        """Add the statistics of rollouts that the next step learns from; statistics of several batches are averaged.
 
         Args:
-            weight: Of this batch in the average; 0 where it has no statistics.
-            **statistics: As `LrController.update` takes them, over all ranks. A gradient norm that is not finite is no
-                measurement, because its step is skipped, and is left out.
+            weight: Weight of this batch in the average; 0 if it has no statistics.
+            **statistics: Arguments of `LrController.update`, over all ranks. If the gradient norm is not finite, its step is
+                skipped, and the call is ignored.
         """
         norm = statistics.get("grad_norm")
         if self.attached and (norm is None or math.isfinite(norm)):
             self._collected.append((weight, {name: value for name, value in statistics.items() if value is not None}))
 
     def lead(self) -> dict[str, float]:
-        """Let what was collected lead the next step, and return what to log of that step.
+        """Give the collected statistics to the controller, for the next step, and return the values to log of that step.
 
-        With `trigger: grad_norm` the norm that the last step told `after_step` leads, where none was collected.
+        With `trigger: grad_norm`, if no norm was collected, the controller gets the norm that `after_step` was last given.
 
         Raises:
             RecordError: The trigger's statistic is missing or not finite.
@@ -165,9 +165,9 @@ class RateControl:
         counted = [(weight, found) for weight, found in collected if weight]
         if not self.attached or not counted:
             return {}
-        counted = [entry for entry in counted if entry[1].get("responses") != 0] or counted  # those are no measurement
+        counted = [entry for entry in counted if entry[1].get("responses") != 0] or counted  # no measurement
         total = sum(weight for weight, _ in counted)
-        # What is not known of each batch, such as which responses were cut off, is not known of them together.
+        # A statistic that some batch does not have, such as the truncated fraction, is left out of the average.
         names = set.intersection(*(set(found) for _, found in counted))
         means = {name: sum(weight * found[name] for weight, found in counted) / total for name in names}
         if self.config.trigger == "grad_norm" and "grad_norm" not in means:
@@ -179,7 +179,7 @@ class RateControl:
         return self.control.metrics()
 
     def before_step(self) -> None:
-        """Let what was collected lead the optimizer step that is about to be taken.
+        """Give the collected statistics to the controller, just before the optimizer step.
 
         Raises:
             ConfigError: Nothing was collected, although statistics are required before each step.
@@ -194,10 +194,10 @@ class RateControl:
             )
 
     def after_step(self, grad_norm: float | None = None) -> None:
-        """Note the multiplier while it is the one that was applied: the schedule's own step moves on to the next.
+        """Note the applied multiplier; call this before the schedule's own step, which moves on to the next multiplier.
 
         Args:
-            grad_norm: Of the step, where it is known only now; it may lead the step after the next statistics.
+            grad_norm: The step's gradient norm, if it is known only now; the controller may get it with the next statistics.
         """
         if not self.attached:
             return
@@ -208,25 +208,25 @@ class RateControl:
             self._informed = False
 
     def moved(self, *, step_over: bool = True) -> None:
-        """Follow the host's count of updates, or stay where it stayed.
+        """Take over the host's count of updates, whether or not it has grown.
 
         Args:
-            step_over: Whether the next update needs statistics of its own; not so where the host counts several as one.
+            step_over: Whether the next update needs new statistics; False if the host counts several updates as one.
         """
         self._informed = self._informed and not step_over
         self._follow()
 
     @property
     def rate(self) -> float:
-        """The first group's learning rate: that of the last step until the schedule moves on, then that of the next."""
+        """The first group's learning rate: the last step's until the schedule moves on, then the next step's."""
         return float(self.control.get_last_lr()[0])
 
     def metrics(self) -> dict[str, float]:
-        """Return what to log of the last step, with the multiplier that it applied; empty before the first."""
+        """Return the values to log of the last step, with the multiplier that it applied; empty before the first step."""
         return dict(self._applied)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return control and what was collected for the next step, as JSON-able data for a checkpoint."""
+        """Return the control's state and the collected statistics, as JSON-able data for a checkpoint."""
         return {
             "control": self.control.state_dict(),
             "collected": [list(entry) for entry in self._collected],
@@ -237,11 +237,11 @@ class RateControl:
         """Go on from a checkpoint, once optimizer and schedule are loaded; the control must be attached.
 
         Args:
-            state: What `state_dict` returned, in this release or an earlier one; None where the checkpoint holds none, which
-                is warned of.
+            state: A state from `state_dict`, of this release or an earlier one; None if the checkpoint holds none, which gives a
+                warning.
 
         Raises:
-            RecordError: The state is of another rule or trigger, or damaged.
+            RecordError: The state belongs to another rule or trigger, or is damaged.
         """
         self._begin()
         if state is None:
@@ -257,7 +257,7 @@ class RateControl:
             for control in self.controls:
                 control.load_state_dict(state["control"])
             self._follow()
-            # TRL's checkpoints held what was collected, verl's the norm.
+            # Checkpoints of earlier releases hold one of the two: TRL's the collected statistics, verl's the norm.
             self._collected = [(weight, dict(found)) for weight, found in state.get("collected", ())]
             self._norm = state.get("grad_norm")
         except (RecordError, KeyError, TypeError, ValueError) as error:
@@ -269,9 +269,9 @@ class RateControl:
 
 
 class ShadowRate(RateControl):
-    """Computes what the control would make of the rate, on an optimizer of its own: the host's is left alone.
+    """Computes the rate that the control would set, with an optimizer of its own; the host's optimizer is left unchanged.
 
-    It counts the steps that `step` takes, at a rate of 1.
+    It counts the calls of `step`. The schedule's rate is 1.
     """
 
     def attach(
@@ -284,12 +284,12 @@ class ShadowRate(RateControl):
         steps: int = 0,
         updates: Callable[[], int] | None = None,
     ) -> None:
-        """Begin as `RateControl.attach` does, on an optimizer that stands in for the host's; nothing of the host is kept."""
+        """Do as `RateControl.attach`, with an optimizer that replaces the host's; the arguments of the host are not used."""
         weight = torch.zeros(1, requires_grad=True)
         weight.grad = torch.zeros(1)
         self._optimizer = torch.optim.SGD([weight], lr=1.0)
         super().attach(self._optimizer, warmup=warmup, step=step, steps=steps)
 
     def step(self) -> None:
-        """Step as the host's optimizer did."""
+        """Take a step, because the host's optimizer took one."""
         self._optimizer.step()

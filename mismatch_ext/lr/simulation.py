@@ -1,4 +1,4 @@
-"""Simulated response lengths, to see what a surge detector makes of them.
+"""Simulated response lengths, to see when a surge detector fires on them.
 
 Shapes: S steps, B responses per batch.
 """
@@ -24,7 +24,7 @@ def flat(rng: np.random.Generator, steps: int) -> Array:
 
 
 def wandering(rng: np.random.Generator, steps: int) -> Array:
-    """No trend, but batches alike their neighbours: log-length is AR(1) with coefficient 0.95 and standard deviation 0.15."""
+    """No trend, but batches resemble their neighbours: log-length is AR(1) with coefficient 0.95 and standard deviation 0.15."""
     noise, log_level = rng.normal(size=steps) * 0.15, np.zeros(steps)
     for step in range(1, steps):
         log_level[step] = 0.95 * log_level[step - 1] + np.sqrt(1 - 0.95**2) * noise[step]
@@ -56,14 +56,14 @@ def spiking(rng: np.random.Generator, steps: int) -> Array:
 
 
 def saturating(rng: np.random.Generator, steps: int) -> Array:
-    """The surge at a length limit near its beginning: from 4500 to 15750 tokens over steps 100 to 130."""
+    """A surge that starts near the length limit: from 4500 to 15750 tokens over steps 100 to 130."""
     return 4.5 * surging(rng, steps)
 
 
 def measurements(
     level: Array, rng: np.random.Generator, *, responses: int = 64, spread: float = 0.7, limit: float = 8192.0
 ) -> list[Measurement]:
-    """Return a batch of responses per step: log-normal lengths around the level, cut off at the limit.
+    """Return the measurement of a batch of responses per step: log-normal lengths around the level, cut off at the limit.
 
     Args:
         level: Median length per step `[S]`.
@@ -82,7 +82,7 @@ def measurements(
 
 
 def first_surge(config: SurgeConfig, batches: list[Measurement]) -> tuple[int, int] | None:
-    """Return the step of the first surge and the step at which it was found; None without one."""
+    """Return the step of the first surge and the step at which it was found; None if there is no surge."""
     detector, state = SurgeDetector(config, "response_length"), SurgeState()
     for batch in batches:
         state, surge = detector.observe(state, batch)

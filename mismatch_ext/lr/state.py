@@ -1,4 +1,4 @@
-"""What a controller of the learning rate carries from step to step, as JSON."""
+"""The state that a learning-rate controller carries from step to step, as JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _TRIGGERS = ("response_length", "mismatch_kl", "grad_norm", "f_tau")
 
 @dataclass(frozen=True, kw_only=True)
 class LrState:
-    """State of an `LrController`; settings are not in it.
+    """State of an `LrController`, without its settings.
 
     Args:
         rule: The controller's rule.
         trigger: The controller's trigger.
-        step: Last step it was asked for; one less than the first while it was asked for none.
+        step: Last step that the controller was asked for; before that, one less than the first step.
         measured_step: Step of the last measurement.
         triggers: Surges found.
         surge_step: Step of the last surge.
-        found_step: Step at which it was found, which smoothing delays.
-        surge: What the detector remembers.
+        found_step: Step at which that surge was found; it is later, because of smoothing.
+        surge: The detector's state.
     """
 
     rule: str
@@ -51,8 +51,8 @@ class LrState:
         """Read what `to_dict` returned.
 
         Raises:
-            RecordError: Another version, a missing or unknown key, or a value that no controller could have saved. The
-                message names it and says what to do.
+            RecordError: The data have another version, a missing or unknown key, or a value that no controller could have
+                saved. The message names it and says what to do.
         """
         _keys(data, {"version", *(f.name for f in dataclasses.fields(cls))}, "the state")
         for key, allowed in (("rule", _RULES), ("trigger", _TRIGGERS)):

@@ -18,7 +18,7 @@ from mismatch_ext.metrics import mismatch_metrics
 from mismatch_ext.staleness import StaleGap
 
 F_TAU = "f_1.1"
-"""The threshold of F that leads the rate with `trigger: f_tau`: the tail is thin at 2."""
+"""Metric that `trigger: f_tau` watches: F at threshold 1.1, because at 2 few tokens are in the tail."""
 
 Reduce = Callable[..., Tensor]
 """Sums a tensor over ranks, called as `reduce(tensor, reduction="sum")`; accelerate's `Accelerator.reduce` is one."""
@@ -31,7 +31,7 @@ class LengthStatistics:
     Args:
         responses: Number of responses.
         response_length: Mean length in tokens, truncated responses included; None without a response.
-        truncated_fraction: Fraction of the responses that were cut off at the length limit; None when not known.
+        truncated_fraction: Fraction of the responses that were cut off at the length limit; None if unknown.
     """
 
     responses: int
@@ -55,13 +55,13 @@ def length_statistics(
         response_length = sum over ranks of sum_b lengths_b / sum over ranks of B
 
     Ranks may hold different numbers of responses, or none. Counts are summed as integers, so all ranks get the same numbers
-    to the last bit, and with them the same multiplier. Every rank must call this, and must agree on giving `truncated`.
+    to the last bit, and therefore the same multiplier. Every rank must call this, and either all or none must give `truncated`.
 
     Args:
-        lengths: Tokens per response of this rank `[B]`, as the trainer counts them: a response cut off at the limit counts
-            with what it has.
+        lengths: Tokens per response of this rank `[B]`, as the trainer counts them; a response cut off at the limit counts
+            the tokens that it has.
         truncated: True where a response was cut off at the length limit `[B]`.
-        reduce: Sums a tensor over ranks; None takes torch.distributed's default group where one is initialised.
+        reduce: Sums a tensor over ranks; None takes torch.distributed's default group if it is initialised.
 
     Raises:
         RecordError: Wrong shape, or a length that is not a whole number >= 0.
@@ -96,13 +96,13 @@ def gap_statistics(
 
     Args:
         old_logprobs: The trainer's log-probabilities at sampling time `[B, T]`.
-        rollout_logprobs: The engine's `[B, T]`.
+        rollout_logprobs: The engine's log-probabilities `[B, T]`.
         mask: True at tokens that count `[B, T]`.
-        reduce: Sums a tensor over ranks, all of which must call this, one without tokens too; None where this rank has the
-            whole batch.
+        reduce: Sums a tensor over ranks; all ranks must call this, also those without tokens. None if this rank has the whole
+            batch.
 
     Returns:
-        Weight and statistics as `RateControl.collect` takes them; 0 and zeros without a token.
+        Weight and statistics, the arguments of `RateControl.collect`; all 0 if there is no token.
     """
     found = {"k3_kl": 0.0, F_TAU: 0.0, "tokens": 0.0}
     if bool(mask.any()):
@@ -118,17 +118,16 @@ def gap_statistics(
 def leading_statistics(
     trigger: Trigger, lengths: Tensor, truncated: Tensor, gap: Mapping[str, float]
 ) -> dict[str, float | None]:
-    """Return what leads the rate with a trigger, of a whole batch that was measured elsewhere.
+    """Return the statistics that a trigger needs, from a whole batch that was measured elsewhere.
 
     Args:
-        trigger: Of `mismatch.lr`.
-        lengths: The policy's own tokens of each response `[B]`.
+        trigger: The trigger of `mismatch.lr`.
+        lengths: Number of tokens of each response that the policy sampled `[B]`.
         truncated: True where a response was cut off at the length limit `[B]`.
-        gap: Measures of the batch by name, as `MismatchSummary` has them; empty where they are not known.
+        gap: The batch's measures, by the names of `MismatchSummary`; empty if they are unknown.
 
     Returns:
-        Statistics as `RateControl.collect` takes them; empty where the trigger is not measured on a batch, or the batch has
-        no token.
+        Arguments of `RateControl.collect`; empty if the trigger needs a gap and `gap` is empty, or needs nothing from a batch.
     """
     if trigger == "response_length":
         return length_statistics(lengths, truncated, reduce=lambda x, reduction: x).to_dict()
@@ -138,13 +137,13 @@ def leading_statistics(
 
 
 def numerics_statistics(gap: StaleGap) -> dict[str, float]:
-    """Return what leads the rate where rollouts may be of older weights: of tokens of one version, since drift is no mismatch.
+    """Return the statistics of rollouts that older weights may have sampled: the numerics only, because drift is not mismatch.
 
     Args:
-        gap: What was measured of the rollouts that the next step learns from.
+        gap: The measured gap of the rollouts that the next step learns from.
 
     Returns:
-        Statistics as `RateControl.collect` takes them; where numerics is unknown, those of a batch that is no measurement.
+        Arguments of `RateControl.collect`. If numerics is unknown, `responses` is 0, which makes the batch no measurement.
     """
     summary = gap.numerics()
     if summary is None:

@@ -1,4 +1,4 @@
-"""Finds the surge of a statistic: a smoothed value against a robust baseline."""
+"""Finds the surge of a statistic, by comparing a smoothed value with a robust baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from mismatch_ext.config import SurgeConfig, Trigger
 
 LEAST: dict[Trigger, float] = {"response_length": 1.0, "mismatch_kl": 1e-3, "grad_norm": 0.0, "f_tau": 0.01}
-"""Least value of a surge per trigger, where the settings name none."""
+"""Least value of a surge per trigger, if the settings name none."""
 MAD_TO_STD = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
 
@@ -21,7 +21,7 @@ class Measurement:
     Args:
         step: Step at which it was measured.
         value: The trigger's statistic.
-        truncated: Fraction of truncated responses, where it is known.
+        truncated: Fraction of truncated responses; None if unknown.
     """
 
     step: int
@@ -34,8 +34,8 @@ class Level:
     """A baseline.
 
     Args:
-        center: Median of its measurements.
-        spread: Their robust standard deviation.
+        center: Median of the measurements.
+        spread: Robust standard deviation of the measurements.
     """
 
     center: float
@@ -50,12 +50,12 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class SurgeState:
-    """What the detector remembers.
+    """The detector's state.
 
     Args:
         history: Last measurements, oldest first.
-        baseline: Level of the statistic; None until enough was measured.
-        truncated_baseline: Level of the truncated fraction, where it is known.
+        baseline: Level of the statistic; None until there are enough measurements.
+        truncated_baseline: Level of the truncated fraction; None if unknown or not used.
     """
 
     history: tuple[Measurement, ...] = ()
@@ -68,7 +68,7 @@ class SurgeDetector:
 
     Args:
         config: The rule.
-        trigger: Which statistic it is; decides the least value and whether truncated responses count.
+        trigger: The statistic; it decides the least value, and whether truncated responses count.
     """
 
     def __init__(self, config: SurgeConfig, trigger: Trigger) -> None:
@@ -77,24 +77,24 @@ class SurgeDetector:
         self.truncated_rise = config.truncated_rise if trigger == "response_length" else None
 
     def threshold(self, baseline: Level) -> float:
-        """Return the smoothed value that is a surge over a baseline; 0 means that nothing is."""
+        """Return the smoothed value from which on there is a surge over a baseline; 0 means that no value is a surge."""
         margin = self.config.noise_margin * baseline.spread
         return max(self.config.ratio * baseline.center, baseline.center + margin, self.least)
 
     def truncated_threshold(self, baseline: Level) -> float:
-        """Return the smoothed truncated fraction that is a surge over a baseline; above 1 nothing is."""
+        """Return the smoothed truncated fraction from which on there is a surge; above 1 means that no fraction is one."""
         return baseline.center + max(self.truncated_rise or 2.0, self.config.noise_margin * baseline.spread)
 
     def observe(self, state: SurgeState, new: Measurement, *, armed: bool = True) -> tuple[SurgeState, int | None]:
         """Take a measurement, and return the new state and the step of the surge, if there is one.
 
-        The step is that of the earliest smoothed measurement that reaches the threshold by itself, so that smoothing does
-        not delay it; not before `min_step`.
+        Among the measurements that are smoothed together, the first one that reaches the threshold itself gives the step, so
+        smoothing does not delay the step. It is never before `min_step`.
 
         Args:
             state: State before.
             new: The measurement.
-            armed: False only remembers.
+            armed: Whether to look for a surge; False only stores the measurement.
         """
         state = self._remember(state, new)
         recent = state.history[-self.config.smoothing :]

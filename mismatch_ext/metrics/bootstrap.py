@@ -1,7 +1,7 @@
-"""How sure a measured ratio is: percentile intervals of the bootstrap over sequences.
+"""Confidence intervals of a measured ratio: percentile intervals of the bootstrap over sequences.
 
-Tokens of one response depend on each other, so that whole sequences are drawn again and not tokens (the cluster bootstrap,
-Davison and Hinkley 1997, section 3.8). What is given are sums per sequence: of |Δlogp|, of k3, of tokens.
+Tokens of one response depend on each other, so whole sequences are drawn again, not tokens (the cluster bootstrap, Davison and
+Hinkley 1997, section 3.8). The inputs are sums per sequence: of |Δlogp|, of k3, of tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from mismatch_ext.errors import RecordError
 
 Array = NDArray[np.float64]
-# Resamples whose counts are held at once: 64 x 10,000 sequences are 5 MB.
+# Resamples that are held at once: the drawn indices of 64 x 10,000 sequences are 5 MB.
 CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A ratio and how sure it is.
+    """A ratio and its confidence interval.
 
     Args:
-        value: The ratio of all sequences.
+        value: The ratio over all sequences.
         low: Lower end of the interval.
-        high: Upper end.
-        level: Probability that the interval is meant to hold the true ratio, in (0, 1).
-        sequences: Sequences that were drawn from; of two samples, the smaller.
+        high: Upper end of the interval.
+        level: Confidence level: intended probability that the interval contains the true ratio, in (0, 1).
+        sequences: Number of sequences that were drawn from; for two samples, the number in the smaller one.
     """
 
     value: float
@@ -61,12 +61,14 @@ def bootstrap_ratio(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Return sum(numerator) / sum(denominator) over sequences, both of the same ones: a mean per token, or what replay leaves.
+    """Return sum(numerator) / sum(denominator) over the same sequences, for example a mean per token.
+
+    Another example is the share of the gap that is left with replay.
 
     Args:
-        numerator: A sum per sequence `[N]`, such as of |Δlogp| in nats, or of k3 with replay.
-        denominator: A sum per sequence `[N]`, such as its tokens, or k3 without replay.
-        level: Probability of the interval, in (0, 1).
+        numerator: A sum per sequence `[N]`, for example of |Δlogp| in nats, or of k3 with replay.
+        denominator: A sum per sequence `[N]`, for example its number of tokens, or k3 without replay.
+        level: Confidence level of the interval, in (0, 1).
         resamples: Draws of N sequences with replacement.
         seed: Seed of the draws: the same arguments give the same interval.
 
@@ -89,11 +91,11 @@ def bootstrap_quotient(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Return the ratio of two means per token that are of different samples, such as of a bf16 run and of an FP16 run.
+    """Return the ratio of two means per token from different samples, for example from a bf16 run and an FP16 run.
 
     Args:
-        first: Sums per sequence and their tokens, `[N]` each.
-        second: Those of the other sample, `[M]` each.
+        first: Sums per sequence, and numbers of tokens per sequence, of the first sample, `[N]` each.
+        second: The same of the second sample, `[M]` each.
         level, resamples, seed: As for `bootstrap_ratio`; the two samples are drawn independently.
 
     Returns:
@@ -136,7 +138,7 @@ def _ratio(top: Array, bottom: Array) -> float:
 
 
 def _resampled(top: Array, bottom: Array, resamples: int, seed: int) -> Array:
-    """Return the ratio of each draw of as many sequences, with replacement."""
+    """Return the ratio of each resample: as many sequences as there are, drawn with replacement."""
     generator, count = np.random.default_rng(seed), len(top)
     both = np.stack([top, bottom], axis=1)
     parts = []
@@ -145,12 +147,12 @@ def _resampled(top: Array, bottom: Array, resamples: int, seed: int) -> Array:
         parts.append(both[rows].sum(axis=1))
     sums = np.concatenate(parts)
     with np.errstate(divide="ignore", invalid="ignore"):
-        # A draw without any of the denominator says nothing, and bounds nothing.
+        # If a draw's denominator is 0, the draw says nothing about the ratio; infinity keeps it from lowering the upper end.
         ratios = np.where(sums[:, 1] > 0, sums[:, 0] / sums[:, 1], np.inf)
     return np.asarray(ratios, dtype=np.float64)
 
 
 def _interval(value: float, ratios: Array, level: float, sequences: int) -> Interval:
-    # Percentiles that are draws: interpolating beside an infinite one would give nan.
+    # This method returns draws as percentiles: interpolation next to an infinite draw would give nan.
     low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2], method="closest_observation")
     return Interval(value=value, low=float(low), high=float(high), level=level, sequences=sequences)

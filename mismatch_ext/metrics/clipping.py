@@ -1,8 +1,8 @@
-"""What a clip on pi_trainer / pi_engine stops where the policy has not changed since it sampled: phantom clipping.
+"""Phantom clipping: tokens that a clip on pi_trainer / pi_engine stops although the policy has not changed since it sampled.
 
-A PPO clip is there for the change of the policy. Where old log-probabilities are the engine's (`bypass` modes, TRL's AsyncGRPO),
-the ratio holds the mismatch too, and at the weights that sampled, where there is no change yet, every clipped token is clipped
-by the mismatch. Shapes: B responses, T tokens.
+A PPO clip is meant to limit the change of the policy. If the old log-probabilities are the engine's (`bypass` modes, TRL's
+AsyncGRPO), the ratio contains the mismatch too. At the weights that sampled, the policy has not changed yet, so the mismatch
+causes every clipped token. Shapes: B responses, T tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, hig
 
     Args:
         log_ratio: log r of the sampled tokens, any shape, nats.
-        advantages: A, of a shape that fits.
+        advantages: A, in a shape that broadcasts.
         low, high: Distances of the clip from 1.
 
     Returns:
@@ -32,10 +32,11 @@ def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, hig
 
 
 def advantage_gap(trainer: Tensor, engine: Tensor, advantages: Tensor, mask: Tensor) -> float:
-    """Return how much further the trainer stands from the engine on reinforced tokens than on discouraged ones, in nats.
+    """Return how much higher the trainer's log-ratio to the engine is on reinforced tokens than on discouraged ones, in nats.
 
-    E[log pi_trainer - log pi_engine | A > 0] - E[... | A < 0], both at the weights that sampled. Rounding averages out in it;
-    updates that the trainer holds and the engine does not have do not, and a clip on the ratio then stops what is learnt.
+    E[log pi_trainer - log pi_engine | A > 0] - E[... | A < 0], both at the weights that sampled. Rounding averages out in this
+    difference. Updates that are in the trainer's weights but not in the engine's do not average out, and then a clip on the
+    ratio stops learning.
 
     Args:
         trainer, engine: Log-probabilities of the sampled tokens `[B, T]`, nats.
@@ -43,20 +44,20 @@ def advantage_gap(trainer: Tensor, engine: Tensor, advantages: Tensor, mask: Ten
         mask: True, or 1, for the tokens that count `[B, T]`.
 
     Returns:
-        NaN where one of the two has no tokens.
+        The gap; NaN if there are no tokens with A > 0, or none with A < 0.
     """
     return PhantomSums.of(trainer, engine, advantages, mask).metrics()["advantage_gap"]
 
 
 @dataclass(frozen=True)
 class PhantomSums:
-    """What the measures of phantom clipping are made of: sums over tokens, which add up over ranks and micro-batches.
+    """The sums over tokens from which phantom clipping is measured; they add up over ranks and micro-batches.
 
     Args:
-        tokens: That count.
-        stopped: Of these, those that the clip stops.
-        up, down: Tokens with an advantage above and below 0.
-        up_gap, down_gap: Sums of log pi_trainer - log pi_engine over them, in nats.
+        tokens: Number of tokens that count.
+        stopped: Number of these that the clip stops.
+        up, down: Numbers of tokens with an advantage above 0 and below 0.
+        up_gap, down_gap: Sums of log pi_trainer - log pi_engine over the tokens of `up` and `down`, in nats.
     """
 
     tokens: float
@@ -84,9 +85,9 @@ class PhantomSums:
         Args:
             trainer, engine: Log-probabilities of the sampled tokens by the weights that sampled them `[B, T]`, nats.
             advantages: `[B]` or `[B, T]`.
-            mask: True, or 1, for the tokens that count `[B, T]`. Nothing is read elsewhere.
+            mask: True, or 1, for the tokens that count `[B, T]`. Other tokens are not read.
             low, high: Distances of the clip from 1.
-            sequences: Whether the clip is on the mean log-ratio of a response (GSPO, arXiv 2507.18071), not of a token.
+            sequences: Whether the clip is on the mean log-ratio of a response (GSPO, arXiv 2507.18071), not on each token's.
         """
         chosen = mask.bool()
         wide = advantages if advantages.dim() == trainer.dim() else advantages[:, None]
@@ -110,7 +111,7 @@ class PhantomSums:
         return self.tokens, self.stopped, self.up, self.up_gap, self.down, self.down_gap
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of tokens that the clip stops, and the gap of reinforced tokens less that of discouraged ones."""
+        """Return the share of tokens that the clip stops, and the gap of reinforced tokens minus that of discouraged ones."""
         up, down = (
             total / count if count else math.nan
             for total, count in ((self.up_gap, self.up), (self.down_gap, self.down))

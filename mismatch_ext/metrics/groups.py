@@ -1,9 +1,9 @@
-"""The gap of a process's part of a batch, measured where the part lies, in groups of tokens that are kept apart.
+"""The gap of a process's part of a batch, measured in that process, separately for groups of tokens.
 
-What is sent on is a state of a few kilobytes a group, however many tokens there were. Merged in any order, the states measure
-what one process measures that has the whole batch.
+The process sends only a state of a few kilobytes per group, whatever the number of tokens. The states can be merged in any order,
+and then give the same measures as one process that has the whole batch.
 
-Shapes: B rows, R places of these rows one after the other.
+Shapes: B rows; R places, which are the rows' tokens one row after the other.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mismatch_ext.errors import RecordError
 from mismatch_ext.metrics.accumulator import MismatchAccumulator
 
 TOGETHER = 1 << 20
-"""Places that are measured together: widened to float64, a large batch would take gigabytes."""
+"""Places that are measured together, because a large batch widened to float64 would take gigabytes."""
 
 
 class GapGroups:
     """Accumulators by name, such as "train" and "train/native".
 
     Args:
-        scatter_samples: Tokens of each group kept for a scatter plot.
-        seed: Seed of that sample; no two processes of a run may have the same.
+        scatter_samples: Tokens of each group that are kept for a scatter plot.
+        seed: Seed of that sample; it must differ between the processes of a run.
     """
 
     def __init__(self, *, scatter_samples: int = 0, seed: int = 0) -> None:
@@ -44,12 +44,12 @@ class GapGroups:
         """Add rows to a group, a million places at a time.
 
         Args:
-            group: Its name.
-            old_logprobs, rollout_logprobs, response_mask, lengths, chosen: As `MismatchAccumulator.update_rows` takes them.
+            group: The group's name.
+            old_logprobs, rollout_logprobs, response_mask, lengths, chosen: As in `MismatchAccumulator.update_rows`.
 
         Raises:
-            RecordError, NonFiniteLogprobError: As `MismatchAccumulator.update_rows`, counting from the first of the rows that
-                were added together.
+            RecordError, NonFiniteLogprobError: As `MismatchAccumulator.update_rows`; row numbers count from the first row that
+                was measured together with the named one.
         """
         accumulator = self._groups.get(group)
         if accumulator is None:
@@ -61,10 +61,10 @@ class GapGroups:
             )
 
     def merge(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add what another process has measured, as `state_dict` says it.
+        """Add what another process measured, from its `state_dict`.
 
         Raises:
-            RecordError: A state is of another version.
+            RecordError: A state has another version.
         """
         for name, state in states.items():
             part = self._new()
@@ -88,7 +88,7 @@ class GapGroups:
 
 
 def _parts(lengths: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and their places, so many rows at a time as have `TOGETHER` places, and at least one."""
+    """Yield blocks of rows, and their places: as many rows as fit `TOGETHER` places, but at least one."""
     counts = lengths.tolist()
     if any(count < 0 for count in counts):
         raise RecordError(f"lengths holds {min(counts)}; a row has a whole number of places >= 0.")

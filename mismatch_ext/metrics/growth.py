@@ -1,9 +1,9 @@
-"""How fast a positive measure grows over the steps of a run, with an interval that a heavy tail does not move.
+"""How fast a positive measure grows over the steps of a run, with an interval that is robust against heavy tails.
 
-The slope is that of Theil and Sen, the median over all pairs of logs of (log y_j - log y_i) / (x_j - x_i). Its interval is Sen's
-(1968), from the variance of Kendall's statistic without growth. Batches that follow each other are alike where the policy drifts,
-which makes that variance larger: it is multiplied by (1 + r) / (1 - r), r the correlation of the residuals' ranks with those
-of the log before.
+The slope is that of Theil and Sen: the median of (log y_j - log y_i) / (x_j - x_i) over all pairs of logs. Its interval is Sen's
+(1968), from the variance of Kendall's statistic without growth. If the policy drifts, successive batches are similar, which makes
+that variance larger. It is therefore multiplied by (1 + r) / (1 - r), where r is the correlation of the residuals' ranks with the
+ranks one log earlier.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import numpy as np
 from mismatch_ext.errors import RecordError
 
 WINDOW = 48
-"""Logs that the slope is of, the last ones."""
+"""The slope is computed from this many logs, the last ones."""
 LEAST = 16
-"""Logs without which there is no slope."""
+"""Least number of logs for a slope."""
 FLOOR = 1e-4
-"""Smallest value of k3 that is told from others: a tenth of the alarm's level, below which growth is of no consequence."""
+"""Smaller values of k3 count as this value, a tenth of the alarm's level: growth below it has no consequence."""
 QUANTILE = 2.576
-"""Of the standard normal: an interval of 99 %."""
+"""Quantile of the standard normal distribution for an interval of 99 %."""
 LARGEST_EXPONENT = 700.0
 GROWTH_MEASURES = {
     "k3_growth": f"factor by which `k3_kl` has grown over the last {WINDOW} logs, by the median slope of its logarithm; values "
     f"below {FLOOR:g} count as that",
     "k3_growth_low": "lower end of its 99 % interval; above 1 it grows",
 }
-"""What is logged of the growth of the gap, by name without prefix, from the 16th log on."""
+"""Metrics of the growth of the gap, by name without prefix; logged from the 16th log on."""
 
 
 def slope(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median slope of values over steps, and both ends of its 99 % interval.
 
     Args:
-        steps: Where the values are, rising.
-        values: At least two.
+        steps: Step of each value, ascending.
+        values: At least two values.
     """
     x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
     count = len(x)
@@ -58,17 +58,17 @@ def slope(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 
 class Growth:
-    """Follows k3 over the logs of a run; holds the last ones."""
+    """Follows k3 over the logs of a run; keeps the last ones."""
 
     def __init__(self) -> None:
         self._points: list[tuple[int, float]] = []
 
     def add(self, step: int, k3: float) -> dict[str, float]:
-        """Take the figure of a log, and return the scalars of `GROWTH_MEASURES`; none before there are enough logs.
+        """Add the value of a log, and return the scalars of `GROWTH_MEASURES`; empty until there are enough logs.
 
         Args:
-            step: Finished optimizer steps. A second log of a step is left out; a smaller step begins anew.
-            k3: The gap; one that is not finite is left out.
+            step: Finished optimizer steps. A second log of a step is ignored; a smaller step starts the record again.
+            k3: The gap; a value that is not finite is ignored.
         """
         if self._points and step < self._points[-1][0]:
             self._points = []
@@ -82,14 +82,14 @@ class Growth:
         return {"k3_growth": middle, "k3_growth_low": low}
 
     def state_dict(self) -> list[list[float]]:
-        """Return the logs that are held, as JSON-able data."""
+        """Return the kept logs as JSON-able data."""
         return [[step, value] for step, value in self._points]
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from what `state_dict` returned; None, of a release that followed no growth, begins anew.
+        """Go on from a state of `state_dict`; None, from a release that did not follow growth, starts with no logs.
 
         Raises:
-            RecordError: It is damaged.
+            RecordError: The state is damaged.
         """
         points = [] if state is None else state
         try:

@@ -1,4 +1,4 @@
-"""Arithmetic on log-ratios that is right for tiny differences and finite for huge ones."""
+"""Arithmetic on log-ratios that is accurate for tiny differences and finite for huge ones."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from torch import Tensor
 
 from mismatch_ext.errors import RecordError
 
-# Largest exponent that is exponentiated; log-ratios beyond it are counted. exp(600) is 4e260, so that a sum over 1e47
-# tokens still fits float64; exp(700) would overflow at the 18,000th.
+# Largest exponent; larger log-ratios are cut and counted. exp(600) is 4e260, so a sum over 1e47 tokens still fits float64;
+# with exp(700), the sum would overflow at the 18,000th token.
 SATURATION = 600.0
-# In float64 expm1(d) - d keeps 1e-10 of relative accuracy down to here; two terms of the series are better below.
+# In float64, expm1(d) - d keeps a relative accuracy of 1e-10 down to this d; below it, two terms of the series are better.
 SERIES_BELOW = 1e-5
 
 
 def as_bool(name: str, mask: Tensor) -> Tensor:
-    """Return a mask of zeros and ones as one of booleans, of the same shape.
+    """Return a mask of zeros and ones as booleans, in the same shape.
 
     Args:
-        name: What it is called where it was given.
-        mask: Any dtype; one of booleans is returned as it is.
+        name: The caller's name for the mask, used in messages.
+        mask: Any dtype; a boolean mask is returned as it is.
 
     Raises:
-        RecordError: It holds something else: weights, which would all count as 1.
+        RecordError: The mask holds other values: they look like weights, and would all count as 1.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -35,8 +35,8 @@ def as_bool(name: str, mask: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """Return the k3 estimate exp(d) - 1 - d of each log-ratio (Schulman 2020).
 
-    `exp(d) - 1 - d` in float32 has an error of 100 % at d = 1e-4, where a float16 run lives. Here it is `expm1(d) - d`
-    in float64, with d^2/2 + d^3/6 in its place where that still cancels. Beyond `SATURATION` the exponential saturates.
+    `exp(d) - 1 - d` in float32 has an error of 100 % at d = 1e-4, a typical value in a float16 run. This function computes
+    `expm1(d) - d` in float64, or d^2/2 + d^3/6 where that still cancels. Beyond `SATURATION` the exponential saturates.
 
     Args:
         log_ratio: d, any shape, float64.

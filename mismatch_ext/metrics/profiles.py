@@ -1,4 +1,4 @@
-"""Where the gap sits: per position in the response, and per probability of the token."""
+"""The gap by position in the response, and by probability of the token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PROBABILITY_EDGES: tuple[float, ...] = (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measures per bin; bin i covers edges[i] <= x < edges[i + 1], the last one both its ends.
+    """Measures per bin; bin i covers edges[i] <= x < edges[i + 1], and the last bin includes its upper edge too.
 
     Args:
         edges: Bin edges, one more than there are bins.
         count: Tokens per bin.
-        abs_diff_mean: Mean |d| per bin, None where a bin is empty.
-        abs_diff_max: Largest |d| per bin, None where a bin is empty.
-        k3_mean: Mean k3 per bin, None where a bin is empty.
+        abs_diff_mean: Mean |d| per bin; None for an empty bin.
+        abs_diff_max: Largest |d| per bin; None for an empty bin.
+        k3_mean: Mean k3 per bin; None for an empty bin.
     """
 
     edges: tuple[float, ...]
@@ -44,8 +44,8 @@ class Histogram:
         self.count, self.abs_sum, self.abs_max, self.k3_sum = (torch.zeros(bins, dtype=torch.float64) for _ in range(4))
 
     def update(self, x: Tensor, abs_diff: Tensor, k3: Tensor) -> None:
-        """Add tokens at x `[n]`."""
-        # On the CPU: weighted bincount is refused on an accelerator under deterministic algorithms.
+        """Add n tokens, each with its position or probability x `[n]`."""
+        # This runs on the CPU, because on an accelerator deterministic algorithms refuse weighted bincount.
         x, abs_diff, k3 = x.cpu(), abs_diff.cpu(), k3.cpu()
         inner = torch.tensor(self.edges[1:-1], dtype=torch.float64)
         bins = torch.bucketize(x, inner, right=True)

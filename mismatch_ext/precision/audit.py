@@ -1,7 +1,7 @@
 """Compare the dtypes read back from trainer, weight update and engine with those that were asked for.
 
 Half-applied FP16 is common: a trainer that ignores `fp16=True`, an engine that turns "auto" into bfloat16, a
-weight update that passes through bfloat16. Each such half has a check here, with what to change.
+weight update that passes through bfloat16. Each of these has a check here, which says what to change.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ NONE = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerReading:
-    """What the live trainer computes with.
+    """The precision of the live trainer.
 
     Args:
         parameter_dtypes: Number of trainable parameters by dtype name.
-        autocast_dtype: Dtype that a float32 matrix product takes in the forward pass; None when autocast is
+        autocast_dtype: Dtype that autocast gives a float32 matrix product in the forward pass; None if autocast is
             off.
-        scaler: The loss scaler's "class", "enabled" and "scale"; None when there is no scaler.
-        reduce_dtype: Dtype in which gradients are summed over ranks; None when they are not, or it follows
-            the masters.
+        scaler: The loss scaler's "class", "enabled" and "scale"; None if there is no scaler.
+        reduce_dtype: Dtype in which gradients are summed over ranks; None if they are not summed, or if the dtype is that of
+            the master weights.
         device: Device type.
     """
 
@@ -41,23 +41,22 @@ class TrainerReading:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype that matrix products come out in: autocast's, or without it that of most parameters."""
+        """The dtype of matrix products: autocast's, or without autocast the dtype of most parameters."""
         return self.autocast_dtype or max(self.parameter_dtypes, key=self.parameter_dtypes.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReading:
-    """What the live engine computes with.
+    """The precision of the live engine.
 
     Args:
-        engine: Name, for example "vllm".
-        version: Its version.
+        engine: Name of the engine, for example "vllm".
+        version: Version of the engine.
         model_dtype: Compute dtype after the engine resolved "auto".
-        parameter_dtypes: Number of parameters by dtype name; empty where another process holds them out of
-            reach.
+        parameter_dtypes: Number of parameters by dtype name; empty if they are out of reach in another process.
         kv_cache_dtype: Dtype of the KV cache, or "auto" for the compute dtype.
         logprobs_mode: Which log-probabilities the engine returns.
-        quantization: Name of the quantisation method; None when there is none.
+        quantization: Name of the quantisation method; None if there is none.
     """
 
     engine: str
@@ -70,7 +69,7 @@ class EngineReading:
 
     @property
     def renormalises(self) -> bool:
-        """Whether its log-probabilities are of the tokens that survive truncation: vLLM's processed ones alone are."""
+        """Whether log-probabilities are normalised over the tokens that truncation keeps; only vLLM's processed ones are."""
         return self.engine == "vllm" and self.logprobs_mode.startswith("processed")
 
 
@@ -79,8 +78,8 @@ class SyncReading:
     """How weights travel from trainer to engine.
 
     Args:
-        sent_dtype: Dtype in which the trainer hands them over.
-        received_dtype: Dtype in which the engine stores them.
+        sent_dtype: Dtype in which the trainer sends the weights.
+        received_dtype: Dtype in which the engine stores the weights.
     """
 
     sent_dtype: str
@@ -89,7 +88,7 @@ class SyncReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is not as asked for.
+    """One property that is not as asked for.
 
     Args:
         side: "trainer", "sync" or "engine".
@@ -135,8 +134,8 @@ class AuditReport:
     Args:
         dtype: Compute dtype asked for.
         checks: Every property that was compared, in order.
-        findings: Those that are not as asked for.
-        unread: Sides that were not audited, because there are none or they cannot be read yet.
+        findings: The properties that are not as asked for.
+        unread: Sides that were not audited, because they do not exist or cannot be read yet.
     """
 
     dtype: str
@@ -204,14 +203,14 @@ def audit(
     sync: SyncReading | None,
     fixes: TrainerFixes | None = None,
 ) -> AuditReport:
-    """Compare what was read back with what the policy asks for.
+    """Compare the readings with the policy.
 
     Args:
         policy: The precision asked for.
         trainer: Reading of the trainer.
-        engine: Reading of the engine; None when the trainer generates with its own model.
+        engine: Reading of the engine; None if the trainer generates with its own model.
         sync: Reading of a weight update; None before the first one, or without an engine.
-        fixes: What to change in the trainer, in its host's terms; None for a loop of one's own.
+        fixes: Advice on what to change in the trainer, in the host's terms; None for a training loop of your own.
 
     Returns:
         All checks and findings; call `raise_for_findings` to refuse a half-applied precision.
@@ -316,12 +315,12 @@ def _audit_engine(collected: _Audit, policy: PrecisionPolicy, engine: EngineRead
         "turns float32 into bfloat16.",
     )
     held = _counted(engine.parameter_dtypes)
-    # Routers, their biases and lm_head may be kept in float32 on purpose: wider than asked for is no
+    # Routers, their biases and lm_head may be float32 on purpose: a wider dtype than the one asked for is not a
     # mismatch.
     foreign = sorted(set(held) - {policy.engine_dtype, "float32"})
     quantized = policy.quantization is not None
     if held:
-        # What quantised weights are stored in is the method's matter; another compute dtype beside them is not.
+        # The quantisation method decides how it stores weights, but another compute dtype beside them is wrong.
         wrong = set(foreign) & set(NAMES) if quantized else foreign
         mostly = quantized or max(held, key=lambda key: held[key]) == policy.engine_dtype
         collected.check(
@@ -378,7 +377,7 @@ def _counted(dtypes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _mix(counts: Mapping[str, int]) -> str:
-    """Say which dtypes there are, with their shares when there are several."""
+    """Return the dtypes in words, with their shares if there are several."""
     total = sum(counts.values())
     if len(counts) <= 1:
         return next(iter(counts), NONE)

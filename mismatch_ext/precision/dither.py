@@ -1,4 +1,4 @@
-"""Masters spread inside the cells of the grid that an engine stores weights on, so that small updates reach it."""
+"""Master weights spread inside the cells of the engine's storage grid, so that small updates reach the engine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from mismatch_ext.errors import ConfigError
 
 INSIDE = 0.98
-"""Part of a cell that noise fills: what lies on its border may be rounded to the next."""
+"""Part of a cell that noise fills, because a value on the border may be rounded into the next cell."""
 
 
 class Cells(Protocol):
-    """A grid: each stored value stands for the masters of a cell around it."""
+    """A grid: the cell of a stored value contains all master weights that the engine stores as that value."""
 
     def held(self, weight: Tensor) -> Tensor:
-        """Return what an engine holds of masters, in their own dtype."""
+        """Return the values that an engine stores for master weights, in the masters' dtype."""
 
     def width(self, weight: Tensor) -> Tensor:
-        """Return the width of each weight's cell, from its stored value to the nearer border twice; 0 where it must stay."""
+        """Return twice the distance from each stored value to the nearer border of its cell; 0 if the weight must not change."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FloatCells:
     """The values of a float dtype.
 
     Args:
-        dtype: What the engine stores weights in.
+        dtype: Dtype in which the engine stores weights.
     """
 
     dtype: torch.dtype
@@ -41,17 +41,17 @@ class FloatCells:
         info = torch.finfo(self.dtype)
         mantissa, exponent = torch.frexp(weight.to(torch.float64))
         width = torch.ldexp(torch.full_like(mantissa, info.eps), exponent - 1).clamp(min=info.tiny * info.eps)
-        # Below a power of two values lie twice as close as above.
+        # Just below a power of two, values are twice as dense as just above it.
         width = torch.where(mantissa.abs() == 0.5, width / 2, width)
         return width.masked_fill(weight == 0, 0.0).to(weight.dtype)
 
 
 @dataclass(frozen=True)
 class IntegerCells:
-    """Signed integers with a scale per row, by its largest entry.
+    """Signed integers with one scale per row, which the row's largest entry determines.
 
     Args:
-        bits: Of an integer.
+        bits: Bits of an integer.
     """
 
     bits: int
@@ -60,7 +60,7 @@ class IntegerCells:
         return (weight / self._step(weight)).round() * self._step(weight)
 
     def width(self, weight: Tensor) -> Tensor:
-        # The largest of a row makes the scale of all others.
+        # The largest entry must stay, because it determines the scale of its whole row.
         largest = weight.abs() >= weight.abs().amax(-1, keepdim=True) * (1 - 1e-3)
         return self._step(weight).expand_as(weight).masked_fill(largest, 0.0)
 
@@ -70,23 +70,23 @@ class IntegerCells:
 
 
 def dither(weight: Tensor, cells: Cells, generator: torch.Generator | None = None) -> Tensor:
-    """Return masters spread evenly inside their cells: the engine holds the same weights, to the last bit.
+    """Return master weights spread evenly inside their cells; the engine stores the same weights as before, to the last bit.
 
-    A checkpoint that was published in an engine's storage format lies on its grid. Updates of less than half a step then change
-    no weight of the engine, for all weights at once, while the trainer's own policy moves on; a clip on pi_trainer / pi_engine
-    stops what the updates reinforce. Spread masters cross their cells' borders one after another, as those of a checkpoint
-    that was never rounded do (docs/stability.md).
+    A checkpoint that was published in an engine's storage format lies on the engine's grid. Then updates of less than half a
+    grid step change none of the engine's weights, while the trainer's own policy changes, and a clip on pi_trainer / pi_engine
+    stops the tokens that the updates reinforce. After spreading, master weights cross the borders of their cells one after
+    another, like those of a checkpoint that was never rounded (docs/stability.md).
 
     Args:
-        weight: Masters, float32 or float64, any shape; the last dimension is a row's.
-        cells: What the engine stores them as.
-        generator: Of the noise; torch's own where None.
+        weight: Master weights, float32 or float64, any shape; the last dimension runs along a row.
+        cells: The grid on which the engine stores them.
+        generator: Generator of the noise; None takes torch's default.
 
     Returns:
-        A new tensor of the same shape and dtype. Weights that lie on no grid point stay as they are.
+        A new tensor of the same shape and dtype. Weights that are not on a grid point stay as they are.
 
     Raises:
-        ConfigError: The masters have no room for noise, since they are of a dtype that is as coarse.
+        ConfigError: The dtype of the master weights is too coarse for noise.
     """
     if weight.dtype not in (torch.float32, torch.float64):
         raise ConfigError(

@@ -20,7 +20,7 @@ class DtypeFacts:
         name: Canonical name.
         max: Largest finite value.
         smallest_normal: Smallest positive value with full relative precision.
-        smallest_subnormal: Smallest positive value; what is at most half of it rounds to zero.
+        smallest_subnormal: Smallest positive value; a value of at most half of it rounds to zero.
         eps: Distance from 1 to the next larger value.
     """
 
@@ -42,8 +42,8 @@ def canonical(dtype: str | torch.dtype) -> str:
         "float32", "float16" or "bfloat16".
 
     Raises:
-        PrecisionError: It is none of the three. "auto" is refused too: it stands for whatever the engine
-            chooses.
+        PrecisionError: It is none of the three. "auto" is refused too, because the engine then chooses the
+            dtype.
     """
     key = bare(dtype)
     if key not in ALIASES:
@@ -80,7 +80,7 @@ def facts(dtype: str | torch.dtype) -> DtypeFacts:
 
 
 def coarser(first: str | torch.dtype, second: str | torch.dtype) -> str:
-    """Return the dtype with the larger eps, which sets the gap between two sides that compute in the two.
+    """Return the dtype with the larger eps; it determines the gap between two sides that compute in these dtypes.
 
     Raises:
         PrecisionError: One of the two is no compute dtype.

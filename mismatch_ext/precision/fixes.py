@@ -1,4 +1,4 @@
-"""What a user has to change when a trainer does not compute as asked, in the host's own terms; ends the audit's findings."""
+"""Advice, in the host's own terms, if a trainer does not compute as asked; the audit's findings end with it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFixes:
-    """Sentences by what was found; the defaults are for a loop of one's own, and an adapter gives those of its host.
+    """One piece of advice per problem; the defaults are for a training loop of your own, and each adapter gives its host's.
 
     Args:
-        masters: The weights are not float32.
-        autocast_off: Autocast is on, and float32 was asked for.
-        autocast: Autocast is off or in another dtype; `{dtype}` is the one asked for, `{flag}` what `flags` has for it.
-        float16_on_cpu: Autocast is off on a CPU, and float16 was asked for; None says `autocast`.
-        flags: Setting by dtype.
-        reduction: Gradients are summed in a half dtype.
+        masters: For weights that are not float32.
+        autocast_off: For autocast that is on although float32 was asked for.
+        autocast: For autocast that is off or in another dtype; `{dtype}` is the one asked for, `{flag}` its entry in `flags`.
+        float16_on_cpu: For autocast that is off on a CPU although float16 was asked for; None takes `autocast`.
+        flags: The host's setting for each dtype.
+        reduction: For gradients that are summed in a half dtype.
     """
 
     masters: str = "Load the model in float32 (dtype='float32') and let autocast compute in the half dtype"
@@ -26,11 +26,11 @@ class TrainerFixes:
     reduction: str = "Set reduce_dtype of the sharding's mixed-precision policy to float32"
 
     def for_autocast(self, dtype: str, *, off_on_cpu: bool) -> str:
-        """Return what to do where autocast is not as asked for.
+        """Return the advice for autocast that is not as asked for.
 
         Args:
             dtype: The compute dtype asked for.
-            off_on_cpu: Whether autocast is off, on a CPU.
+            off_on_cpu: Whether the device is a CPU and autocast is off.
         """
         if dtype == "float32":
             return f"{self.autocast_off}: float32 was asked for."

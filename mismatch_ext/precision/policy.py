@@ -1,4 +1,4 @@
-"""What uniform precision in one dtype means for the trainer, the weight update and the engine."""
+"""The dtypes that trainer, weight update and engine must have for one uniform precision."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PrecisionPolicy:
 
     Args:
         dtype: Compute dtype of both sides, by any name that `canonical` knows.
-        quantization: Method by which the engine's weights are quantised on purpose; None for none.
-        kv_cache: Format of its KV cache, likewise.
+        quantization: Method by which the engine's weights are quantised on purpose; None if they are not.
+        kv_cache: Format of the engine's KV cache, if it is another one on purpose; otherwise None.
 
     Raises:
         PrecisionError: The name is no compute dtype.
@@ -40,7 +40,7 @@ class PrecisionPolicy:
 
     @property
     def master_dtype(self) -> str:
-        """Dtype of the trainable parameters: float32, for a half dtype would round small updates away."""
+        """Dtype of the trainable parameters: float32, because a half dtype would round small updates away."""
         return "float32"
 
     @property
@@ -55,27 +55,27 @@ class PrecisionPolicy:
 
     @property
     def reduce_dtypes(self) -> tuple[str, ...]:
-        """Dtypes in which gradients may be summed over ranks; a float16 sum may overflow if no term does."""
+        """Dtypes in which gradients may be summed over ranks; a float16 sum may overflow even if no term does."""
         return ("float32", "bfloat16") if self.dtype == "bfloat16" else ("float32",)
 
     @property
     def sent_dtypes(self) -> tuple[str, ...]:
-        """Dtypes in which weights may travel: the masters' or the engine's; both round once, and alike."""
+        """Dtypes in which weights may be sent: the masters' or the engine's; either way they are rounded once, and the same."""
         return ("float32",) if self.dtype == "float32" else (self.dtype, "float32")
 
     @property
     def engine_dtype(self) -> str:
-        """Dtype of the engine's weights and matrix products, and the one that it receives weights in."""
+        """Dtype of the engine's weights and matrix products, and of the weights as it stores them."""
         return self.dtype
 
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
-        """Dtypes of the engine's KV cache: its compute dtype, by name or as "auto", or the format that is asked for."""
+        """Allowed dtypes of the engine's KV cache: the compute dtype, by name or as "auto", or the format asked for."""
         if self.kv_cache is None:
             return ("auto", self.dtype)
         return tuple(dict.fromkeys((self.kv_cache, _SHORT.get(self.kv_cache, self.kv_cache))))
 
     @property
     def logprobs_mode(self) -> str:
-        """Which log-probabilities the engine returns: those that it samples from, after the temperature."""
+        """Which log-probabilities the engine must return: those that it samples from, after the temperature."""
         return "processed_logprobs"

@@ -1,15 +1,15 @@
 """Scan a checkpoint before training: do its weights, and its activations on sample inputs, fit a compute dtype?
 
-Thresholds of the verdict, for every tensor scanned:
+The verdict's thresholds, for every scanned tensor:
 
 - not ready: a value is not finite, or its magnitude exceeds the dtype's largest (65504 for float16).
   Computing in the dtype then gives infinity, and no loss scale repairs a forward pass.
-- risky: the headroom, the dtype's largest over the tensor's largest magnitude, is below 8, which weights and
-  activations can use up in training; or more than 10 % of the nonzero elements are subnormal in the dtype,
-  so that they lose relative precision; or more than 5 % of them round to zero.
+- risky: the headroom (the dtype's largest value over the tensor's largest magnitude) is below 8, so that growth of weights and
+  activations in training can use it up; or more than 10 % of the nonzero elements are subnormal in the dtype,
+  so that they lose relative precision; or more than 5 % of the nonzero elements round to zero.
 
-Shares are of nonzero elements: zeros are exact in every dtype and would only dilute them. Gradients are not
-scanned; keeping them in range is the loss scaler's work.
+Shares are of nonzero elements, because zeros are exact in every dtype and would only make shares smaller. Gradients are not
+scanned; the loss scaler keeps them in range.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Verdict = Literal["ready", "risky", "not ready"]
 HEADROOM = 8.0
 SUBNORMAL_FRAC = 0.10
 FLUSH_FRAC = 0.05
-CHUNK = 1 << 22  # elements; bounds the scan's own memory to a few tens of MiB, whatever the size of a tensor
+CHUNK = 1 << 22  # elements; keeps the scan's own memory to a few tens of MiB, whatever the size of a tensor
 WORST = 10  # tensors listed in a report
 
 
@@ -60,7 +60,7 @@ class TensorReadiness:
 
 
 class _Tally:
-    """Streaming counts over tensors; keeps numbers, never a tensor."""
+    """Streaming counts over tensors; stores only numbers, no tensors."""
 
     def __init__(self, limits: DtypeFacts) -> None:
         self.limits = limits
@@ -70,9 +70,9 @@ class _Tally:
     def add(self, tensor: Tensor) -> None:
         """Count the elements of a floating-point tensor."""
         flat = tensor.detach().reshape(-1)
-        # A narrow dtype cannot hold the bounds of a wider one that its values are compared with.
+        # Values are widened, because a narrow dtype cannot represent the limits of a wider dtype.
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        # Exactly half the smallest subnormal is a tie, which rounds to even: to zero.
+        # Exactly half of the smallest subnormal is a tie, which rounds to even, here zero.
         lowest = self.limits.smallest_subnormal / 2
         for start in range(0, flat.numel(), CHUNK):
             magnitude = flat[start : start + CHUNK].to(wide).abs()
@@ -109,7 +109,7 @@ class _Tally:
 def scan_weights(
     named_tensors: Iterable[tuple[str, Tensor]], dtype: str | torch.dtype = "float16"
 ) -> list[TensorReadiness]:
-    """Scan weights; integer and empty tensors are passed over.
+    """Scan weights; integer and empty tensors are skipped.
 
     Args:
         named_tensors: Names and tensors, for example `model.named_parameters()`.
@@ -131,15 +131,15 @@ def scan_weights(
 def scan_activations(
     model: nn.Module, forward: Callable[[], None], dtype: str | torch.dtype = "float16"
 ) -> list[TensorReadiness]:
-    """Scan what enters and leaves every leaf module while a forward pass runs.
+    """Scan the inputs and outputs of every leaf module during forward passes.
 
-    Inputs are scanned too, because what is computed between modules (residual sums, gated products) is no
-    module's output. Attention scores inside a fused attention are seen by neither. Run the pass in float32,
-    so that overflow is measured and not suffered.
+    Inputs are scanned too, because values that are computed between modules (residual sums, gated products) are not
+    a module's output. Attention scores inside a fused attention are not seen at all. Run the pass in float32, so that
+    values which would overflow in the dtype are measured.
 
     Args:
-        model: The model; left as it was.
-        forward: Runs the model on sample inputs, as often as it likes.
+        model: The model; it is not changed.
+        forward: Runs the model on sample inputs, any number of times.
         dtype: The compute dtype in question.
 
     Returns:
@@ -193,18 +193,18 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 
 EVENT = "readiness"
-"""Name of the event that says at the start of a run what `check_readiness` has returned."""
+"""Name of the event, at the start of a run, that contains the result of `check_readiness`."""
 
 
 def check_readiness(named_tensors: Iterable[tuple[str, Tensor]], precision: PrecisionConfig | None) -> str | None:
-    """Check before a run that weights fit the dtype that both sides will compute in.
+    """Check before a run that weights fit the dtype in which both sides will compute.
 
     Args:
-        named_tensors: Names and tensors of the model, or of what this rank holds of it.
+        named_tensors: Names and tensors of the model, or of this rank's part of it.
         precision: The `precision` section; None, or one whose `readiness` is "off", checks nothing.
 
     Returns:
-        What is to be warned of: weights that are risky, and those that are not ready where the section says "warn".
+        The text of a warning, if weights are risky, or not ready while the section says "warn"; otherwise None.
 
     Raises:
         ReadinessError: Weights are not ready, and the section says "error".
@@ -231,7 +231,7 @@ class ReadinessReport:
         weights: Scan of the weights.
         activations: Scan of the activations; empty when none was run.
         verdict: "ready", "risky" or "not ready".
-        reasons: One sentence per rule that was broken, worst tensors named.
+        reasons: One sentence per broken rule, which names the worst tensors.
     """
 
     dtype: str
@@ -300,7 +300,7 @@ class ReadinessReport:
         )
 
     def tightest(self, kind: Literal["weights", "activations"], count: int = WORST) -> list[TensorReadiness]:
-        """Return the tensors with the least headroom, least first."""
+        """Return the tensors with the least headroom, smallest first."""
         return sorted(getattr(self, kind), key=lambda t: t.headroom)[:count]
 
     def to_dict(self) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def _reason(
     rule: str,
     form: str,
 ) -> list[str]:
-    """Say how many tensors break a rule, naming the three worst."""
+    """Return a sentence that says how many tensors break a rule and names the three worst."""
     if not found:
         return []
     worst = sorted(found, key=size, reverse=True)[:3]

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling that stays on wherever it was asked for: on a CPU too, on every rank and with every optimizer."""
+"""Dynamic loss scaling that stays on if it was asked for: also on a CPU, on every rank and with every optimizer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Drop-in `torch.amp.GradScaler` that fails where torch's goes silent.
+    """Replacement for `torch.amp.GradScaler` that raises an error where torch's stays silent.
 
-    It differs from torch's in five ways. It refuses to exist disabled. Ranks agree on an overflow before any
-    of them steps. `optimizer.step` is never called on an overflow, fused optimizers included. Overflows are
-    counted, and an endless streak of them is an error. Its state holds the counters, and loads into torch's
-    scaler and back.
+    It differs from torch's in five ways. It cannot be created disabled. Ranks agree on an overflow before any
+    of them steps. On an overflow `optimizer.step` is never called, not even a fused optimizer's. Overflows are
+    counted, and too long a streak of them is an error. Its state contains the counters; torch's scaler can load
+    its state, and it can load torch's.
 
-    torch's `ShardedGradScaler` also makes ranks agree, but it switches itself off on a CPU unless it is told
-    `device="cpu"`, which accelerate does not tell it, and it leaves a fused optimizer to skip on its own.
+    torch's `ShardedGradScaler` also makes ranks agree. But on a CPU it disables itself unless it is given
+    `device="cpu"`, which accelerate does not do, and it still calls the step of a fused optimizer.
 
     Args:
         device: Device type that gradients live on, for example "cuda" or "cpu".
@@ -73,7 +73,7 @@ class LossScaler(torch.amp.GradScaler):
             if not good:
                 raise LossScaleError(f"{name}={value!r} is not allowed for the loss scaler; allowed: {allowed}.")
         with warnings.catch_warnings():
-            # torch only warns when it disables itself; the error below says it instead.
+            # torch only warns when it disables itself; the error below replaces that warning.
             warnings.simplefilter("ignore")
             super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled=True)
         if not self.is_enabled():
@@ -105,10 +105,10 @@ class LossScaler(torch.amp.GradScaler):
         return cls(device, **asdict(settings))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, once per step, and let all ranks know of an overflow on any.
+        """Divide the gradients by the scale, once per step, and tell all ranks if one of them has an overflow.
 
         Raises:
-            LossScaleError: The optimizer has no gradient, or a float16 one.
+            LossScaleError: The optimizer has no gradient, or a float16 gradient.
         """
         gradients = 0
         for group in optimizer.param_groups:
@@ -138,8 +138,8 @@ class LossScaler(torch.amp.GradScaler):
         """Set the overflow flag on every rank if it is set on one."""
         if not self._shared():
             return
-        # One collective per step on every rank, also on one that holds no shard with a gradient. The flag
-        # goes to the accelerator even if gradients are offloaded to the CPU, where NCCL cannot reduce.
+        # Every rank makes one collective call per step, even if it holds no shard with a gradient. The flag is
+        # on the accelerator even if gradients are offloaded to the CPU, because NCCL cannot reduce there.
         device = torch.device(self._device)
         flag = torch.zeros((), dtype=torch.float32, device=device)
         for value in found.values():
@@ -153,12 +153,12 @@ class LossScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that was not done yet, then call `optimizer.step` unless the gradients overflowed.
 
-        torch calls the step of a fused optimizer even then and leaves the skipping to its kernel. accelerate
-        takes the call for a step that was made, reports nothing skipped and moves the learning-rate schedule
-        on. The test here costs fused optimizers the one host synchronisation per step that all others have.
+        On an overflow, torch still calls the step of a fused optimizer, whose kernel then skips the update.
+        accelerate takes this call for a real step: it reports no skip and advances the learning-rate schedule.
+        The test here costs a fused optimizer one host synchronisation per step, as for any other optimizer.
 
         Raises:
-            LossScaleError: A closure was given, or as `unscale_`.
+            LossScaleError: A closure was given, or for the reasons of `unscale_`.
         """
         if "closure" in kwargs or any(callable(a) for a in args):
             raise LossScaleError(
@@ -175,10 +175,10 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale after all optimizers have stepped, and count.
+        """Adapt the scale after all optimizers have stepped, and count overflows.
 
         Raises:
-            LossScaleError: Overflows did not end, or the scale fell below `min_scale`.
+            LossScaleError: The streak of overflows is too long, or the scale fell below `min_scale`.
         """
         overflow = any(
             bool(value.item())
@@ -219,16 +219,17 @@ class LossScaler(torch.amp.GradScaler):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's own entries, and the counters under one more key that torch's scaler ignores."""
+        """Return torch's own entries, and the counters under an additional key that torch's scaler ignores."""
         counters = {name: getattr(self, name) for name in (*_COUNTERS, "init_scale")}
         return {**super().state_dict(), STATE_KEY: {"version": STATE_VERSION, **counters}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore scale, growth tracker and counters from this scaler's state or from a plain torch one.
+        """Restore scale, growth tracker and counters from this scaler's state or from a plain torch state.
 
-        The constructor's settings stay: a changed configuration must not be undone by an old checkpoint. A
-        warning names each that differs. A scale that came of another `init_scale` begins anew. A plain torch
-        state has no counters, which start at zero, and does not say what its scale came of.
+        The constructor's settings stay, because an old checkpoint must not undo a changed configuration; a
+        warning names each setting that differs. If the saved scale started from another `init_scale`, the scale starts
+        again from the present one. A plain torch state has no counters, so they start at zero, and does not contain its
+        `init_scale`.
 
         Raises:
             LossScaleError: The state is empty, incomplete, of an unknown version, or holds a scale out of

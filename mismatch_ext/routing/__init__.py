@@ -1,4 +1,4 @@
-"""Expert routing of mixture-of-experts models: its record, its way to the trainer, and how far two records agree."""
+"""Expert routing of mixture-of-experts models: the record of routes, its replay in the trainer, and how far two records agree."""
 
 from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES, Agreement, agreement
 from mismatch_ext.routing.align import align, align_packed

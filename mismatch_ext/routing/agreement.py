@@ -30,11 +30,11 @@ OTHER_PASSES = "routing/other_passes"
 """Name of the count of forward passes over other tokens than were recorded, which the model routed itself."""
 
 LAYER = "routing/layer_{}_set_mismatch"
-"""Name of the share of tokens whose sets of experts differ in a layer; a host's loggers get the worst layer's alone."""
+"""Name of the share of tokens whose sets of experts differ in a layer; a host's loggers get only the worst layer's share."""
 
 
 def of_layer(name: str) -> bool:
-    """Tell whether a metric, with or without prefix, is a layer's, which belongs in a run's metrics file alone."""
+    """Tell whether a metric, with or without prefix, is a layer's; such metrics go only to a run's metrics file."""
     return re.search(LAYER.format(r"\d+") + "$", name) is not None
 
 
@@ -44,12 +44,12 @@ class Agreement:
 
     Args:
         layers: Absolute indices of the MoE layers.
-        tokens: Tokens compared.
-        set_mismatches: Per layer, tokens whose sets of experts differ.
-        order_agreements: Per layer, tokens with equal experts in equal slots.
-        token_mismatches: Tokens with a differing set in any layer.
-        native_rows: Tokens that were left out because they had no recorded route; padding counts too, unless `agreement` was
-            told which rows are real.
+        tokens: Number of compared tokens.
+        set_mismatches: Per layer, number of tokens whose sets of experts differ.
+        order_agreements: Per layer, number of tokens with equal experts in equal slots.
+        token_mismatches: Number of tokens whose sets differ in any layer.
+        native_rows: Number of tokens that were left out because they had no recorded route. Padding counts too, unless
+            `agreement` was told which rows are real.
     """
 
     layers: tuple[int, ...]
@@ -60,10 +60,10 @@ class Agreement:
     native_rows: int = 0
 
     def merge(self, other: Agreement) -> Agreement:
-        """Return the counts of both together.
+        """Return the sums of the counts of both.
 
         Raises:
-            RoutingError: They are of different layers.
+            RoutingError: The two have different layers.
         """
         if self.layers != other.layers:
             raise RoutingError(
@@ -81,7 +81,7 @@ class Agreement:
     def metrics(self) -> dict[str, float]:
         """Return the scalars that a run logs, with the names and meanings of `ROUTING_MEASURES`.
 
-        Where no token was compared there are only the two counts: no figure would read as agreement.
+        If no token was compared, only the first two are returned, because a mismatch of 0 would look like agreement.
         """
         rows = self.tokens + self.native_rows
         scalars = {
@@ -99,11 +99,11 @@ class Agreement:
         return scalars
 
     def layer_metrics(self) -> dict[str, float]:
-        """Return `by_layer` under the names that a run's metrics file holds them by."""
+        """Return `by_layer` under the names in a run's metrics file."""
         return {LAYER.format(layer): share for layer, share in self.by_layer().items()}
 
     def by_layer(self) -> dict[int, float]:
-        """Return the share of tokens whose sets of experts differ, by layer; empty where no token was compared."""
+        """Return the share of tokens whose sets of experts differ, by layer; empty if no token was compared."""
         if not self.tokens:
             return {}
         return {layer: count / self.tokens for layer, count in zip(self.layers, self.set_mismatches, strict=True)}
@@ -114,7 +114,7 @@ class Agreement:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Agreement:
-        """Return the counts that `state_dict` gave."""
+        """Return the counts of a state from `state_dict`."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
         return cls(**values)
 
@@ -131,7 +131,7 @@ def agreement(
         real: True at tokens that are not padding `[R]`; padding is neither compared nor counted. None counts all rows.
 
     Raises:
-        RoutingError: The two are not of the same tokens and model, or a mask is of another length.
+        RoutingError: The two do not belong to the same tokens and model, or a mask has another length.
     """
     header = (recorded.layers, recorded.num_experts, recorded.rows, recorded.top_k)
     other = (native.layers, native.num_experts, native.rows, native.top_k)
@@ -145,7 +145,7 @@ def agreement(
     kept = counted & _flags("mask", mask, recorded.rows, device)
     a, b = (_comparable(trace.experts.to(device)) for trace in (recorded, native))
     equal_slots = _equal_rows(a, b) & kept[:, None]
-    # Only the rows in another order need their sets compared.
+    # Only rows with another order need a comparison of their sets.
     moved = kept[:, None] & ~equal_slots
     differ = torch.zeros_like(moved)
     differ[moved] = (a[moved].sort(-1).values != b[moved].sort(-1).values).any(-1)
@@ -173,7 +173,7 @@ def _flags(name: str, flags: Tensor | None, rows: int, device: torch.device) -> 
 
 
 def _equal_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Compare along the last axis, as one word where its bytes fill one: a reduction over so few values is slow."""
+    """Compare along the last axis; as one machine word if its size allows, because a reduction over few values is slow."""
     word = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.shape[-1] * a.element_size())
     if word is None or a.numel() == 0:
         return (a == b).all(-1)
@@ -181,5 +181,5 @@ def _equal_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _comparable(ids: Tensor) -> Tensor:
-    """As int16 bits: few devices sort or index uint16, and for equality any order of the bits will do."""
+    """Return uint16 ids as int16 bits: few devices can sort or index uint16, and equality does not depend on the order."""
     return ids.view(torch.int16) if ids.dtype == torch.uint16 else ids

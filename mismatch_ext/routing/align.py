@@ -1,4 +1,4 @@
-"""Lay traces along the positions of a batch, as a forward pass flattens them.
+"""Placement of traces along the positions of a batch, in the order in which a forward pass flattens them.
 
 Shapes: B rows of a batch, S positions, L MoE layers, K experts per token.
 """
@@ -28,13 +28,13 @@ def align(
 
     Returns:
         A trace of B * S rows, row after row of the batch, and a mask `[B * S]` that is True where a route was recorded. The
-        other positions (padding, the last sampled token, a prompt whose rows were left out) hold experts 0 to K - 1, which
-        the mask keeps from being used, and count as of the version before them. The trace knows the tokens of its rows if all
-        of the traces do.
+        other positions (padding, the last sampled token, a prompt whose rows were left out) hold experts 0 to K - 1, which are
+        not used because of the mask; their version is that of the position before. The trace knows the tokens of its rows if
+        all given traces do.
 
     Raises:
-        RoutingError: The number of traces or their rows do not fit, a row has padding between its tokens, or the traces are
-            of different models.
+        RoutingError: The number of traces or their rows do not fit, a row has padding between its tokens, or the traces come
+            from different models.
     """
     if attention_mask.dim() != 2 or len(traces) != len(attention_mask):
         raise RoutingError(
@@ -87,7 +87,7 @@ def _lay(
     positions: int,
     device: torch.device | str | None,
 ) -> tuple[RoutingTrace, Tensor]:
-    """Copy each trace to its place and fill what lies between; places ascend."""
+    """Copy each trace to its place and fill the positions between them; places must ascend."""
     if not traces:
         raise RoutingError("there are no routing traces to align.")
     head = traces[0]
@@ -104,7 +104,7 @@ def _lay(
         _check_fit(row, trace, head, count)
         if trace.tokens is not None and count:
             starts[place] = True
-            ids[place : place + count] = ANY  # the last sampled token, whose id decides no other's route
+            ids[place : place + count] = ANY  # the last sampled token, whose id affects no other route
             ids[place : place + len(trace.tokens)] = trace.tokens
         if not trace.rows:
             continue

@@ -1,4 +1,4 @@
-"""Strict checks of what an engine recorded, before anything is built on it.
+"""Strict checks of the routes that an engine recorded, before anything uses them.
 
 Shapes: R rows, L MoE layers, K experts per token.
 """
@@ -18,12 +18,12 @@ from mismatch_ext.errors import RoutingError
 Ids = NDArray[np.integer[Any]]
 Flags = NDArray[np.bool_]
 CHUNK = 1 << 17
-"""Ids that are looked at together when duplicates are sought: what fits a core's second-level cache."""
+"""Ids that are compared together in the search for duplicates; they fit a core's second-level cache."""
 ZERO_ROWS = 64
-"""Rows from which on a layer of one expert per token may not be all zeros.
+"""With one expert per token, a layer of this many rows must not be all zeros.
 
-An honest router that gives expert 0 a share p of all tokens does that with probability p^rows: 0.75^64 = 1e-8, and 1e-19 at an
-even share of two experts. Shorter sequences may well be all expert 0, and say nothing.
+If a working router gives expert 0 a share p of all tokens, all rows are 0 with probability p^rows: 0.75^64 = 1e-8, and 1e-19 if
+two experts have equal shares. A shorter sequence may well go to expert 0 entirely, so its zeros prove nothing.
 """
 
 
@@ -60,7 +60,7 @@ def checked(
     if not 1 <= ids.shape[2] <= num_experts:
         raise RoutingError(f"{where}: routing has {ids.shape[2]} experts per token; allowed: 1 to {num_experts}.")
     _check_range(ids, num_experts, layers, where)
-    # A copy always: the engine may go on using its buffer.
+    # Always copy, because the engine may reuse its buffer.
     narrow: Ids = np.array(ids, dtype=np.uint8 if storage_dtype(num_experts) == torch.uint8 else np.uint16, order="C")
     if narrow.shape[2] > 1:
         _check_distinct(narrow, layers, where)
@@ -100,7 +100,7 @@ def _check_rows(rows: int, tokens: int, last_row: bool | None, where: str) -> No
 
 
 def _moe_layers(ids: Ids, layers: tuple[int, ...], where: str) -> Ids:
-    """Drop the dense layers of an engine that counts all decoder layers, whose ids it leaves at 0."""
+    """Drop the dense layers if the engine sent all decoder layers; it leaves the ids of dense layers at 0."""
     if ids.shape[1] == len(layers):
         return ids
     if ids.shape[1] <= layers[-1]:
@@ -124,7 +124,7 @@ def _check_range(ids: Ids, num_experts: int, layers: tuple[int, ...], where: str
     if int(ids.min()) >= 0 and int(ids.max()) < num_experts:
         return
     bad = (ids < 0) | (ids >= num_experts)
-    # The first alone: a list of all of them takes 24 bytes for each.
+    # Look up only the first one: a list of all would take 24 bytes for each.
     row, index, slot = (int(x) for x in np.unravel_index(int(bad.argmax()), bad.shape))
     raise RoutingError(
         f"{where}, row {row}, layer {layers[index]}: expert id {int(ids[row, index, slot])} is out of range; allowed: 0 to "
@@ -133,7 +133,7 @@ def _check_range(ids: Ids, num_experts: int, layers: tuple[int, ...], where: str
 
 
 def _check_distinct(narrow: Ids, layers: tuple[int, ...], where: str) -> None:
-    """Look for a row that names an expert twice; a layer of nothing but zeros was not captured at all."""
+    """Refuse a row that names an expert twice; if a whole layer is zero, say that it was not captured."""
     found = first_duplicate(narrow.reshape(-1, narrow.shape[2]))
     if found is None:
         return
@@ -155,10 +155,10 @@ def _check_captured(narrow: Ids, layers: tuple[int, ...], where: str) -> None:
 
 
 def first_duplicate(ids: Ids) -> int | None:
-    """Return the first of the rows `[N, K]` that holds a value twice, or None.
+    """Return the index of the first of the rows `[N, K]` that contains a value twice, or None.
 
-    All ids are compared with those 1 to K - 1 places later, along one flat array, and pairs that straddle two rows are
-    dropped: contiguous passes, ten times faster than sorting rows of a few ids.
+    In one flat array, each id is compared with the ids 1 to K - 1 places later, and pairs across two rows are dropped. These
+    passes are contiguous, and ten times faster than sorting rows of a few ids.
     """
     top_k: int = ids.shape[1]
     flat = ids.reshape(-1)
@@ -178,6 +178,6 @@ def first_duplicate(ids: Ids) -> int | None:
 
 @lru_cache(maxsize=8)
 def _inside(top_k: int) -> Flags:
-    """Return, for each distance 1 to K - 1 and place in a chunk, whether the pair lies in one row."""
+    """Return, for each distance 1 to K - 1 and each place in a chunk, whether both ids of the pair are in one row."""
     place = np.arange(max(CHUNK // top_k, 1) * top_k) % top_k
     return np.stack([place + distance < top_k for distance in range(1, top_k)])

@@ -1,4 +1,4 @@
-"""Whether recorded routes can be those of this model: swapped layers and shifted rows have valid ids too.
+"""Check that recorded routes can come from this model, because swapped layers and shifted rows have valid ids too.
 
 Shapes: R rows, L MoE layers, K experts per token, E experts.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing.trace import RoutingTrace
 
-# Rows that are compared: enough to tell agreement from chance, and little memory for many layers and experts.
+# Rows that are compared: enough to distinguish agreement from chance, with little memory for many layers and experts.
 SAMPLE = 256
 
 
@@ -22,20 +22,20 @@ def expert_overlap(
 ) -> Tensor:
     """Return how many experts each recorded layer shares with each native one.
 
-    Entry (i, j) is the mean over rows of |recorded_i ∩ native_j| / K: 1 where two layers chose the same experts, about K / E
-    where they have nothing to do with each other.
+    Entry (i, j) is the mean over rows of |recorded_i ∩ native_j| / K: 1 if the two layers chose the same experts, about K / E
+    if they are unrelated.
 
     Args:
         recorded: Routes from elsewhere, R rows.
-        native: What the model chose itself for the same tokens, R rows.
+        native: Routes that the model itself chose for the same tokens, R rows.
         mask: True where `recorded` holds a route `[R]`; None compares all rows.
-        shift: Row r of `recorded` is compared with row r + shift of `native`, where there is one.
+        shift: Row r of `recorded` is compared with row r + shift of `native`, if that row exists.
 
     Returns:
         Overlaps `[L, L]`, float64, in [0, 1].
 
     Raises:
-        RoutingError: The two are not of the same tokens and model, or no row is left to compare.
+        RoutingError: The two do not belong to the same tokens and model, or no row is left to compare.
     """
     if (recorded.layers, recorded.num_experts, recorded.rows) != (native.layers, native.num_experts, native.rows):
         raise RoutingError(
@@ -46,39 +46,41 @@ def expert_overlap(
     if not len(kept):
         raise RoutingError("no row has a recorded route, so the trace says nothing; was routing recorded at all?")
     kept = kept[(kept + shift >= 0) & (kept + shift < recorded.rows)]
-    # Spread over the batch: the first rows of padded sequences are often the same few tokens.
+    # Take rows spread over the batch, because the first rows of padded sequences are often the same few tokens.
     kept = kept[torch.linspace(0, len(kept) - 1, min(len(kept), SAMPLE)).long()]
     chosen = [_one_hot(recorded, kept), _one_hot(native, kept + shift)]
     return torch.einsum("rie,rje->ij", *chosen).double() / (len(kept) * recorded.top_k)
 
 
 def check_plausible(recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None) -> Tensor:
-    """Refuse routes that agree with the model's own hardly better than chance in some layer.
+    """Refuse routes that in some layer agree with the model's own routes hardly better than chance.
 
-    Numerics make a few per cent of choices differ. Another layer's routes agree about K / E of the time, which is chance; those
-    of another token agree more often, the more so the more alike tokens are to the model. Hence two limits: half-way between
-    chance and full agreement in every layer, and in the first no more agreement with the row before or after.
+    Because of numerics, a few per cent of the choices differ. Routes of another layer agree by chance, about K / E of the time.
+    Routes of another token agree more often, especially if the tokens are similar to the model. There are therefore two limits:
+    in every layer, agreement must be at least half-way between chance and full agreement; in the first layer, the row before or
+    after must not agree better.
 
-    Layers are judged from the first on, and the first that is wrong is named: the model's own choice there follows from layers
-    whose routes are right, also where the recorded routes are replayed meanwhile, and above it from wrong ones.
+    Layers are judged in order, and the error names the first wrong one. Up to that layer, the routes below are right, so the
+    model's own choice is meaningful, also if the recorded routes are replayed meanwhile. Above a wrong layer it is not.
 
     Args:
         recorded: Routes from elsewhere, R rows.
-        native: What the model chose itself for the same tokens, in a pass without replay or in one that replays `recorded`. In
-            the second, what the engine's numerics changed below does not count again in the layers above.
+        native: Routes that the model itself chose for the same tokens, in a pass without replay or in one that replays
+            `recorded`. With replay, a difference that the engine's numerics cause in one layer causes no more in later layers.
         mask: True where `recorded` holds a route `[R]`; None compares all rows.
 
     Returns:
         The share of experts in common per layer `[L]`, float64.
 
     Raises:
-        RoutingError: A layer agrees too little, or a neighbouring row more; names it, the figures, and what it agrees with.
+        RoutingError: A layer agrees too little, or a neighbouring row agrees better. Names the layer, the shares, and the layer
+            or row that agrees.
     """
     overlap = expert_overlap(recorded, native, mask)
     own = overlap.diagonal()
     rows = recorded.rows if mask is None else int(mask.sum())
     for shift in (1, -1) if recorded.rows > 1 else ():
-        # Layers above the first would be the model's choice after other tokens' experts.
+        # Only the first layer is compared: in later layers, the model's choice would follow from other tokens' experts.
         shifted = float(expert_overlap(recorded, native, mask, shift=shift)[0, 0])
         if shifted - float(own[0]) > _noise(float(own[0]), shifted, min(rows, SAMPLE) * recorded.top_k):
             raise RoutingError(
@@ -105,11 +107,11 @@ def check_plausible(recorded: RoutingTrace, native: RoutingTrace, mask: Tensor |
 
 
 def _noise(one: float, other: float, count: int) -> float:
-    """Return three standard errors of the difference of two shares that are near 1: a model may send all tokens alike."""
+    """Return three standard errors of the difference of two shares near 1, as in a model that routes all tokens the same way."""
     return float(3 * math.sqrt((2 - one - other) / count))
 
 
 def _one_hot(trace: RoutingTrace, rows: Tensor) -> Tensor:
-    """Return the chosen experts of some rows as ones `[R, L, E]`, float32."""
+    """Return 1 at the chosen experts of some rows, 0 elsewhere `[R, L, E]`, float32."""
     ids = torch.stack([trace.layer(layer).cpu()[rows] for layer in trace.layers], dim=1)
     return torch.zeros(*ids.shape[:2], trace.num_experts).scatter_(-1, ids, 1.0)

@@ -1,8 +1,8 @@
-"""Replay of recorded routes around a trainer's forward passes: which passes are measured, and what they tell.
+"""Replay of recorded routes around a trainer's forward passes, and measurement of some of these passes.
 
-A pass of the policy is replayed, and a share of the passes is measured: the model's own choice is compared with the recorded
-one. In the first pass that has recorded routes it is measured in any case, because routes of another layer or token are valid
-ids too, which only the model can tell apart.
+Every pass of the policy is replayed. In a share of the passes, the model's own choice is compared with the recorded routes. The
+first pass that has recorded routes is always checked: routes of another layer or token have valid ids too, and only the model can
+tell that they are wrong.
 
 Shapes: R rows (tokens of a forward pass, batch-first, padding included), L MoE layers, K experts per token.
 """
@@ -29,7 +29,7 @@ from mismatch_ext.routing.tokens import Others
 from mismatch_ext.routing.trace import RoutingTrace
 
 REFERENCE = "reference"
-"""Split of the reference's passes: its own choice says nothing about the gap between engine and trainer."""
+"""Split of the reference's passes; its own choice says nothing about the gap between engine and trainer."""
 
 
 class Layout(Protocol):
@@ -44,7 +44,7 @@ class Layout(Protocol):
 
 
 class Replayed(Protocol):
-    """What came of the passes in a replaying context: how many were replayed, how many were over other tokens."""
+    """The result of a replaying context: how many passes were replayed, and how many had other tokens."""
 
     forwards: int
 
@@ -62,7 +62,7 @@ class Recorded(Protocol):
 
 
 class Backend(Protocol):
-    """What replays and records in a model, such as the module `mismatch_ext.adapters.transformers.routing`."""
+    """An implementation of replay and recording, for example the module `mismatch_ext.adapters.transformers.routing`."""
 
     def moe_layout(self, model: Any) -> Any:
         """Return the model's `Layout`."""
@@ -70,14 +70,14 @@ class Backend(Protocol):
     def replay_routing(
         self, model: Any, trace: RoutingTrace, mask: Tensor | None, *, native: bool, others: Others
     ) -> AbstractContextManager[Replayed]:
-        """Return a context in which the model's forward passes over the trace's tokens are routed as the trace says."""
+        """Return a context in which forward passes over the trace's tokens use the trace's routes."""
 
     def record_routing(self, model: Any, *, version: int = 0) -> AbstractContextManager[Recorded]:
         """Return a context in which the routes of the model's forward passes are recorded."""
 
 
 class MeasuredPasses:
-    """Draws what is measured beside the training, the same in every process and in a run that is resumed.
+    """Draws at random what is measured during training; every process and a resumed run draw the same.
 
     Args:
         config: The `routing` section.
@@ -89,7 +89,7 @@ class MeasuredPasses:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Draw as if nothing had been drawn before: a training begins."""
+        """Start the draws again, because a training begins."""
         self._random, self._compared = random.Random(self._seed), False
 
     def agreement(self) -> bool:
@@ -97,27 +97,27 @@ class MeasuredPasses:
         return self._random.random() < self._config.agreement_rate
 
     def native_gap(self) -> bool:
-        """Draw whether a rollout batch is scored without replay as well."""
+        """Draw whether a rollout batch is also scored without replay."""
         return self._random.random() < self._config.native_gap_rate
 
     def comparison(self) -> bool:
-        """Draw whether a batch that is not replayed is scored once more to compare routes; the first always is."""
+        """Draw whether a batch without replay is scored once more to compare routes; the first batch always is."""
         first, self._compared = not self._compared, True
         return first or self.agreement()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the draws stand, as JSON-able data."""
+        """Return the state of the draws as JSON-able data."""
         return {"random": random_state(self._random)}
 
     def load_state_dict(self, state: Mapping[str, Any], rank: int = 0) -> None:
         """Go on from what `state_dict` returned.
 
         Args:
-            state: The state; releases up to 0.1 kept a list of all ranks' draws for verl's engines.
-            rank: This rank, whose entry of such a list counts; one that it lacks draws on as it stands.
+            state: The state. For verl's engines, releases up to 0.1 kept a list of the draws of all ranks.
+            rank: This rank, whose entry of such a list is taken. If the list has no such entry, the draws stay as they are.
 
         Raises:
-            RecordError: It is damaged.
+            RecordError: The state is damaged.
         """
         found = state.get("random")
         if isinstance(found, list):
@@ -128,24 +128,24 @@ class MeasuredPasses:
 
 
 class RouteReplay:
-    """Replays routes around a trainer's forward passes, and counts how far they differ from the model's own.
+    """Replays routes around a trainer's forward passes, and counts how far they differ from the model's own routes.
 
     Args:
         config: The `routing` section.
-        backend: What replays and records in the model.
+        backend: The implementation of replay and recording.
         model: The trainer's model.
         seed: The host's own training seed; the same on every rank.
-        ranks: The processes that must refuse routes together, where nothing else ends a rank that waits for another. All of them
-            must then make the same passes.
+        ranks: The processes that must refuse routes together, if otherwise a rank would wait for another without end. All of
+            them must then run the same passes.
 
     Attributes:
         layout: The model's routers.
-        draws: Which passes are measured.
-        forwards: Forward passes that were replayed.
-        others: Forward passes over other tokens than were recorded, which the model routed itself, by split.
+        draws: The draws that decide which passes are measured.
+        forwards: Number of forward passes that were replayed.
+        others: By split, number of forward passes over other tokens than those of the routes; the model itself routed these.
 
     Warns:
-        UserWarning: The model selects something else beside experts, which is not replayed.
+        UserWarning: The model selects something besides experts, which is not replayed.
 
     Raises:
         ReplayError: The model's routing cannot be replayed.
@@ -166,31 +166,31 @@ class RouteReplay:
         self._checked = config.mode == "R2"  # the model's own routes need no such check
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with, as JSON-able data: it measures the same passes."""
+        """Return the state as JSON-able data; with it, a resumed run measures the same passes."""
         return self.draws.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], rank: int = 0) -> None:
-        """Go on from what `state_dict` returned; `MeasuredPasses.load_state_dict` has arguments and errors."""
+        """Go on from a state of `state_dict`; see `MeasuredPasses.load_state_dict` for arguments and errors."""
         self.draws.load_state_dict(state, rank)
 
     @contextmanager
     def replaying(self, model: Any, trace: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> Iterator[None]:
-        """Run the forward pass of a micro-batch under recorded routes; passes over other tokens are the model's own.
+        """Run the forward pass of a micro-batch under recorded routes; the model itself routes passes over other tokens.
 
         Args:
-            model: The model, possibly wrapped, or the reference's.
+            model: The policy's model, possibly wrapped, or the reference's.
             trace: Routes, R rows.
-            mask: True where a row has a recorded route `[R]`, bool; the model routes the others.
+            mask: True where a row has a recorded route `[R]`, bool; the model itself routes the other rows.
             real: True at tokens that are not padding `[R]`, bool.
-            split: What the pass counts for: "train", "eval/<name>", or `REFERENCE`, of which nothing is measured.
+            split: The pass counts for this split: "train", "eval/<name>", or `REFERENCE`, for which nothing is measured.
 
         Raises:
-            RoutingError: Routes do not fit their tokens, or cannot be this model's.
-            ReplayError: The forward pass did not obey them.
+            RoutingError: Routes do not fit their tokens, or cannot come from this model.
+            ReplayError: The forward pass did not follow the routes.
         """
         policy = split != REFERENCE
         checks, drawn = policy and not self._checked, policy and self.draws.agreement()
-        # Whoever extends the host's step may run the model on other tokens too.
+        # Code that extends the host's step may run the model on other tokens too.
         context = self.backend.replay_routing(model, trace, mask, native=checks or drawn, others="native")
         with context as replay:
             yield
@@ -202,14 +202,14 @@ class RouteReplay:
             self._count(split, self._agreement_of(trace, replay.native, mask, real))
 
     def compare(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> None:
-        """Compare recorded routes with those that the model chose in a pass of its own; no rank waits for another.
+        """Compare recorded routes with those that the model chose in a pass without replay; no rank waits for another.
 
         Args:
             trace, mask, real, split: As for `replaying`.
-            native: What the model chose, R rows.
+            native: Routes that the model chose, R rows.
 
         Raises:
-            RoutingError: Routes do not fit their tokens, or cannot be this model's.
+            RoutingError: Routes do not fit their tokens, or cannot come from this model.
         """
         if not self._checked and bool((checked := self._checkable(trace, mask)).any()):
             self._checked = True
@@ -217,16 +217,16 @@ class RouteReplay:
         self._count(split, self._agreement_of(trace, native, mask, real))
 
     def _agreement_of(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, real: Tensor) -> Agreement:
-        """Compare the rows that can be compared; recorded ones that cannot are neither that nor rows without a route."""
+        """Compare the comparable rows; the other recorded rows count neither as compared nor as rows without a route."""
         same = self._checkable(trace, mask)
         return agreement(trace, native, same, real=real if same is mask else real & (same | ~mask))
 
     def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
-        """Return which recorded rows `[R]` are of the very weights that score them: other weights choose other experts."""
+        """Return the recorded rows `[R]` that come from the scoring weights, because other weights choose other experts."""
         return mask
 
     def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
-        """Check routes once against the model's own, on all ranks or none."""
+        """Check once that routes are plausible for this model; if one rank refuses them, all ranks do."""
         mask = self._checkable(trace, mask)
         error, some = None, bool(mask.any())
         try:
@@ -246,23 +246,23 @@ class RouteReplay:
         self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
 
     def take_agreement(self, split: str, ranks: Ranks = ONE_PROCESS) -> Agreement | None:
-        """Return what was measured in a split since the last call, over all ranks, which must all call this; None if nothing was.
+        """Return the agreement that was measured in a split since the last call, over all ranks; None if none was measured.
 
         Args:
             split: As for `replaying`.
-            ranks: The processes that train together.
+            ranks: The processes that train together; all of them must call this.
         """
         mine = self._agreement.pop(split, None)
         states = [state for state in ranks.gather(None if mine is None else mine.state_dict()) if state is not None]
         return functools.reduce(Agreement.merge, map(Agreement.from_state, states)) if states else None
 
     def take_others(self, split: str, ranks: Ranks = ONE_PROCESS, *, sharing: int = 1) -> dict[str, float]:
-        """Return how many passes were over other tokens since the last call, over all ranks, under the name to log it by.
+        """Return the number of passes over other tokens since the last call, over all ranks, by its metric name.
 
         Args:
             split: As for `replaying`; the reference's passes count for "train".
-            ranks: The processes that train together, which must all call this.
-            sharing: Ranks that run the same pass together, each on a piece of its rows.
+            ranks: The processes that train together; all of them must call this.
+            sharing: Number of ranks that run one pass together, each on a part of its rows.
         """
         mine = self.others.pop(split, 0) + (self.others.pop(REFERENCE, 0) if split == "train" else 0)
         return {OTHER_PASSES: sum(ranks.gather(mine)) / sharing}

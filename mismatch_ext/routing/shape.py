@@ -1,4 +1,4 @@
-"""What the routes of a model look like, whichever engine recorded them."""
+"""The shape of a model's routes, whichever engine recorded them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _short.maxlong = 40
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingShape:
-    """What the routes of a model look like; take it from the model that replays (`moe_layout(model).shape`).
+    """The shape of a model's routes; take it from the model that replays them (`moe_layout(model).shape`).
 
-    What an engine sends does not say: SGLang's are bytes, and of vLLM's ids nobody could tell two layers that were swapped.
+    An engine's answer does not contain the shape: SGLang sends bytes, and in vLLM's ids two swapped layers would not be noticed.
 
     Args:
-        num_layers: Decoder layers L, dense ones included (`num_hidden_layers`): SGLang has a row of every layer.
+        num_layers: Number of decoder layers L, including dense ones (`num_hidden_layers`); SGLang sends ids for every layer.
         layers: Absolute indices of the MoE layers, ascending.
         num_experts: Experts per layer.
         top_k: Experts per token K.
@@ -48,10 +48,10 @@ class RoutingShape:
 
 
 def starts_of(routed_experts_start: int | Sequence[int], prompts: int) -> Sequence[int]:
-    """Return the position of the first recorded token of each prompt, given one for all or one for each.
+    """Return the position of the first recorded token of each prompt, from one position for all prompts or one for each.
 
     Raises:
-        RoutingError: There are neither one nor as many as prompts.
+        RoutingError: The number of positions is not the number of prompts.
     """
     starts = [routed_experts_start] * prompts if isinstance(routed_experts_start, int) else routed_experts_start
     if len(starts) != prompts:

@@ -1,4 +1,4 @@
-"""Completions of one prompt share the prompt's routes, stored once."""
+"""Stores the routes of a prompt once, for all of its completions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mismatch_ext.routing.trace import RoutingTrace
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shared:
-    """What `share_prompts` found.
+    """The result of `share_prompts`.
 
     Args:
-        traces: The traces, of the same content and in the same order.
-        shared: How many of them use prompt rows that an earlier one holds.
-        differing: How many keep their own although an earlier completion of their prompt has recorded rows: the engine routed
-            the same prompt in two ways.
+        traces: The traces, with the same content and in the same order.
+        shared: Number of traces that use the prompt rows of an earlier trace.
+        differing: Number of traces that keep their own prompt rows although an earlier completion of the prompt has recorded
+            rows, because the engine routed the same prompt in two ways.
     """
 
     traces: list[RoutingTrace]
@@ -31,14 +31,14 @@ class Shared:
 def share_prompts(
     traces: Sequence[RoutingTrace], prompt_lengths: Sequence[int], groups: Sequence[Hashable] | None = None
 ) -> Shared:
-    """Store the prompt rows of each group of completions once, where they are bit-equal.
+    """Store the prompt rows of each group of completions once, if they are bit-equal.
 
-    Rows that differ, as they can when an engine computes the same prompt in two batches, stay with their own trace.
+    If rows differ, for example because the engine computed the same prompt in two batches, each trace keeps its own.
 
     Args:
         traces: One per completion.
-        prompt_lengths: Tokens of each completion's prompt.
-        groups: Key of each completion's prompt, for example its token ids as a tuple; None takes all for one group.
+        prompt_lengths: Number of tokens of each completion's prompt.
+        groups: Key of each completion's prompt, for example its token ids as a tuple; None puts all into one group.
 
     Raises:
         RoutingError: The sequences differ in length.
@@ -64,7 +64,7 @@ def share_prompts(
         shared += kept is not None
         differing += kept is None and bool(variants)
         if kept is None:
-            # A copy: a view would keep the whole recording alive, response rows and all.
+            # Copy, because a view would keep the whole recording in memory, including the response rows.
             kept = prompt.clone()
             variants.append(kept)
         own = tuple(part.clone() for part in trace.slice(rows, trace.rows).parts if len(part))

@@ -1,6 +1,6 @@
-"""Which tokens a forward pass is over, row by row, and whether they are those that routes were recorded of.
+"""The tokens of a forward pass, row by row, and the check that routes were recorded for exactly these tokens.
 
-The route of a token depends on all tokens before it, so that equal ids in equal places prove it, and counts prove nothing.
+The route of a token depends on all tokens before it. Equal ids in equal places therefore prove that routes fit; counts do not.
 Shapes: B batch, S positions, R = B * S rows of a forward pass, batch-first.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from mismatch_ext.errors import ReplayError, RoutingError
 
 PADDING, ANY, ASTRAY = -1, -2, -3
-"""In the place of a token id: no token, one that has no route and may be any, and one that does not see all tokens before it in
-its row, and those alone."""
+"""Values instead of a token id: `PADDING` is not a token; `ANY` is a token without a route, which may have any id; `ASTRAY` is a
+token that does not see exactly the tokens before it in its row."""
 
 Others = Literal["refuse", "native", "replay"]
-"""What becomes of a pass that is not proven to be over the tokens of its routes."""
+"""What happens to a pass that is not proven to have the tokens of its routes."""
 OTHERS = get_args(Others)
 
 
@@ -30,8 +30,8 @@ class TokenRows:
     Args:
         ids: Token ids `[R]`, `PADDING` or `ANY`, any integer dtype.
         starts: True where a sequence begins `[R]`, bool.
-        masked: Whether padding was told from tokens by an attention mask; without one, what looks like a token may be padding
-            behind its sequence, which nothing before it sees.
+        masked: Whether an attention mask says which positions are padding. Without a mask, an apparent token may be padding
+            after its sequence, which no token of the sequence sees.
     """
 
     ids: Tensor
@@ -39,14 +39,14 @@ class TokenRows:
     masked: bool = True
 
     def to(self, device: torch.device | str) -> TokenRows:
-        """Return them on a device."""
+        """Return the rows on a device."""
         return TokenRows(ids=self.ids.to(device), starts=self.starts.to(device), masked=self.masked)
 
     def differ(self, found: TokenRows) -> Tensor:
-        """Tell where a pass is over other tokens than these, bool `[R]`, without waiting for the device.
+        """Return True where a pass has other tokens than these, bool `[R]`, without waiting for the device.
 
         Args:
-            found: Those of the pass, as many rows on the same device.
+            found: Tokens of the pass, with as many rows and on the same device.
         """
         real = self.ids != PADDING
         wrong = real & (((self.ids != found.ids) & (self.ids != ANY)) | (self.starts != found.starts))
@@ -56,13 +56,13 @@ class TokenRows:
 def token_rows(
     input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
 ) -> TokenRows:
-    """Read the tokens of a forward pass off its arguments.
+    """Read the tokens of a forward pass from its arguments.
 
     Args:
         input_ids: `[B, S]`.
-        attention_mask: 1 at tokens, 0 at padding `[B, S]`; None where all are tokens, or padding comes last.
-        position_ids: `[B, S]` or `[1, S]`; without a mask, a token whose position does not follow that of the token before begins
-            a sequence, as in a packed row. None where each row is one sequence.
+        attention_mask: 1 at tokens, 0 at padding `[B, S]`; None if all are tokens, or if padding comes last.
+        position_ids: `[B, S]` or `[1, S]`. Without a mask, a new sequence begins where a position is not the one before plus 1,
+            as in a packed row. None if each row is one sequence.
     """
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     starts = real & (real.cumsum(1) == 1)
@@ -71,25 +71,25 @@ def token_rows(
         jumps = real[:, 1:] & real[:, :-1] & (position_ids[:, 1:] != position_ids[:, :-1] + 1)
         if attention_mask is None:
             starts[:, 1:] |= jumps
-        else:  # a mask keeps sequences of one row together
+        else:  # with a mask, a row stays one sequence
             ids[:, 1:] = ids[:, 1:].masked_fill(jumps.expand(len(ids), -1), ASTRAY)
     return TokenRows(ids=ids.flatten(), starts=starts.flatten(), masked=attention_mask is not None)
 
 
 class Proof:
-    """Tells the passes that are over the tokens of some routes from others, and counts the others.
+    """Tells whether a pass has the tokens of some routes, and counts the passes that do not.
 
     Args:
-        expected: The tokens that the routes are of, a row each; None when they are not known.
-        rows: Rows of routes.
-        others: What becomes of another pass.
+        expected: The tokens for which the routes were recorded, one per row; None if they are not known.
+        rows: Number of rows of routes.
+        others: What happens to other passes.
 
     Attributes:
-        others: Passes that were left to the model.
-        reason: Why the last of them was.
+        others: Number of passes that were left to the model.
+        reason: Why the last of these was left to the model.
 
     Raises:
-        RoutingError: The tokens are not known, but for `others="replay"`; or there is no such `others`.
+        RoutingError: The tokens are not known, and `others` is not "replay"; or `others` has no allowed value.
     """
 
     def __init__(self, expected: TokenRows | None, rows: int, others: Others) -> None:
@@ -108,15 +108,15 @@ class Proof:
         self._placed: dict[torch.device, TokenRows] = {}
 
     def holds(self, found: TokenRows | str, where: str, *, again: bool = False) -> bool:
-        """Compare a pass's tokens with the expected ones, on their device and once.
+        """Tell whether a pass is to be replayed; this compares its tokens with the expected ones, on its device.
 
         Args:
-            found: Its tokens, or why they are not known.
+            found: Tokens of the pass, or why they are not known.
             where: Beginning of messages.
-            again: Whether the pass is one that was counted before, and runs again in a backward pass.
+            again: Whether the pass was counted before and now runs again in a backward pass.
 
         Raises:
-            ReplayError: They are others, or not known, and `others` is "refuse".
+            ReplayError: The tokens are other ones or not known, and `others` is "refuse".
         """
         if self._do == "replay" or (why := self._why_other(found)) is None:
             return True
@@ -130,7 +130,7 @@ class Proof:
         return False
 
     def expect_replayed(self, forwards: int, where: str) -> None:
-        """Refuse a context in which other passes ran, but not the one that was to be replayed."""
+        """Refuse a context in which only other passes ran, and not the one that was to be replayed."""
         if self.others and not forwards:
             raise ReplayError(
                 f"{where}: none of the {self.others} forward passes is the one that the routing trace was recorded of, so "

@@ -1,4 +1,4 @@
-"""Which experts each token of a sequence went to: the record that travels from rollout engine to trainer.
+"""The experts that each token of a sequence was routed to: the record that goes from the rollout engine to the trainer.
 
 Shapes: R rows (tokens with a recorded route), L MoE layers, K experts per token.
 """
@@ -20,20 +20,20 @@ from mismatch_ext.routing.tokens import TokenRows
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """Expert ids of a run of tokens, in the engine's slot order.
+    """Expert ids of consecutive tokens, in the engine's slot order.
 
     Args:
         parts: Blocks of rows `[rows, L, K]` in `storage_dtype(num_experts)`; the trace is their concatenation. A block may
             belong to several traces: the completions of a GRPO group share their prompt's rows.
-        layers: Absolute decoder indices of the MoE layers, ascending, L of them.
+        layers: Absolute decoder indices of the L MoE layers, ascending.
         num_experts: Experts per layer.
-        start: Position in the sequence of row 0; the prompt's length when its rows were left out.
-        versions: Policy versions, run-length: (first row, version), first rows ascending from 0. A trace that several
-            versions of the policy contributed to shows it.
-        tokens: Ids of the sequence's tokens, from its first to that of the last row `[start + rows]`, int32: what a forward pass
-            has to be over for these routes to be its own. `PADDING` and `ANY` of `mismatch_ext.routing.tokens` may be among
-            them. None when they are not known, and the routes cannot be replayed then.
-        starts: True where a sequence begins, for rows of several `[start + rows]`, bool; None for one sequence.
+        start: Position of row 0 in the sequence; the prompt's length if its rows were left out.
+        versions: Policy versions, run-length encoded: (first row, version), first rows ascending from 0. There are several
+            entries if several versions of the policy contributed.
+        tokens: Ids of the sequence's tokens, from its first token to that of the last row `[start + rows]`, int32. The routes
+            belong only to a forward pass over these tokens. `PADDING` and `ANY` of `mismatch_ext.routing.tokens` may be among
+            them. None if they are not known; the routes can then not be replayed.
+        starts: True where a sequence begins, if there are several sequences `[start + rows]`, bool; None for one sequence.
 
     Raises:
         RoutingError: The parts disagree with each other or with the other fields.
@@ -109,11 +109,11 @@ class RoutingTrace:
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
     def layer(self, layer: int, device: torch.device | str | None = None) -> Tensor:
-        """Return one layer's expert ids `[rows, K]`, int64: the only widening, so that a device holds one layer at a time.
+        """Return one layer's expert ids `[rows, K]`, int64; ids are widened only here, so a device holds one wide layer at once.
 
         Args:
             layer: Absolute decoder index.
-            device: Where to put them; the narrow ids are moved before they are widened.
+            device: Device of the result; the narrow ids are moved before they are widened.
 
         Raises:
             RoutingError: The trace has no such layer.
@@ -127,7 +127,7 @@ class RoutingTrace:
         return ids.to(device=device).to(torch.int64)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
-        """Return the trace on a device; what is there already is not copied."""
+        """Return the trace on a device; parts that are already there are not copied."""
         return replace(
             self,
             parts=tuple(part.to(device) for part in self.parts),
@@ -136,13 +136,13 @@ class RoutingTrace:
         )
 
     def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
-        """Say which tokens the routes are of, for a trace that does not know: replay compares them with those of a pass.
+        """Return the trace with the tokens of its routes, if it has none; replay compares them with the tokens of a pass.
 
         Args:
-            ids: Token ids of the sequence, from its first token on, at least up to the last row's.
+            ids: Token ids of the sequence, from its first token at least up to the token of the last row.
 
         Raises:
-            RoutingError: There are too few, or the trace has others.
+            RoutingError: There are too few ids, or the trace already has others.
         """
         known = torch.as_tensor(ids).flatten()[: self.start + self.rows].to(torch.int32)
         if len(known) < self.start + self.rows:
@@ -155,7 +155,7 @@ class RoutingTrace:
         return replace(self, tokens=known)
 
     def token_rows(self) -> TokenRows | None:
-        """Return the tokens along the rows, or None when they are not known."""
+        """Return the tokens along the rows, or None if they are not known."""
         if self.tokens is None:
             return None
         starts = self.starts
@@ -164,13 +164,13 @@ class RoutingTrace:
         return TokenRows(ids=self.tokens[self.start :], starts=starts[self.start :])
 
     def sequence(self, first: int, last: int) -> RoutingTrace:
-        """Return rows first to last - 1 as those of one sequence by itself, whose first token is that of row `first`."""
+        """Return rows first to last - 1 as a separate sequence, whose first token is that of row `first`."""
         rows, tokens = self.slice(first, last), self.tokens
         own = None if tokens is None else tokens[self.start + first : self.start + last]
         return replace(rows, start=0, tokens=own, starts=None)
 
     def slice(self, first: int, last: int) -> RoutingTrace:
-        """Return rows first to last - 1, without copying; `start` and `versions` follow."""
+        """Return rows first to last - 1, without copying; `start` and `versions` are adapted."""
         if not 0 <= first <= last <= self.rows:
             raise RoutingError(f"rows {first}:{last} are outside a routing trace of {self.rows} rows.")
         kept, at = [], 0
@@ -192,13 +192,13 @@ class RoutingTrace:
 
     @classmethod
     def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Join pieces of one sequence, without copying: turns, or what several policy versions sampled of it.
+        """Join pieces of one sequence, without copying; the pieces come from several turns, or several policy versions.
 
         Args:
-            traces: At least one; each starts at the position where the one before it ends.
+            traces: At least one trace; each starts at the position where the one before it ends.
 
         Raises:
-            RoutingError: The pieces leave a gap or overlap, or are of different models or sequences.
+            RoutingError: The pieces leave a gap or overlap, or come from different models or sequences.
         """
         if not traces:
             raise RoutingError("no routing traces to join.")
@@ -245,7 +245,7 @@ class RoutingTrace:
         """Check that the trace was recorded in a model of this shape.
 
         Raises:
-            RoutingError: Names what differs.
+            RoutingError: The shape differs; names the difference.
         """
         for name, mine, theirs in (
             ("MoE layers", self.layers, tuple(layers)),
@@ -263,10 +263,10 @@ class RoutingTrace:
 
         Args:
             version: The version that sampled the tokens.
-            allow_mixed: Accept older versions beside it, as partial rollouts have.
+            allow_mixed: Accept older versions too, as partial rollouts have.
 
         Raises:
-            RoutingError: Another version; names the first row.
+            RoutingError: A row has another version; names the first such row.
         """
         for row, found in self.versions:
             if found != version and not (allow_mixed and found < version):
@@ -289,16 +289,16 @@ class RoutingTrace:
         start: int = 0,
         last_row: bool | None = None,
     ) -> RoutingTrace:
-        """Check what an engine recorded for one sequence and keep it in the narrowest dtype.
+        """Check the routes that an engine recorded for one sequence, and store them in the narrowest dtype.
 
         Args:
-            array: Expert ids `[rows, layers, K]`, any integer dtype, numpy or torch; the layer axis has the MoE layers
-                alone or all decoder layers, of which the dense ones (all zero) are dropped. It is copied; the result lives
-                on the CPU.
+            array: Expert ids `[rows, layers, K]`, any integer dtype, numpy or torch. The layer axis has only the MoE layers, or
+                all decoder layers; then the dense ones, which must be all zero, are dropped. The array is copied; the result
+                is on the CPU.
             num_experts: Experts per layer.
             layers: Absolute indices of the MoE layers.
-            tokens: Token ids of prompt and response, which a pass must be over to be replayed; or their number alone, and the
-                ids then have to follow by `of_tokens`.
+            tokens: Token ids of prompt and response, which a replayed pass must have. Or only their number; then `of_tokens`
+                must add the ids later.
             version: Policy version that sampled.
             request: Name of the request, for messages.
             top_k: Experts per token, if known.
@@ -307,8 +307,8 @@ class RoutingTrace:
                 the last sampled token to the model; None allows both.
 
         Raises:
-            RoutingError: Wrong shape, missing or surplus rows, ids out of range, an all-zero layer or duplicate ids (both for
-                K > 1), or routes in a dense layer; names request, row and layer.
+            RoutingError: Wrong shape, missing or surplus rows, ids out of range, duplicate ids, an all-zero layer (for K = 1
+                only from 64 rows on), or routes in a dense layer; names request, row and layer.
         """
         experts = checked(
             array,

@@ -1,4 +1,4 @@
-"""Which weights the routes of one sequence were recorded with, as the engine that sampled it says."""
+"""The versions of the weights with which the routes of one sequence were recorded, as its engine reports them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Span = tuple[int, int]
 def stamped(
     trace: RoutingTrace, span: Span | None, sent: int | None, request: str, *, older: bool = False
 ) -> RoutingTrace:
-    """Return routes with the versions of the weights that they are of.
+    """Return routes with the versions of the weights that chose them.
 
     Args:
         trace: The routes of one sequence.
-        span: What its engine says; None when nobody does.
-        sent: Version that the engine was sent last; None where that is unknown, and any is taken.
+        span: Versions that the engine reports; None if nobody reports any.
+        sent: Version that the engine was sent last; None if that is unknown, and any version is accepted.
         request: Name of the request, for messages.
-        older: Accept routes of older weights, and of several, as an asynchronous host replays.
+        older: Accept routes of older weights, and of several versions, as an asynchronous host replays them.
 
     Raises:
-        RoutingError: They are of other weights than were sent last, or nobody says of which.
+        RoutingError: The routes come from other weights than were sent last, or nobody says from which.
     """
     if span is None:
         if sent is None:
@@ -38,7 +38,7 @@ def stamped(
             "max_global_steps)."
         )
     first, last = span
-    # At which row the weights changed, nobody says.
+    # Nobody says at which row the weights changed.
     stamps = [(0, first), (trace.rows - 1, last)] if trace.rows > 1 else [(0, last)]
     trace = replace(trace, versions=run_lengths(stamps))
     if sent is not None:
@@ -50,7 +50,7 @@ def stamped(
 
 
 def by_row(trace: RoutingTrace) -> Tensor:
-    """Return the version of the weights that each row of a trace is of `[rows]`, int64."""
+    """Return the version of the weights that chose each row of a trace `[rows]`, int64."""
     found = torch.empty(trace.rows, dtype=torch.int64)
     for first, version in trace.versions:
         found[first:] = version

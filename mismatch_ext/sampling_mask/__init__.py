@@ -1,7 +1,7 @@
-"""Sampling-mask replay: log-probabilities over the tokens that top-p, top-k and min-p left to sample from (DeepSeek-V3.2).
+"""Sampling-mask replay: log-probabilities over only the tokens that top-p, top-k and min-p kept (DeepSeek-V3.2).
 
-An engine that truncates draws from pi_S(y) = pi(y) / sum_{v in S} pi(v). A trainer that scores pi(y) finds a ratio of the mass
-of S where the two sides agree; scored over the same S the ratio is 1.
+These tokens are the support S. An engine that truncates samples from pi_S(y) = pi(y) / sum_{v in S} pi(v). If the trainer scores
+pi(y), the importance ratio is the mass of S even where both sides agree. If the trainer scores pi_S(y) over the same S, it is 1.
 """
 
 from mismatch_ext.sampling_mask.logprobs import head_logprobs, support_logprobs

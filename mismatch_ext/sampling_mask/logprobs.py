@@ -1,9 +1,9 @@
-"""Log-probabilities of sampled tokens among those that were left to sample from, with their gradient.
+"""Log-probabilities of sampled tokens over their support S, the tokens that truncation kept, with their gradient.
 
     log pi_S(y) = z_y / T - log sum_{v in S} exp(z_v / T)
 
-Tokens are taken in chunks, forward and backward. Only the logits of S are read, so that beside the inputs and their gradient
-nothing is of the vocabulary's size.
+Forward and backward take tokens in chunks and read only the logits of S. Apart from the inputs and their gradient, no tensor has
+the vocabulary's size.
 
 Shapes: N tokens, n tokens of a chunk, K ids of its widest position, H hidden size, V vocabulary.
 """
@@ -21,7 +21,7 @@ from mismatch_ext.sampling_mask.support import TokenSupport
 
 # Elements of a chunk's largest temporary: 16 MiB in float32.
 CHUNK = 1 << 22
-# A chunk of ids, where they hold ids, and the sampled token's column.
+# A chunk of positions: their slice, the ids, True where there is an id, and the sampled token's column.
 _Chunk = tuple[slice, Tensor, Tensor, Tensor]
 
 
@@ -33,13 +33,13 @@ def support_logprobs(
     Args:
         logits: `[N, V]` or `[B, T, V]`, any float dtype, with gradient; a slice is read in place.
         tokens: The sampled ids `[N]` or `[B, T]`, int64.
-        support: What was left to sample from, N or B * T positions, row after row.
+        support: The ids that each token was sampled from, N or B * T positions, row after row.
         temperature: Divides the logits first.
         chunk_tokens: Tokens per chunk; None chooses by the support's width.
 
     Returns:
-        Nats, in the shape of `tokens`, float32 (float64 for float64 logits), never positive; 0, without a gradient, at positions
-        without ids.
+        Nats, in the shape of `tokens`, float32 (float64 for float64 logits), never positive; positions without ids have the value
+        0 and no gradient.
 
     Raises:
         RecordError: Shapes do not fit, or a token is not in its support; names the position.
@@ -68,24 +68,24 @@ def head_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return log pi_S of sampled tokens from what a model's output projection takes, without its logits.
+    """Return log pi_S of sampled tokens from the inputs of a model's output projection, without all logits.
 
-    The logits of S alone are computed, from its rows of the projection: scale * (h . w_v + b_v), then
-    softcap * tanh(z / softcap), then z / temperature. Under autocast the products are computed in its dtype, and what follows
-    in float32.
+    Only the logits of S are computed, from the rows of the projection for S: scale * (h . w_v + b_v), then
+    softcap * tanh(z / softcap), then z / temperature. Under autocast, the products are computed in autocast's dtype, everything
+    after them in float32.
 
     Args:
         hidden: The last hidden states `[N, H]`, with gradient.
         weight: The projection `[V, H]`, with gradient.
         bias: `[V]`, or None.
         tokens: The sampled ids `[N]`, int64.
-        support: What was left to sample from, N positions.
+        support: The ids that each token was sampled from, N positions.
         temperature: Divides the logits last.
         scale: Multiplies the logits first.
-        softcap: Bound of capped logits; None caps none.
+        softcap: Bound of capped logits; None means no cap.
 
     Returns:
-        Nats `[N]`, float32 (float64 for float64 states); 0, without a gradient, at positions without ids.
+        Nats `[N]`, float32 (float64 for float64 states); positions without ids have the value 0 and no gradient.
 
     Raises:
         RecordError: Shapes do not fit, or a token is not in its support; names the position.
@@ -132,7 +132,7 @@ class _FromLogits(torch.autograd.Function):
             for rows, ids, held, column in _chunks(tokens[index], part, ctx.chunk, 1):
                 z = logits[index][rows].gather(-1, ids).to(outer.dtype) / ctx.temperature
                 slope = _slope(z, held, column, outer[index][rows]) / ctx.temperature
-                # Padding of the rectangle adds 0 to the logit of id 0.
+                # Padding in the rectangle of ids adds 0 to the gradient of id 0.
                 result[index][rows].scatter_add_(-1, ids, slope.to(result.dtype))
         return result, None, None, None, None
 
@@ -176,7 +176,7 @@ class _FromHead(torch.autograd.Function):
             if of_hidden is not None:
                 of_hidden[rows] = torch.bmm(products[:, None], weight[ids].to(ctx.dtype))[:, 0].to(outer.dtype)
             if of_weight is not None:
-                # As TRL's kernel: products of bfloat16 are summed unrounded.
+                # As in TRL's kernel, bfloat16 products are summed without rounding them.
                 each = products.to(outer.dtype)[..., None] * h.to(outer.dtype)[:, None]
                 of_weight.index_add_(0, ids.flatten(), each.flatten(0, 1))
             if of_bias is not None:
@@ -195,7 +195,7 @@ def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, 
 
 
 def _scaled(z: Tensor, scaling: tuple[float, float | None, float]) -> tuple[Tensor, Tensor | float]:
-    """Return scaled, capped logits over the temperature, and their derivative."""
+    """Return the scaled and capped logits, divided by the temperature, and their derivative."""
     scale, softcap, temperature = scaling
     z = z * scale
     if softcap is None:
@@ -205,7 +205,7 @@ def _scaled(z: Tensor, scaling: tuple[float, float | None, float]) -> tuple[Tens
 
 
 def _normalised(z: Tensor, held: Tensor, column: Tensor) -> Tensor:
-    """Return z_y - log sum exp z of each position; 0 where it holds no ids."""
+    """Return z_y - log sum exp z of each position; 0 if the position has no ids."""
     normaliser = z.masked_fill(~held, -torch.inf).logsumexp(-1)
     return torch.where(held[:, 0], z.gather(-1, column[:, None])[:, 0] - normaliser, 0.0)
 
@@ -218,7 +218,7 @@ def _slope(z: Tensor, held: Tensor, column: Tensor, outer: Tensor) -> Tensor:
 
 
 def _sequences(tokens: Tensor, support: TokenSupport) -> Iterator[tuple[Any, TokenSupport]]:
-    """Yield index and support of each sequence: flattening a slice of a batch of logits would copy all of it."""
+    """Yield index and support of each sequence, because flattening a slice of a batch of logits would copy all of it."""
     if tokens.dim() == 1:
         yield ..., support
         return

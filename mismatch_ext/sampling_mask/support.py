@@ -1,4 +1,4 @@
-"""The tokens that an engine could have sampled at each position of a response, as id lists.
+"""The support of each position of a response: the tokens that the engine could have sampled there, as lists of ids.
 
 Shapes: T positions, M ids over all positions, K ids of the widest position, V vocabulary.
 """
@@ -16,16 +16,16 @@ from mismatch_ext.errors import RecordError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSupport:
-    """Token ids that were left to sample from, position after position.
+    """The token ids from which each position was sampled.
 
     An id takes 2 bytes for a vocabulary of up to 32,768 tokens and 4 bytes above; a position takes 8 more. A bitmask would take
     V/8 bytes per position: 19 kB for 152,000 tokens, where 64 ids take 264 bytes.
 
     Args:
         ids: Ids of all positions in order `[M]`, int16 or int32, ascending within a position.
-        offsets: First id of each position, and M `[T+1]`, int64. A position without ids, such as a tool's token or padding, was
-            not sampled.
-        vocabulary: V, the number of tokens that the logits are over.
+        offsets: Index in `ids` of the first id of each position, then M `[T+1]`, int64. A position without ids was not sampled,
+            for example a tool's token or padding.
+        vocabulary: V, the number of tokens that have logits.
     """
 
     ids: Tensor
@@ -37,12 +37,12 @@ class TokenSupport:
         """Store lists of token ids.
 
         Args:
-            rows: Ids of each position, in any order; an empty list where nothing was sampled.
+            rows: Ids of each position, in any order; an empty list for a position that was not sampled.
             vocabulary: V.
             name: The response's name, used in messages.
 
         Raises:
-            RecordError: An id is not in the vocabulary, or twice at one position; names response and token.
+            RecordError: An id is not in the vocabulary, or occurs twice at one position; names response and token.
         """
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         flat = torch.tensor([one for row in rows for one in row], dtype=torch.int64)
@@ -53,8 +53,8 @@ class TokenSupport:
         """Store token ids with the position of each, in any order.
 
         Args:
-            ids: Ids `[M]`, of any integer dtype.
-            places: Their positions `[M]`, int64.
+            ids: Ids `[M]`, any integer dtype.
+            places: Position of each id `[M]`, int64.
             positions: T.
             vocabulary: V.
             name: The response's name, used in messages.
@@ -78,7 +78,7 @@ class TokenSupport:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> TokenSupport:
-        """Store a dense mask `[T, V]`, True at tokens that were left."""
+        """Store a dense mask `[T, V]`, True at tokens that could be sampled."""
         places = mask.nonzero()
         offsets = torch.zeros(len(mask) + 1, dtype=torch.int64)
         offsets[1:] = mask.sum(-1).cumsum(0)
@@ -86,7 +86,7 @@ class TokenSupport:
 
     @classmethod
     def empty(cls, positions: int, vocabulary: int) -> TokenSupport:
-        """Return positions at which nothing was sampled."""
+        """Return positions without ids, at which nothing was sampled."""
         return cls.from_lists([()] * positions, vocabulary)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class TokenSupport:
 
     @property
     def counts(self) -> Tensor:
-        """Ids per position `[T]`, int64."""
+        """Number of ids per position `[T]`, int64."""
         return self.offsets.diff()
 
     @property
@@ -110,13 +110,13 @@ class TokenSupport:
         return TokenSupport(ids=ids, offsets=offsets - offsets[0], vocabulary=self.vocabulary)
 
     def padded(self, length: int) -> TokenSupport:
-        """Return the positions followed by empty ones, or fewer of them, so that there are `length`."""
+        """Return `length` positions: the first ones of this support, then empty ones if it has too few."""
         if length <= len(self):
             return self.slice(0, length)
         return join([self, TokenSupport.empty(length - len(self), self.vocabulary)])
 
     def rows(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ids of some positions as a rectangle `[stop - start, K]`, int64, and where it holds ids, bool."""
+        """Return ids of some positions as a rectangle `[stop - start, K]`, int64, and True where it has an id, bool."""
         counts = self.counts[start:stop].to(device)
         width = max(int(counts.max()), 1) if len(counts) else 1
         held = torch.arange(width, device=device) < counts[:, None]
@@ -125,7 +125,7 @@ class TokenSupport:
         return ids, held
 
     def check_sampled(self, tokens: Sequence[int], mask: Sequence[bool], name: str) -> None:
-        """Refuse a response whose sampled tokens are not among those that were left to sample from.
+        """Refuse a response if a sampled token is not in the support of its position.
 
         Args:
             tokens: The response `[T]`.
@@ -133,7 +133,8 @@ class TokenSupport:
             name: The response's name.
 
         Raises:
-            RecordError: There are not as many positions as tokens, or a sampled token is outside; names response and token.
+            RecordError: The numbers of positions and tokens differ, or a sampled token is not in its support; names response and
+                token.
         """
         if len(tokens) != len(self):
             raise RecordError(
@@ -157,7 +158,7 @@ def join(parts: Sequence[TokenSupport]) -> TokenSupport:
     """Return the positions of several supports, one after the other.
 
     Raises:
-        RecordError: There is none, or they are over different vocabularies.
+        RecordError: `parts` is empty, or the supports have different vocabularies.
     """
     sizes = sorted({part.vocabulary for part in parts})
     if len(sizes) != 1:

@@ -1,4 +1,4 @@
-"""The tokens that were left to sample from, read off an engine's most likely ones after truncation."""
+"""The support of each position, read from the engine's top log-probabilities after truncation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mismatch_ext.errors import RecordError
 from mismatch_ext.sampling_mask.support import TokenSupport
 
-# Positions that are read together; until then they hold all that the engine reported.
+# Positions that are read together; before that, all that the engine reported about them is kept.
 PENDING = 64
 
 
@@ -25,26 +25,26 @@ def support_of_top(
     vocabulary: int,
     name: str = "",
 ) -> TokenSupport:
-    """Return what was left to sample from, by an engine's most likely tokens of each position and their log-probabilities.
+    """Return the support, from the engine's most likely tokens of each position and their log-probabilities.
 
-    Log-probabilities from after truncation (vLLM's `logprobs_mode="processed_logprobs"`) are -inf for what was cut off. Where
-    one of the tokens that were asked for is cut off, every token that is left is among them: the support is the engine's own,
-    exactly.
+    After truncation, log-probabilities (vLLM's `logprobs_mode="processed_logprobs"`) are -inf for tokens that were cut off. If
+    one of the reported tokens was cut off, then all tokens that were kept are among the reported ones, and the support is
+    exactly the engine's.
 
     Args:
-        top_ids: Ids of each position, the sampled token's among them.
-        top_logprobs: Their log-probabilities after truncation, in the same order.
-        asked: Most likely tokens that were asked for per position, the sampled one not counted.
-        vocabulary: Tokens that the engine's logits are over.
+        top_ids: Ids of each position, including the sampled token's.
+        top_logprobs: Log-probabilities of these ids after truncation, in the same order.
+        asked: Number of most likely tokens that were asked for per position, the sampled one not counted.
+        vocabulary: Number of tokens that have logits in the engine.
         name: The response's name.
 
     Raises:
-        RecordError: None of the tokens asked for is cut off, so that there may be more; or a position has no log-probability.
+        RecordError: None of the reported tokens was cut off, so the support may have more; or a position has no log-probability.
     """
     rows = []
     for token, (ids, logprobs) in enumerate(zip(top_ids, top_logprobs, strict=True)):
         left = [one for one, value in zip(ids, logprobs, strict=True) if value is not None and value > -math.inf]
-        # Where none is cut off there may be more, however few were reported.
+        # If none was cut off, the support may have more tokens, even if the engine reported few.
         known = len(left) < len(ids) and len(left) < min(asked, vocabulary)
         if not known and len(left) < vocabulary:
             raise _unknown(name, token, len(left), asked)
@@ -55,23 +55,23 @@ def support_of_top(
 
 
 class LeftTokens:
-    """What was left to sample from at each position of a response, taken from an engine's arrays as it samples.
+    """The support of each position of a response, taken from an engine's arrays while it samples.
 
-    As `support_of_top`, without an object for each token that the engine reports. A token that was left takes 4 bytes, a position
-    9, and what was cut off none.
+    This class does the same as `support_of_top`, but without an object for each reported token. A kept token takes 4 bytes, a
+    position 9; tokens that were cut off take none.
     """
 
     def __init__(self) -> None:
         self._pending: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        # Ids of the most likely tokens that were left, how many these are, whether any was cut off, and the sampled token.
+        # Ids of the most likely tokens that were kept, their number, whether any was cut off, and the sampled token.
         self._read: list[tuple[Any, ...]] = []
 
     def take(self, ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
         """Add positions.
 
         Args:
-            ids: The sampled token, then the most likely ones, the sampled one perhaps among them `[positions, 1 + asked]`.
-            logprobs: Their log-probabilities after truncation, NaN and -inf where a token could not be sampled.
+            ids: The sampled token, then the most likely ones, which may include the sampled one `[positions, 1 + asked]`.
+            logprobs: Log-probabilities of these ids after truncation; NaN or -inf if a token could not be sampled.
         """
         self._pending.append((ids, logprobs))
         if len(self._pending) == PENDING:
@@ -82,14 +82,14 @@ class LeftTokens:
             return
         ids, logprobs = (np.concatenate(columns) for columns in zip(*self._pending, strict=True))
         self._pending = []
-        left = logprobs > -math.inf  # NaN is not
+        left = logprobs > -math.inf  # False for NaN
         kept, sampled = left[:, 1:], np.where(left[:, 0], ids[:, 0], -1)
         self._read.append(
             (ids[:, 1:][kept].astype(np.int32), kept.sum(1, dtype=np.int32), ~left.all(1), sampled.astype(np.int32))
         )
 
     def support(self, *, asked: int, vocabulary: int, name: str = "") -> TokenSupport:
-        """Return the positions so far.
+        """Return the support of the positions so far.
 
         Args:
             asked, vocabulary, name: As for `support_of_top`.
@@ -102,7 +102,7 @@ class LeftTokens:
             return TokenSupport.empty(0, vocabulary)
         ids, counts, cut, sampled = (torch.from_numpy(np.concatenate(one)) for one in zip(*self._read, strict=True))
         place = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        # A sampled token may be less likely than all that were asked for.
+        # The sampled token may be less likely than all of the most likely ones.
         besides = sampled >= 0
         besides[place[ids == sampled[place]]] = False
         total = counts.long() + besides

@@ -1,7 +1,7 @@
-"""The tokens that top-k, top-p and min-p leave, computed again from logits, and what an error of these can change.
+"""The support that top-k, top-p and min-p keep, computed again from logits, and the effect of errors in the logits.
 
-For an engine that reports no more than the sampled tokens. min-p and top-k compare logits with a threshold, top-p adds up the
-probabilities of all better tokens: with other numerics than the engine's, tokens next to a threshold fall on its other side.
+This is for an engine that reports only the sampled tokens. min-p and top-k compare logits with a threshold; top-p adds up the
+probabilities of all better tokens. With other numerics than the engine's, a token near a threshold may fall on its other side.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -22,15 +22,15 @@ CHUNK = 1 << 24
 
 
 def truncated_support(logits: Tensor, sampling: SamplingSettings, tokens: Tensor | None = None) -> TokenSupport:
-    """Return the tokens that sampling settings leave of a model's logits, in vLLM's order: temperature, min-p, top-k, top-p.
+    """Return the tokens that sampling settings keep, from a model's logits, in vLLM's order: temperature, min-p, top-k, top-p.
 
-    min-p keeps pi(v) >= min_p * max pi; top-k keeps every logit that is not below the k-th; top-p, over what these leave, keeps
-    every token whose better ones have less than p together.
+    min-p keeps pi(v) >= min_p * max pi. top-k keeps every logit that is not below the k-th. Of the tokens that these two keep,
+    top-p keeps a token if all better ones together have a probability of less than p.
 
     Args:
         logits: `[N, V]`.
         sampling: Temperature, top_p, top_k and min_p.
-        tokens: The sampled ids `[N]`, int64, which are kept in any case; None keeps none.
+        tokens: The sampled ids `[N]`, int64, which are always kept; None if there are none to keep.
 
     Raises:
         RecordError: `logits` is not `[N, V]`.
@@ -45,11 +45,12 @@ def truncated_support(logits: Tensor, sampling: SamplingSettings, tokens: Tensor
 
 
 def mass_error(logits: Tensor, sampling: SamplingSettings, tolerance: float) -> Tensor:
-    """Return how far log pi_S can be off through tokens next to a threshold, where each logit is off by up to `tolerance`.
+    """Return the largest error of log pi_S from tokens near a threshold, if each logit has an error of up to `tolerance`.
 
-    It is log(mass of S+ / mass of S-), S- and S+ being what is left for certain and at most (`support_bounds`): an upper bound
-    of the difference between log masses of any two supports between them. Where nothing is left for certain, as between two
-    equally good tokens under top_k=1, S- is the most likely token, less what the errors can take of it.
+    The result is log(mass of S+ / mass of S-). S- contains the tokens that are certainly kept, S+ those that may be kept
+    (`support_bounds`). This bounds the difference of the log masses of any two supports between S- and S+. If no token is
+    certainly kept, for example with two equally good tokens under top_k=1, the mass of S- is that of the most likely token,
+    reduced by the largest effect of the errors.
 
     Args:
         logits: `[N, V]`, before the temperature.
@@ -73,7 +74,7 @@ def mass_error(logits: Tensor, sampling: SamplingSettings, tolerance: float) -> 
 
 
 def support_bounds(logits: Tensor, sampling: SamplingSettings, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Return the tokens that are left whatever the errors of the logits, and those that can be.
+    """Return the tokens that are kept whatever the errors of the logits, and the tokens that may be kept.
 
     Args:
         logits: `[N, V]`, before the temperature.
@@ -81,7 +82,7 @@ def support_bounds(logits: Tensor, sampling: SamplingSettings, tolerance: float)
         tolerance: Largest error of a logit.
 
     Returns:
-        Two masks `[N, V]`, equal for a tolerance of 0. Where no token is left for certain, the first is empty.
+        Two masks `[N, V]`, equal for a tolerance of 0. In a row without a token that is certainly kept, the first is all False.
 
     Raises:
         RecordError: `logits` is not `[N, V]`, or `tolerance` is negative.
@@ -89,7 +90,7 @@ def support_bounds(logits: Tensor, sampling: SamplingSettings, tolerance: float)
     if logits.dim() != 2 or not tolerance >= 0:
         raise RecordError(f"logits {list(logits.shape)}, tolerance {tolerance}: they must be [N, V], and >= 0.")
     z = logits.double() / sampling.temperature
-    # Both sides of a comparison can be off.
+    # Both sides of a comparison can have the error.
     slack = 2 * tolerance / sampling.temperature
     inner = z > -math.inf
     outer = inner.clone()
@@ -97,7 +98,7 @@ def support_bounds(logits: Tensor, sampling: SamplingSettings, tolerance: float)
         least = z.amax(-1, keepdim=True) + math.log(sampling.min_p)
         inner, outer = inner & (z >= least + slack), outer & (z >= least - slack)
     if 0 < sampling.top_k < z.shape[1]:
-        # How many others can be better at most, and are at least; a tie with the k-th is kept.
+        # The largest and the smallest possible number of better tokens; a tie with the k-th is kept.
         most, least = _better(z, outer.double(), -slack), _better(z, inner.double(), slack)
         inner, outer = inner & (most < sampling.top_k), outer & (least < sampling.top_k)
     if sampling.top_p < 1:
@@ -110,7 +111,7 @@ def support_bounds(logits: Tensor, sampling: SamplingSettings, tolerance: float)
 
 
 def _better(z: Tensor, mass: Tensor, by: float) -> Tensor:
-    """Return the mass of the other tokens whose logit is above a token's by more than `by` `[N, V]`."""
+    """Return for each token the mass of the other tokens whose logit is higher by more than `by` `[N, V]`."""
     ordered, order = z.sort(-1)
     above = mass.gather(-1, order).flip(-1).cumsum(-1).flip(-1)
     above = torch.cat([above, torch.zeros_like(above[:, :1])], -1)

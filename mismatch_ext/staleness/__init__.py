@@ -1,4 +1,4 @@
-"""Rollouts of older weights: which version sampled each token, and drift told from numerics."""
+"""Rollouts of older weights: which version sampled each token, and how much of the gap is drift, not numerics."""
 
 from mismatch_ext.staleness.gap import SOURCES, Source, StaleGap
 from mismatch_ext.staleness.versions import (

@@ -1,18 +1,18 @@
-"""The gap of stale rollouts, and what of it is numerics.
+"""The gap of stale rollouts, and the part of it that is numerics.
 
-v is the version of the weights that sampled a token, w the one that scores it:
+v is the version of the weights that sampled a token, w the version that scores it:
 
     rollout(v) - train(w)  =  rollout(v) - train(v)  +  train(v) - train(w)
     the gap                   numerics                   drift
 
-Tokens of one version, v = w, have no drift: their gap is numerics, exactly. They are looked for in this order:
+Tokens of one version, v = w, have no drift: their gap is exactly the numerics. The sources of such tokens, in order:
 
-    batch   tokens of the batch that were sampled by the very weights that score it; no extra pass
-    buffer  finished rollouts of that version that are not trained on yet, scored beside the batch
-    kept    tokens of older versions, scored by the weights of their version, which were kept; only here drift is measured too
+    batch   tokens of the batch that the scoring weights themselves sampled; they need no extra pass
+    buffer  finished rollouts of the scoring version that are not trained on yet, scored beside the batch
+    kept    tokens of older versions, scored by kept weights of their own version; only this source measures drift too
 
-Where none has a token, numerics is unknown, which is not 0. Staleness tells nothing of a part's size: regressing the gap on it
-gave intercepts whose error was several times the numerics.
+If no source has a token, numerics is unknown, which is not 0. The staleness of tokens does not tell how large the parts are:
+regressing the gap on it gave intercepts whose error was several times the numerics.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mismatch_ext.staleness.versions import UNKNOWN, staleness
 
 Source = Literal["batch", "buffer", "kept"]
 SOURCES: tuple[Source, ...] = get_args(Source)
-"""Where tokens of one version come from, best first; `numerics/source` is the place in this list, from 1."""
+"""Where tokens of one version come from, best first; `numerics/source` is the place in this list, counted from 1."""
 ENOUGH = 256
-"""Tokens of a source that are enough for its figure, where no other number is given."""
+"""Default number of tokens that a source needs for its figure."""
 PARTS = ("stale", "drift", *SOURCES)
 COUNTS = ("tokens", "known", "unknown", "staleness", "mixed")
 
 
 class StaleGap:
-    """Accumulates the gap of rollouts that older weights may have sampled, by what it is made of.
+    """Accumulates the gap of rollouts that older weights may have sampled, split into its parts.
 
         gap = StaleGap()
         gap.add_batch(old, rollout, mask, versions, scoring=w)
@@ -46,7 +46,7 @@ class StaleGap:
 
     Args:
         sampling: Settings that the tokens were sampled with.
-        least: Tokens of a source that are enough for its figure; a source with fewer speaks only where no other has more.
+        least: Tokens that a source needs for its figure. If no source has this many, the one with most tokens is used.
     """
 
     def __init__(self, *, sampling: SamplingSettings | None = None, least: int = ENOUGH) -> None:
@@ -71,15 +71,15 @@ class StaleGap:
 
         Args:
             old_logprobs: The trainer's log-probabilities at version `scoring` `[B, T]`.
-            rollout_logprobs: The engine's, each at the version that sampled it `[B, T]`.
+            rollout_logprobs: The engine's log-probabilities, each at the version that sampled the token `[B, T]`.
             mask: True, or 1, at tokens that count `[B, T]`.
             versions: Version that sampled each token, or `UNKNOWN` `[B, T]`.
             scoring: Version of the trainer's weights.
-            comparable: True where weights of one version make both sides score the same token `[B, T]`, such as `of_one_version`
-                returns for routes that are replayed; None where they do everywhere.
+            comparable: True at tokens whose gap is numerics only, if their version is `scoring` `[B, T]`; for replayed routes
+                `of_one_version` returns it. None means every token.
 
         Raises:
-            RecordError: A token is of a version that the trainer has not reached yet, or shapes differ.
+            RecordError: A token's version is one that the trainer has not reached yet, or shapes differ.
         """
         mask = mask.bool()
         known = staleness(versions.masked_fill(~mask, UNKNOWN), scoring)
@@ -108,19 +108,19 @@ class StaleGap:
 
         Args:
             train_logprobs: The trainer's log-probabilities `[B, T]`.
-            rollout_logprobs: The engine's `[B, T]`.
+            rollout_logprobs: The engine's log-probabilities `[B, T]`.
             mask: True, or 1, at tokens of that version `[B, T]`.
         """
         self._parts["buffer"].update(train_logprobs, rollout_logprobs, mask)
 
     def add_kept(self, own_logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
-        """Add stale tokens that were scored by the kept weights of their own version too.
+        """Add stale tokens that the kept weights of their own version have scored too.
 
         Args:
             own_logprobs: The trainer's log-probabilities at the version that sampled each token, train(v) `[B, T]`.
-            old_logprobs: The trainer's at the version that scores the batch, train(w) `[B, T]`.
-            rollout_logprobs: The engine's `[B, T]`.
-            mask: True, or 1, at tokens that were scored so `[B, T]`.
+            old_logprobs: The trainer's log-probabilities at the version that scores the batch, train(w) `[B, T]`.
+            rollout_logprobs: The engine's log-probabilities `[B, T]`.
+            mask: True, or 1, at tokens that both versions scored `[B, T]`.
         """
         self._parts["kept"].update(own_logprobs, rollout_logprobs, mask)
         self._parts["drift"].update(old_logprobs, own_logprobs, mask)
@@ -130,12 +130,12 @@ class StaleGap:
         return int(self._parts[source].tokens)
 
     def enough(self) -> bool:
-        """Whether a source has enough tokens, so that no further one need be asked."""
+        """Whether some source has enough tokens, so that no further source is needed."""
         return any(self.tokens(source) >= self.least for source in SOURCES)
 
     @property
     def source(self) -> Source | None:
-        """The first source with enough tokens, else the one with most; None where none has a token: numerics is unknown."""
+        """The first source with enough tokens, otherwise the one with most; None, for unknown numerics, if none has a token."""
         for source in SOURCES:
             if self.tokens(source) >= self.least:
                 return source
@@ -143,11 +143,11 @@ class StaleGap:
         return most if self.tokens(most) else None
 
     def numerics(self) -> MismatchSummary | None:
-        """Return the measures of tokens of one version; None where they are unknown."""
+        """Return the measures over tokens of one version; None if they are unknown."""
         return None if self.source is None else self._parts[self.source].compute()
 
     def merge(self, other: StaleGap) -> None:
-        """Add what another accumulator measured, as if its batches had come here."""
+        """Add what another accumulator measured, as if its batches had been added to this one."""
         for name, part in other._parts.items():
             self._parts[name].merge(part)
         for name, count in other._counts.items():
@@ -166,7 +166,7 @@ class StaleGap:
         """Restore what `state_dict` returned.
 
         Raises:
-            RecordError: It has other parts, or parts of another version.
+            RecordError: The state has other parts or counts, or parts of another version.
         """
         if set(state.get("parts", ())) != set(PARTS) or set(state.get("counts", ())) != set(COUNTS):
             raise RecordError(
@@ -177,7 +177,7 @@ class StaleGap:
         self._counts, self._oldest = dict(state["counts"]), int(state["oldest"])
 
     def metrics(self) -> dict[str, float]:
-        """Return what is logged, by name without prefix; what is unknown has no name."""
+        """Return the values to log, by name without prefix; unknown values are left out."""
         found: dict[str, float] = {}
         if self._counts["known"]:
             found["staleness_mean"] = self._counts["staleness"] / self._counts["known"]

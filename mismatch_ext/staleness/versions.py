@@ -1,7 +1,7 @@
 """Which version of the weights sampled each token of a response.
 
-An engine that is interrupted by a weight update goes on with the new weights, its cache computed anew: each token has exactly one
-version, and a response is a few segments of one version each.
+If a weight update interrupts an engine, the engine computes its cache again and goes on with the new weights. Each token thus has
+exactly one version, and a response consists of a few segments, each of one version.
 
 Shapes: B responses, T tokens.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from mismatch_ext.errors import RecordError
 
 UNKNOWN = -1
-"""Version of a token of which nobody says with which weights it was sampled."""
+"""Version of a token if nobody says which weights sampled it."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Segment:
     """Tokens of a response that one version of the weights sampled, up to the next segment.
 
     Args:
-        version: Version of the weights, >= 0; None where nobody says.
-        start: Index of the first token in the response, >= 0, of tokens that the policy did not sample (a tool's) too.
+        version: Version of the weights, >= 0; None if nobody says.
+        start: Index of the segment's first token in the response, >= 0. Tokens that the policy did not sample (a tool's) count.
 
     Raises:
         RecordError: A number is negative.
@@ -41,14 +41,14 @@ class Segment:
 
 
 def segments_of_span(first: int | None, last: int | None) -> list[Segment]:
-    """Return the segments of a response of which only the versions at its first and last token are known.
+    """Return the segments of a response if only the versions at its first and last token are known.
 
     Args:
-        first: Version at the first token; None where nobody says.
+        first: Version at the first token; None if nobody says.
         last: Version at the last token.
 
     Returns:
-        One segment of that version, or of an unknown one where the two differ: at which token the weights changed, nobody says.
+        One segment of that version; of version None if the two differ, because nobody says at which token the weights changed.
     """
     return [Segment(first if first == last else None, 0)]
 
@@ -56,11 +56,11 @@ def segments_of_span(first: int | None, last: int | None) -> list[Segment]:
 def token_versions(segments: Sequence[Sequence[Segment]], mask: Tensor) -> Tensor:
     """Return the version of the weights that sampled each token.
 
-    A segment ends where the next one in the list begins. One that begins before the end of those in front of it takes their
-    tokens' place, as where a chat template takes generated tokens back before the next turn.
+    A segment ends where the next one in the list begins. A segment that begins inside an earlier one replaces the tokens there,
+    for example when a chat template removes generated tokens before the next turn.
 
     Args:
-        segments: Those of each response, in the order of time; none where nothing is known.
+        segments: The segments of each response, in order of time; an empty list if nothing is known.
         mask: True, or 1, at tokens that the policy sampled `[B, T]`.
 
     Returns:
@@ -81,13 +81,14 @@ def token_versions(segments: Sequence[Sequence[Segment]], mask: Tensor) -> Tenso
 
 
 def of_one_version(versions: Tensor, mask: Tensor) -> Tensor:
-    """Return where a response has been sampled by one version from its first token on `[B, T]`, bool.
+    """Return True at the tokens up to which one version sampled the whole response `[B, T]`, bool.
 
-    Behind that, an engine's cache is of other weights than those that sampled what it holds: they chose other experts there, and
-    a trainer that replays the recorded ones cannot score these tokens as the engine did, whatever weights it has.
+    After the first change of version, the engine computes its cache again: the new weights choose other experts for the earlier
+    tokens than the weights that sampled those. A trainer that replays the recorded experts then cannot score the later tokens as
+    the engine did, whatever weights it has.
 
     Args:
-        versions: As `token_versions` returns them `[B, T]`.
+        versions: Versions from `token_versions` `[B, T]`.
         mask: True, or 1, at tokens that the policy sampled `[B, T]`.
     """
     sampled = mask.bool()
@@ -99,10 +100,10 @@ def staleness(versions: Tensor, scoring: int) -> Tensor:
     """Return by how many versions the weights that score are newer than those that sampled.
 
     Args:
-        versions: Of each token, such as `token_versions` returns.
+        versions: Version of each token, such as `token_versions` returns.
         scoring: Version of the weights that score.
 
     Returns:
-        Of each token that has a version, in no shape: `[n]`, int64.
+        The difference for each of the n tokens that have a version, flattened: `[n]`, int64.
     """
     return scoring - versions[versions != UNKNOWN]

@@ -1,8 +1,8 @@
-"""Completions that several calls of an engine have made: the record of each call, joined and held to what is trained on.
+"""Completions that took several calls of the engine: the calls' records, joined and compared with the row that is trained on.
 
-A turn is one call: the engine is given the completion so far, with what a tool or an environment has put there, and samples on
-from it. What is trained on is one row of tokens, in which every token that counts as the policy's has to be one that a turn
-sampled, behind the very tokens that the turn was given.
+A turn is one call of the engine. The engine is given the completion so far, with the output of tools or an environment, and
+samples from there. The trainer trains on one row of tokens. Every token of the row that counts as the policy's must have been
+sampled by a turn, after exactly the tokens that the turn was given.
 """
 
 from mismatch_ext.turns.holding import Calls, Sampled, expect_sampled

@@ -1,4 +1,4 @@
-"""Rows that are trained on, held to the calls of the engine that sampled them, where the calls are seen and no record is kept."""
+"""Comparison of a trained row with the engine's calls, for a host in which calls are seen but no record of them is kept."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Sampled:
     """One call of the engine.
 
     Args:
-        prompt_ids: Token ids that it was given.
-        response_ids: Token ids that it sampled `[T]`.
-        rollout_logprobs: Their log-probabilities, nats `[T]`; empty where the engine was not asked for them.
-        version: Version of the weights that sampled them; None when unknown.
-        support: What was left to sample from for each of them, or why that is not known; None where nobody has asked.
+        prompt_ids: Token ids that the engine was given.
+        response_ids: Token ids that the engine sampled `[T]`.
+        rollout_logprobs: Log-probabilities of the sampled tokens, nats `[T]`; empty if the engine was not asked for them.
+        version: Version of the weights that sampled the tokens; None if unknown.
+        support: The ids that each token was sampled from, or the reason why they are unknown; None if nobody asked for them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -30,9 +30,9 @@ class Sampled:
 
 
 class Calls:
-    """The calls that an engine was asked for one conversation.
+    """The calls of the engine for one conversation.
 
-    Each is given all of the conversation so far: of what it was given, the tokens are kept that the call before did not have.
+    Each call is given the whole conversation so far. Of that, only the tokens that the previous call did not have are stored.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Calls:
         version: int | None,
         support: TokenSupport | str | None = None,
     ) -> None:
-        """Note a call; the arguments are those of `Sampled`, and None where there are no log-probabilities."""
+        """Note a call; the arguments are those of `Sampled`, with None if there are no log-probabilities."""
         prompt, response = tuple(prompt_ids), tuple(response_ids)
         same = beginning(self._last, prompt)
         kept = Sampled(
@@ -72,20 +72,20 @@ class Calls:
 
 
 def expect_sampled(name: str, one: Trained, calls: Calls, *, one_version: bool) -> None:
-    """Refuse a row in which a token of the policy's is not one that a call sampled, behind the very tokens that stand before it.
+    """Refuse a row unless, for each of the policy's tokens, some call sampled it after exactly the tokens that stand before it.
 
-    Calls that lead to no token of the row are left out: other candidates, other rows' turns, what was cut off.
+    Calls that sampled no token of the row are ignored: other candidates, turns of other rows, text that was cut off.
 
     Args:
         name: What to call the row in messages.
         one: The row.
-        calls: All calls of the conversation that the row is of.
-        one_version: Whether its tokens have to be of one version of the weights.
+        calls: All calls of the conversation that the row belongs to.
+        one_version: Whether one version of the weights must have sampled all of the row's tokens.
 
     Raises:
-        RecordError: Turns were tokenised anew or dropped, nobody has sampled a token, or it is trained with another
+        RecordError: Turns were tokenised again or dropped, no call sampled a token, or a token is trained with another
             log-probability than the engine reported; names row, turn and token.
-        ProvenanceError: Tokens are of several versions; names two.
+        ProvenanceError: Several versions of the weights sampled the tokens; names two.
     """
     first, tokens = len(one.prompt_ids), one.prompt_ids + one.response_ids
     counted = {place for place, own in enumerate(one.response_mask, first) if own}
@@ -119,7 +119,7 @@ def expect_sampled(name: str, one: Trained, calls: Calls, *, one_version: bool) 
 
 
 def beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the number of tokens up to the first that differs; most are the beginning of one another."""
+    """Return how many tokens two sequences share from the start; in most calls, one sequence is the beginning of the other."""
     least = min(len(one), len(other))
     if one[:least] == other[:least]:
         return least

@@ -1,4 +1,4 @@
-"""Turns joined to one record per completion: log-probabilities, routes, masks and origin."""
+"""Joining of turns into one record per completion: log-probabilities, routes, masks and origin."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mismatch_ext.turns.rows import Row, Trained, by_length, expect_none_dropped
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """What the turns of a batch came to.
+    """The joined turns of a batch.
 
     Attributes:
-        records: One per completion, in order; tokens that no turn sampled are masked.
-        turns: Turns of all completions.
-        unused: Turns that no completion has.
+        records: One record per completion, in order; tokens that no turn sampled are masked.
+        turns: Number of turns that are part of a completion.
+        unused: Number of turns that are part of no completion.
         sampled_rows: Rows of routes that were recorded when their tokens were sampled.
-        prefilled_rows: Rows of routes that a turn's prefill recorded: of prompts, tools, and the last token of the turn before.
-        rerouted_rows: Rows of the former for which a later turn's prefill has chosen other experts.
+        prefilled_rows: Rows of routes that a turn's prefill recorded: prompts, tool output, the previous turn's last token.
+        rerouted_rows: Rows of either kind for which a later turn's prefill chose other experts; counted for each such turn.
     """
 
     records: list[RolloutRecord]
@@ -38,24 +38,24 @@ class Joined:
 def join_turns(
     turns: Sequence[RolloutRecord], trained: Sequence[Trained], *, limit: int | None = None, every_turn: bool = True
 ) -> Joined:
-    """Join the records of turns to one record for each completion.
+    """Join the records of turns into one record for each completion.
 
-    A row of routes is that of the turn which computed it first: of a sampled token, the experts that it was sampled with, and not
-    those of a later turn that prefilled it anew.
+    Each row of routes comes from the turn that computed it first. A sampled token thus keeps the experts that it was sampled
+    with, not those that a later turn chose when it prefilled the token again.
 
     Args:
-        turns: What the engine returned, call after call.
+        turns: The engine's answers, in the order of the calls.
         trained: The completions.
-        limit: Most tokens of a completion: one of as many may end within its last turn, or before what that has sampled. None
-            lets any completion end within a turn.
-        every_turn: Whether each turn has to be part of a completion. Otherwise those that lead to none are left out, as other
-            candidates for a turn are, and calls about something else.
+        limit: Largest number of tokens of a completion. A completion of this length may end inside its last turn, or before
+            the tokens which that turn sampled. With None, any completion may end inside a turn.
+        every_turn: Whether each turn must be part of a completion. Otherwise turns that are part of none are ignored, for
+            example other candidates for a turn, and calls about something else.
 
     Raises:
-        RecordError: A token that is trained on is not one that was sampled there, a turn was given other tokens than are trained
-            on, or a turn was dropped; names completion, turn, token and ids.
-        ProvenanceError: Two turns of a completion are of different weights or settings; names both.
-        RoutingError: Tokens at the end of a completion were never given to the engine, and have no routes.
+        RecordError: A trained token was not sampled at its place, a turn was given other tokens than are trained on, or a
+            turn was dropped; names completion, turn, token and ids.
+        ProvenanceError: Two turns of a completion have different weights or settings; names both.
+        RoutingError: Tokens at the end of a completion were never given to the engine and have no routes.
     """
     rows = [Row[RolloutRecord](name, one, limit) for name, one in enumerate(trained)]
     waiting = by_length(turns)
@@ -85,7 +85,7 @@ class _Counts:
 
 
 def _record(row: Row[RolloutRecord], counts: _Counts) -> RolloutRecord:
-    """Return the record of the row, whose turns are all there."""
+    """Return the record of a row whose turns have all been found."""
     one = row.trained
     if not row.turns:
         raise RecordError(f"completion {row.name}: no call of the trainer's engine has sampled any of its tokens.")
@@ -125,7 +125,7 @@ def _expect_logprobs(row: Row[RolloutRecord], found: Sequence[float], mask: Sequ
 
 
 def _pieces(row: Row[RolloutRecord]) -> Iterator[tuple[RoutingTrace, int, int, int]]:
-    """Yield each turn's routes, the rows that it is the first to have, and the first of these that it sampled."""
+    """Yield each turn's routes, start and stop of the rows that no earlier turn has, and the first of these that it sampled."""
     at = 0
     for turn, _ in row.turns:
         trace = turn.routing
@@ -134,7 +134,7 @@ def _pieces(row: Row[RolloutRecord]) -> Iterator[tuple[RoutingTrace, int, int, i
                 f"completion {row.name}: a turn's routes are missing from its first token on; all turns need them."
             )
         stop = min(trace.rows, len(row.tokens))
-        if stop > at:  # a turn whose first token is the limit has no row that is not known
+        if stop > at:  # a turn that sampled only the completion's last token adds no row
             yield trace, at, stop, max(len(turn.prompt_ids), at)
             at = stop
 

@@ -1,4 +1,4 @@
-"""Sampling masks of rows that are trained on, put together from those of the calls that sampled them."""
+"""Sampling masks of trained rows, put together from the masks of the calls that sampled them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from mismatch_ext.turns.rows import Trained, near
 
 
 def masks_of(name: str, one: Trained, calls: Calls) -> TokenSupport:
-    """Return what was left to sample from at each token of a row's response; nothing where the policy has sampled none.
+    """Return the token ids that each token of a row's response was sampled from; no ids where the policy sampled nothing.
 
-    Of calls that were given the same tokens, the mask is that of the one whose log-probabilities and tokens the row has: another
-    may have sampled the same token by other weights.
+    If several calls were given the same tokens, the mask comes from the call whose log-probabilities and tokens the row has,
+    because another call may have sampled the same token with other weights.
 
     Args:
         name: What to call the row in messages.
         one: The row.
-        calls: All calls of the conversation that the row is of.
+        calls: All calls of the conversation that the row belongs to.
 
     Raises:
-        RecordError: A call's mask is not known, or a token of the policy's has none; names row and token.
+        RecordError: A call's mask is not known, or one of the policy's tokens has no mask; names row and token.
     """
     first, tokens = len(one.prompt_ids), one.prompt_ids + one.response_ids
     parts: list[TokenSupport] = []
@@ -47,13 +47,13 @@ def masks_of(name: str, one: Trained, calls: Calls) -> TokenSupport:
 
 
 def _same(one: Trained, call: Sampled) -> int:
-    """Return how many tokens of a call a row has, which has all that the call was given."""
+    """Return how many of a call's sampled tokens a row has; the row must have all tokens that the call was given."""
     tokens, start = one.prompt_ids + one.response_ids, len(call.prompt_ids)
     return beginning(call.response_ids, tokens[start : start + len(call.response_ids)])
 
 
 def _apart(one: Trained, call: Sampled) -> tuple[int, int]:
-    """Return how many tokens of a call the row has with another log-probability, and fewer than 0 for those that it has."""
+    """Return a call's sort key: how many of its tokens the row has with another log-probability, then minus how many it has."""
     place, same = len(call.prompt_ids) - len(one.prompt_ids), _same(one, call)
     if place < 0:  # a call about the row's prompt
         return 0, -same

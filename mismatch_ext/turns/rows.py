@@ -1,4 +1,4 @@
-"""Which turns a completion is made of: found by their tokens, and what is wrong named where they do not make it."""
+"""Search for the turns that make up a completion, by their tokens; if they do not make it up, an error says what is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from mismatch_ext.errors import ProvenanceError, RecordError
 
 TOLERANCE = 1e-5
-"""Nats between the engine's log-probability of a token and the one that is trained with: room for a cast to float32."""
+"""Allowed difference, in nats, between the engine's log-probability of a token and the trained one: room for a float32 cast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class Trained:
         prompt_ids: Token ids of its prompt.
         response_ids: Token ids of the completion `[T]`.
         response_mask: True where a token counts as the policy's `[T]`.
-        rollout_logprobs: Log-probabilities that it is trained with, nats `[T]`; None where the host keeps none, and None at a
-            token of which it knows none.
+        rollout_logprobs: Log-probabilities that it is trained with, nats `[T]`; None if the host keeps none. An entry is None
+            if the host does not know that token's log-probability.
     """
 
     prompt_ids: tuple[int, ...]
@@ -33,28 +33,28 @@ class Trained:
 
 
 class Turn(Protocol):
-    """One call of the engine: a `RolloutRecord`, or as much of it as a row is found by."""
+    """One call of the engine: a `RolloutRecord`, or the part of one that is needed to find its row."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Token ids that it was given."""
+        """Token ids that the engine was given."""
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        """Token ids that it sampled."""
+        """Token ids that the engine sampled."""
 
     @property
     def rollout_logprobs(self) -> tuple[float, ...]:
-        """Their log-probabilities, nats."""
+        """Log-probabilities of the sampled tokens, nats."""
 
 
 T = TypeVar("T", bound=Turn)
 Waiting = dict[int, list[tuple[int, T]]]
-"""Turns of no row so far, with their numbers, by how many tokens they were given: a batch may have thousands."""
+"""Turns, with their numbers, that no row has taken yet; keyed by prompt length, because a batch may have thousands of turns."""
 
 
 def by_length(turns: Sequence[T]) -> Waiting[T]:
-    """Return turns as `Row.take_from` takes them."""
+    """Return turns in the form that `Row.take_from` takes."""
     found: Waiting[T] = defaultdict(list)
     for number, turn in enumerate(turns):
         found[len(turn.prompt_ids)].append((number, turn))
@@ -63,16 +63,16 @@ def by_length(turns: Sequence[T]) -> Waiting[T]:
 
 @dataclass
 class Row(Generic[T]):
-    """A completion while turns are found for it.
+    """A completion whose turns are being looked for.
 
     Args:
-        name: Its number, or what its host calls it.
-        trained: What it is.
-        limit: As for `join_turns`.
+        name: Its number, or the host's name for it.
+        trained: The completion.
+        limit: As in `join_turns`.
 
     Attributes:
-        turns: Those that were found, each with the number of its sampled tokens that are left of it.
-        at: First token of the sequence that comes behind them.
+        turns: The turns found so far, each with the number of its sampled tokens that the completion kept.
+        at: Index in the whole sequence of the first token after these turns.
     """
 
     name: int | str
@@ -87,11 +87,11 @@ class Row(Generic[T]):
         self.ended = False
 
     def fit(self, turn: Turn) -> int | None:
-        """Return how well a turn continues the row: 0 best, None not at all."""
+        """Return how well a turn continues the row: 0 is best, None means that it does not."""
         start, stop = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids)
         if self.ended or not self.at <= start <= len(self.tokens):
             return None
-        near = min(stop, start + 8, len(self.tokens))  # most others differ here, and whole prompts are long
+        near = min(stop, start + 8, len(self.tokens))  # most other turns differ here, and whole prompts are long
         if self.tokens[start:near] != turn.response_ids[: near - start] or self.tokens[:start] != turn.prompt_ids:
             return None
         if any(self.mask[self.at : start]) or self.tokens[start:stop] != turn.response_ids[: len(self.tokens) - start]:
@@ -102,7 +102,7 @@ class Row(Generic[T]):
         return 0 if stop == len(self.tokens) or not self.mask[stop] else 1
 
     def take_from(self, waiting: Waiting[T]) -> None:
-        """Move turns here that continue the row, one after the other, of several equal ones that of its log-probabilities."""
+        """Take the turns that continue the row, one by one; of equally good ones, take one with the row's log-probabilities."""
         while True:
             last = next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), len(self.tokens))
             fitting = [
@@ -137,7 +137,7 @@ class Row(Generic[T]):
         return f"token {place - first} of the completion" if place >= first else f"token {place} of the prompt"
 
     def unsampled(self, place: int) -> RecordError:
-        """Return the error of a token that counts as the policy's, and that nobody has sampled."""
+        """Return the error for a token that counts as the policy's, but that no call sampled."""
         return RecordError(
             f"completion {self.name}: {self.token(place)} (id {self.tokens[place]}) counts as the policy's, but no call "
             "of the trainer's engine has sampled it there. Generate by the trainer's own means (in TRL trainer.vllm_generation, "
@@ -145,14 +145,14 @@ class Row(Generic[T]):
         )
 
     def expect_covered(self, left: Sequence[Turn]) -> None:
-        """Refuse a row with a token of the policy's that no turn sampled; say which turn it should have been."""
+        """Refuse a row if no turn sampled one of the policy's tokens; say which turn should have."""
         missing = next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), None)
         if missing is None:
             return
         number, sampled = len(self.turns), self._sampled_at(missing, left)
         first = len(self.trained.prompt_ids)
         should = [turn for turn in left if first <= len(turn.prompt_ids) <= min(missing, self.common(turn))]
-        # Right behind a turn, given to a later one, and none could have sampled it: the mask is wrong.
+        # The token comes right after a turn, a later turn was given it, and no turn could have sampled it: the mask is wrong.
         given_it = missing == self.at and not should and any(self.common(turn) > missing for turn in left)
         if sampled is not None and not given_it:
             for turn in left:
@@ -162,7 +162,7 @@ class Row(Generic[T]):
                         f"behind {self.token(len(turn.prompt_ids) - 1)} and went on from them, and what is trained on goes on "
                         "without them. Keep every turn that a later one was given."
                     )
-        # Otherwise the one that has most of the row, of those that should have sampled the token.
+        # Otherwise, of the turns that should have sampled the token, take the one that shares most with the row.
         nearest = sampled or max(should, key=self.common, default=None)
         if given_it or nearest is None:
             raise self.unsampled(missing)
@@ -187,7 +187,7 @@ class Row(Generic[T]):
         )
 
     def _sampled_at(self, place: int, left: Sequence[Turn]) -> Turn | None:
-        """Return the turn of the row's prompt that sampled the tokens from a place on, behind other ones than the row's."""
+        """Return the turn of the row's prompt that sampled the row's tokens from `place` on, but after other tokens."""
         first = len(self.trained.prompt_ids)
         found = [
             turn
@@ -199,7 +199,7 @@ class Row(Generic[T]):
 
 
 def any_asked(turns: Sequence[Turn], trained: Sequence[Trained]) -> bool:
-    """Tell whether a turn was given a completion's prompt: otherwise another engine has sampled the completions."""
+    """Tell whether any turn was given a completion's prompt; if none was, another engine sampled the completions."""
     return any(turn.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids for one in trained for turn in turns)
 
 
@@ -208,7 +208,7 @@ def near(ours: float, theirs: float | None) -> bool:
 
 
 def expect_one_version(name: int | str, versions: Sequence[int | None]) -> None:
-    """Refuse a completion whose turns are of several versions of the weights; names the first two."""
+    """Refuse a completion whose turns were sampled by several versions of the weights; names the first two."""
     for number, version in enumerate(versions):
         if version != versions[0]:
             raise ProvenanceError(
@@ -219,7 +219,7 @@ def expect_one_version(name: int | str, versions: Sequence[int | None]) -> None:
 
 
 def moved(name: int | str, place: int, ours: float, theirs: float | None) -> RecordError:
-    """Return the error of a token that is trained with another log-probability than the engine reported."""
+    """Return the error for a token that is trained with another log-probability than the engine reported."""
     return RecordError(
         f"completion {name}: token {place} of the completion is trained with log-probability {theirs}, and the "
         f"engine reported {ours}: log-probabilities have moved against their tokens, or are another model's. Give "
@@ -237,7 +237,7 @@ def _continues(turn: Turn, earlier: Turn) -> bool:
 
 
 def expect_none_dropped(rows: Sequence[Row[T]], left: Sequence[T], every_turn: bool) -> None:
-    """Refuse turns that continue a completion and are no part of it."""
+    """Refuse turns that continue a completion but are not part of it."""
     for turn in left:
         if not every_turn:
             begun = any(row.turns and _continues(turn, row.turns[0][0]) for row in rows)
