@@ -58,7 +58,7 @@ def examine(
     Raises:
         RecordError: A token id of a prompt is beyond the model's vocabulary.
     """
-    from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
     from mismatch_ext.doctor.other_model import distance, judged
 
@@ -109,7 +109,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         RecordError: A token id is beyond the model's vocabulary, or the responses are not of one run.
         RoutingError: The routes are not of the model.
     """
-    from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:

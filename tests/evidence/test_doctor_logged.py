@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mismatch_ext.adapters.doctor import examine_logged
-from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
+from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.asking import ToSample
