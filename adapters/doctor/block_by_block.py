@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Diagnosis, Sample
+from mismatch_ext.doctor.asking import sequences
 from mismatch_ext.doctor.blocks import At, said
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def held_blocks(engine: DoctorsEngine, sample: Sample) -> Held:
     if not isinstance(engine, ShowsBlocks):
         return Held(missing="this engine is not in this process, or has no hooks")
     rows: list[list[int]] = []
-    for prompt, response in zip(sample.prompts, sample.responses, strict=True):
-        whole = [*prompt, *response]
+    for whole in sequences(sample):
         if len(rows) < MOST_ROWS and sum(map(len, rows)) + len(whole) <= MOST_TOKENS:
             rows.append(whole)
     blocks = engine.blocks(rows)

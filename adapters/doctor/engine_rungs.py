@@ -9,6 +9,7 @@ import numpy as np
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, SAMPLED, Engine, Rung
 
 # Responses that are scored again in another order, one at a time, and sampled without settings.
@@ -61,11 +62,10 @@ def engine_rungs(
         decode, prefill = sample.engine - again.engine, again.engine
     else:
         rungs.append(Rung.of("engine", SAMPLED, sample.engine - again.engine))
+        sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
+        first = prompts[:NEUTRAL_ROWS]
         neutral = engine.sample(
-            prompts[:NEUTRAL_ROWS],
-            responses=NEUTRAL_ROWS,
-            max_tokens=max_tokens,
-            sampling={"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))},
+            ToSample(prompts=first, responses=NEUTRAL_ROWS, max_tokens=max_tokens, sampling=sampling)
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
     rungs.append(Rung.of("engine", DECODE, decode))

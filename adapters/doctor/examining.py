@@ -13,6 +13,7 @@ from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import Run
 
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.doctor.diagnosis import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
@@ -57,7 +58,7 @@ def examine(
     Raises:
         RecordError: A token id of a prompt is beyond the model's vocabulary.
     """
-    from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
     from mismatch_ext.doctor.other_model import distance, judged
 
@@ -66,13 +67,12 @@ def examine(
     _ensure_known("--prompts", sides.model, model, prompts)
     # Routes of another number of experts cannot be replayed.
     shape = None if engines_own(sides, EXPERTS) else routing_shape(model)
+    asked = ToSample(prompts=prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen)
     with _Rungs() as rung:
         rung("engine")
         engine = sides.start(shape)
         try:
-            sample = engine.sample(
-                prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen
-            )
+            sample = engine.sample(asked)
             rung("engine again")
             again = engine.score(sample)
             rung("engine's own noise")
@@ -109,7 +109,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         RecordError: A token id is beyond the model's vocabulary, or the responses are not of one run.
         RoutingError: The routes are not of the model.
     """
-    from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:

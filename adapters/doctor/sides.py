@@ -10,29 +10,18 @@ if TYPE_CHECKING:
     from mismatch_ext.adapters.doctor.server import Address
 
     from mismatch_ext.doctor import Sample
+    from mismatch_ext.doctor.asking import ToSample
     from mismatch_ext.routing import RoutingShape
 
 
 class DoctorsEngine(Protocol):
     """An engine that the doctor asks about tokens."""
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        responses: int,
-        max_tokens: int,
-        sampling: Mapping[str, Any],
-        seen: Sequence[Sequence[int]] | None = None,
-    ) -> Sample:
+    def sample(self, asked: ToSample) -> Sample:
         """Sample responses as the run does.
 
         Args:
-            prompts: Token ids of each prompt, as the trainer has them.
-            responses: How many at least; each prompt gets as many as the others.
-            max_tokens: Most tokens of a response.
-            sampling: What the run's requests say of sampling.
-            seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
+            asked: What is to be sampled; its settings are by the engine's names.
         """
 
     def score(self, sample: Sample) -> Sample:

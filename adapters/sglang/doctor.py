@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from mismatch_ext.adapters.sglang.server import read_server
 from mismatch_ext.adapters.sglang.side import ON_CPU
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.routing import RoutingShape
@@ -90,39 +91,18 @@ class SglangEngine:
             signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
             engine.loop.add_signal_handler(signal.SIGQUIT, engine.loop.stop)
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        responses: int,
-        max_tokens: int,
-        sampling: Mapping[str, Any],
-        seen: Sequence[Sequence[int]] | None = None,
-    ) -> Sample:
+    def sample(self, asked: ToSample) -> Sample:
         """Sample responses as the run does.
 
         Args:
-            prompts: Token ids of each prompt, as the trainer has them.
-            responses: How many at least; each prompt gets as many as the others.
-            max_tokens: Most tokens of a response.
-            sampling: SGLang's `sampling_params`.
-            seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
+            asked: What is to be sampled; its `sampling` holds SGLang's `sampling_params`.
 
         Raises:
             ConfigError: SGLang refuses a sampling argument or a prompt.
             EngineError: SGLang failed, or aborted a request.
             RecordError: What SGLang returned is malformed.
         """
-        return sampled(
-            partial(self._generated, sampling=sampling),
-            self.reading,
-            prompts,
-            responses=responses,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            shape=self._shape,
-            seen=seen,
-        )
+        return sampled(partial(self._generated, sampling=asked.sampling), self.reading, asked, self._shape)
 
     def score(self, sample: Sample) -> Sample:
         """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""

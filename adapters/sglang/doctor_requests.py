@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.response import to_records, to_traces
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample, sequences
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.provenance import to_provenance
@@ -24,58 +25,35 @@ Generate = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Maps a batch of requests, as `generate_request` builds it, to a response for each of its prompts, in their order."""
 
 
-def sampled(
-    generate: Generate,
-    reading: EngineReading,
-    prompts: Sequence[Sequence[int]],
-    *,
-    responses: int,
-    max_tokens: int,
-    sampling: Mapping[str, Any],
-    shape: RoutingShape | None = None,
-    seen: Sequence[Sequence[int]] | None = None,
-) -> Sample:
+def sampled(generate: Generate, reading: EngineReading, asked: ToSample, shape: RoutingShape | None = None) -> Sample:
     """Sample responses as a run does.
 
     Args:
         generate: Asks the engine.
         reading: What the engine runs with.
-        prompts: Token ids of each prompt, as the trainer has them.
-        responses: How many at least; each prompt gets as many as the others.
-        max_tokens: Most tokens of a response.
-        sampling: SGLang's `sampling_params`; for those that are left out the engine has its own, `preferred_sampling_params`
-            among them. Response i of the sample is drawn with `sampling_seed` + i, which only a deterministic engine looks at;
-            any other draws all from its `random_seed`.
+        asked: What is to be sampled; its `sampling` holds SGLang's `sampling_params`, and for those that are left out the engine
+            has its own, `preferred_sampling_params` among them. Response i of the sample is drawn with `sampling_seed` + i,
+            which only a deterministic engine looks at; any other draws all from its `random_seed`.
         shape: Of the routes that it records; None reads none.
-        seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
 
     Raises:
         ConfigError: A sampling argument is what an option says.
         EngineError: SGLang aborted a request.
         RecordError: What SGLang returned is malformed.
     """
+    sampling, shape = asked.sampling, asked.routed(shape)
     for name, option in OTHERS.items():
         if name in sampling:
             raise ConfigError(f"--sampling: {name} is what {option} says; leave it out.")
-    n = -(-responses // len(prompts))
-    asked = [list(prompt) for prompt in (prompts if seen is None else seen) for _ in range(n)]
-    seeds = [int(sampling.get(SEED, 0)) + row for row in range(len(asked))]
-    # Where the engine saw other prompts, its routes are of other rows than the trainer's.
-    shape = shape if seen is None else None
-    request = generate_request(asked, SamplingSettings(), max_new_tokens=max_tokens, routing=shape is not None)
+    prompts = [prompt for prompt in asked.given for _ in range(asked.of_each)]
+    seeds = [int(sampling.get(SEED, 0)) + row for row in range(len(prompts))]
+    request = generate_request(prompts, SamplingSettings(), max_new_tokens=asked.max_tokens, routing=shape is not None)
     # As the run's requests are: what they leave out is the engine's to say.
-    request["sampling_params"] = [{**sampling, "max_new_tokens": max_tokens, "n": 1, SEED: seed} for seed in seeds]
-    settings = SamplingSettings(temperature=float(sampling.get("temperature", 1.0)))
-    found = to_records(
-        generate(request),
-        prompt_ids=asked,
-        provenance=to_provenance(reading, sampling=settings, weight_version=0),
-        shape=shape,
-    )
-    if seen is not None:
-        owners = [tuple(prompt) for prompt in prompts for _ in range(n)]
-        found = [replace(record, prompt_ids=owner) for record, owner in zip(found, owners, strict=True)]
-    return Sample.of([record for record in found if record.response_ids])
+    request["sampling_params"] = [
+        {**sampling, "max_new_tokens": asked.max_tokens, "n": 1, SEED: seed} for seed in seeds
+    ]
+    provenance = to_provenance(reading, sampling=asked.settings, weight_version=0)
+    return asked.sampled(to_records(generate(request), prompt_ids=prompts, provenance=provenance, shape=shape))
 
 
 def scored(generate: Generate, sample: Sample, shape: RoutingShape | None = None) -> Sample:
@@ -89,7 +67,7 @@ def scored(generate: Generate, sample: Sample, shape: RoutingShape | None = None
     Raises:
         RecordError: What SGLang returned is malformed.
     """
-    whole = [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
+    whole = sequences(sample)
     request = generate_request(whole, SCORING, max_new_tokens=0, prompt_logprobs=True, routing=shape is not None)
     outputs = generate(request)
     largest = max(map(max, whole))

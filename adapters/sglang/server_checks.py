@@ -129,11 +129,9 @@ def numeric_problems(fields: Mapping[Any, Any], policy: PrecisionPolicy, determi
     if speculative is not None:
         why = "Neither log-probabilities nor routes of drafted tokens have been compared with a trainer's."
         found.append(_problem("speculative_algorithm", speculative, "none", "leave out --speculative-algorithm", why))
-    if fields.get("enable_decoder_swa_bounded_replay") is True:
-        why = "What it computes after a prefix hit is not the full prefill that the trainer computes."
-        flag = "--no-enable-decoder-swa-bounded-replay"
-        found.append(_problem("enable_decoder_swa_bounded_replay", True, "false", flag, why))
-    return found
+    why = "What it computes after a prefix hit is not the full prefill that the trainer computes."
+    flag = "--no-enable-decoder-swa-bounded-replay"
+    return found + _switched_on(fields, "enable_decoder_swa_bounded_replay", why, flag)
 
 
 def routing_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
@@ -151,14 +149,11 @@ def routing_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
     if isinstance(backend, str) and backend in BYPASSING:
         why = "It chooses experts inside a fused kernel, past the place where SGLang records them."
         problems.append(_problem("moe_runner_backend", backend, "triton", "--moe-runner-backend triton", why))
-    if fields.get("enable_two_batch_overlap") is True:
-        why = "A batch is then computed in two halves, of which no one has compared the recorded experts."
-        flag = "leave out --enable-two-batch-overlap"
-        problems.append(_problem("enable_two_batch_overlap", True, "false", flag, why))
+    why = "A batch is then computed in two halves, of which no one has compared the recorded experts."
+    problems += _switched_on(fields, "enable_two_batch_overlap", why)
     for name in ("enable_hierarchical_cache", "enable_lmcache"):
-        if fields.get(name) is True:
-            why = "Keys and values that come back from that cache come without their routes."
-            problems.append(_problem(name, True, "false", f"leave out --{name.replace('_', '-')}", why))
+        why = "Keys and values that come back from that cache come without their routes."
+        problems += _switched_on(fields, name, why)
     mode, stages = fields.get("disaggregation_mode"), fields.get("pp_size")
     if mode is not None and not (isinstance(mode, str) and mode == "null"):
         why = "The prompt's routes stay with the server that computed it."
@@ -210,6 +205,12 @@ def _given(value: object) -> bool:
         isinstance(value, str) and value.strip() in ("", "{}") or isinstance(value, (list, tuple, dict)) and not value
     )
     return value is not None and not empty
+
+
+def _switched_on(fields: Mapping[Any, Any], name: str, why: str, flag: str = "") -> list[ServerProblem]:
+    """Return the problem of a switch that must be off, if it is on."""
+    flag = flag or f"leave out --{name.replace('_', '-')}"
+    return [_problem(name, True, "false", flag, why)] if fields.get(name) is True else []
 
 
 def _problem(field: str, found: object, allowed: str, flag: str, why: str) -> ServerProblem:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.sglang.engine import EngineTransport
-from mismatch_ext.adapters.sglang.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.response import to_records
 from mismatch_ext.adapters.sglang.server import check_server, read_server
 from mismatch_ext.adapters.sglang.server_checks import routing_problems
 from mismatch_ext.adapters.sglang.transport import Transport
+from mismatch_ext.adapters.sglang.verified import Remote
 from mismatch_ext.adapters.sglang.weights import update_weights
-from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import RoutingError
@@ -24,7 +23,6 @@ from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.run import NamedTensors
-from mismatch_ext.weight_sync import Decoded, TensorComparison
 
 ON_CPU: dict[str, Any] = {
     "device": "cpu",
@@ -40,7 +38,7 @@ ON_CPU: dict[str, Any] = {
 """Arguments with which SGLang runs on a CPU."""
 
 
-class Rollout:
+class Rollout(Remote):
     """`RolloutSide` of SGLang.
 
     Args:
@@ -71,7 +69,8 @@ class Rollout:
         n: int = 1,
         stop_token_ids: Sequence[int] = (),
     ) -> None:
-        self.transport, self.sampling, self.max_new_tokens, self.n = transport, sampling, max_new_tokens, n
+        super().__init__(transport)
+        self.sampling, self.max_new_tokens, self.n = sampling, max_new_tokens, n
         self.stop_token_ids = tuple(stop_token_ids)
         self.weight_version = 0
         self._info = transport.server_info()
@@ -144,18 +143,6 @@ class Rollout:
         if problems := routing_problems(self._info):
             raise RoutingError("; ".join(map(str, problems)))
         self._shape = shape
-
-    def score(self, tokens: Tensor) -> Tensor:
-        """Return prefill's log-probabilities `[N, T-1]`, float64, at temperature 1, of tokens `[N, T]` after the first."""
-        return score_tokens(self.transport, tokens.tolist())
-
-    def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Decode the likeliest `count` tokens after each prompt of `[N, P]`."""
-        return decode_tokens(self.transport, tokens.tolist(), count)
-
-    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Compare nothing: SGLang's weights are in processes of its own."""
-        return ()
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[RolloutRecord]:
         """Sample `n` responses to each prompt, those of a prompt beside each other.

@@ -1,4 +1,4 @@
-"""Weight updates of SGLang: checkpoint names, the engine's dtype, buckets, a stamp, and a check of what the engine then holds.
+"""Weight updates of SGLang: checkpoint names, the engine's dtype, buckets and a stamp.
 
 SGLang casts what it receives to its own dtype without a word, and drops what it has no name for without a word: the fused
 expert weights that transformers keeps are of the second kind. Here tensors are cast before they are sent, a value that
@@ -8,20 +8,18 @@ overflows is an error that names its tensor, and names are those of the checkpoi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from mismatch_ext.adapters.sglang.probes import decode_tokens, score_tokens
-from mismatch_ext.adapters.sglang.transport import Bucket, Transport
+from mismatch_ext.adapters.sglang.transport import Transport
 from torch import Tensor
 
 from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
-from mismatch_ext.weight_sync import Decoded, TensorComparison
-from mismatch_ext.weight_sync.updates import DECODE_TOKENS, NamedTensors, VerifiedUpdates
+from mismatch_ext.weight_sync.updates import NamedTensors, in_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,7 +96,7 @@ def update_weights(
     # Counted and not kept: a sharded trainer gathers one tensor at a time.
     cast = (_cast(name, tensor, target, sent, fused_experts) for name, tensor in named_parameters)
     stamp = None if weight_version is None else str(weight_version)
-    transport.update_weights(_buckets(cast, bucket_bytes // transport.copies), weight_version=stamp)
+    transport.update_weights(in_parts(cast, bucket_bytes // transport.copies), weight_version=stamp)
     if not sent:
         raise RecordError("a weight update without tensors; a generator such as named_parameters() can be used once.")
     return SyncReading(sent_dtype=" and ".join(sorted(sent)), received_dtype=canonical(target))
@@ -137,88 +135,3 @@ def _not_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> str:
         f"{name}: weight {largest:.6g} overflows in {limit.name}; allowed: magnitudes up to {limit.max:g}. Run engine and "
         f"trainer in bfloat16, or check the checkpoint with `mismatch-ext readiness`. {again}"
     )
-
-
-def _buckets(tensors: NamedTensors, most: int) -> Iterator[Bucket]:
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, tensor in tensors:
-        if bucket and held + tensor.nbytes > most:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-class Remote:
-    """What is asked of an SGLang engine about its weights.
-
-    Args:
-        transport: The engine.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    def score(self, tokens: Tensor) -> Tensor:
-        """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
-        return score_tokens(self.transport, tokens.tolist())
-
-    def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Decode the likeliest `count` tokens after each prompt of `[N, P]`."""
-        return decode_tokens(self.transport, tokens.tolist(), count)
-
-    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Return nothing: SGLang's weights are out of reach."""
-        return ()
-
-
-class VerifiedWeights(VerifiedUpdates):
-    """Sends the trainer's weights, and checks each time that the engine computes with them.
-
-    Both sides score fixed probe tokens. The engine must hold the trainer's weights when this is built. After an update the stamp
-    of responses is `str(version)`.
-
-    Args:
-        transport: The engine.
-        parameters: Returns checkpoint names and tensors each time that it is called.
-        score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]` at temperature 1.
-        probes: Probe tokens `[N, T]`, int64.
-        dtype: The engine's dtype.
-        trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
-        version: Number of updates that were begun on the engine.
-        decode_tokens: Tokens that the engine decodes in the place of each probe's last ones, held to its prefill; 0 for none.
-
-    Raises:
-        EngineError: The engine failed.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        parameters: Callable[[], NamedTensors],
-        score: Callable[[Tensor], Tensor],
-        *,
-        probes: Tensor,
-        dtype: str | torch.dtype,
-        trainer_dtype: str | torch.dtype | None = None,
-        version: int = 0,
-        decode_tokens: int = DECODE_TOKENS,
-    ) -> None:
-        self.transport = transport
-        super().__init__(
-            Remote(transport),
-            parameters,
-            score,
-            probes=probes,
-            dtype=dtype,
-            trainer_dtype=trainer_dtype,
-            version=version,
-            decode_tokens=decode_tokens,
-        )
-
-    def _send(self) -> Mapping[str, Any]:
-        update_weights(self.transport, self.parameters(), dtype=self.dtype, weight_version=self.version)
-        return {}

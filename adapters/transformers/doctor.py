@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import doctor_logits
 from mismatch_ext.adapters.transformers.doctor_head import head_of, in_float32
-from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, Laid, laid, own_noise
+from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, own_noise
 from mismatch_ext.adapters.transformers.doctor_logits import Projected, is_head, passing_hidden
+from mismatch_ext.adapters.transformers.doctor_models import end_tokens, routing_shape
 from mismatch_ext.adapters.transformers.doctor_oracle import in_float64
-from mismatch_ext.adapters.transformers.peft_adapters import base_of, merged, whole
-from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
-from mismatch_ext.adapters.transformers.scoring import evaluating
-from safetensors import SafetensorError
+from mismatch_ext.adapters.transformers.doctor_passes import MOST_ROWS, Prompt, passes
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from mismatch_ext.doctor import Cause, Sample, Scores
 from mismatch_ext.doctor.sample import Floats
-from mismatch_ext.errors import ConfigError, ReplayError
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
-from mismatch_ext.routing import RoutingShape, RoutingTrace, align, align_packed
+from mismatch_ext.routing import RoutingTrace
 
-# Elements of a batch's logits: 256 MiB in float32. Rows of a batch are as many as tests of this size run with.
-MOST_LOGITS, MOST_ROWS = 2**26, 64
 # Rows of logits that are in float64 at once.
 PICKED = 512
 # Responses by which a parameter is chosen; those that are differentiated, and how many at once.
@@ -37,68 +31,6 @@ SCREENED = 64
 MOST_DERIVED, DERIVED_ROWS = 64, 8
 # What a run's own log-probabilities differ by from those of its weights in a plain pass.
 COMPUTED = "the run's own pass (its padding, positions, kernels, adapters)"
-Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
-
-
-def ensure_checkpoint(option: str, path: str | Path) -> None:
-    """Refuse what is neither a checkpoint nor an adapter of one before anything expensive starts.
-
-    Raises:
-        ConfigError: There is none; names the option that gave it.
-    """
-    base = base_of(path)
-    named = path if base is None else f"{base}, the base model of the adapter {path},"
-    try:
-        AutoConfig.from_pretrained(whole(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{option}: {named} cannot be loaded as a checkpoint of transformers: {' '.join(str(error).split())[:300]}"
-        ) from error
-
-
-def load_model(path: str | Path, option: str = "--model", config: Mapping[str, Any] | None = None) -> nn.Module:
-    """Load a checkpoint in float32, for scoring; an adapter is merged with its base model.
-
-    Args:
-        path: Its folder, or an adapter's.
-        option: What gave it, for messages.
-        config: Fields of its configuration that have another value.
-
-    Raises:
-        ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave it.
-    """
-    try:
-        own = AutoConfig.from_pretrained(whole(path))
-        _update(own, config or {})
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(whole(path), config=own, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"{option}: {path} cannot be loaded as a causal language model of transformers: {' '.join(str(error).split())[:300]}"
-        ) from error
-    return (model if base_of(path) is None else merged(model, path, option)).eval()
-
-
-def _update(config: Any, changes: Mapping[str, Any]) -> None:
-    """Set fields of a configuration, as verl does; a mapping stands for the fields of a configuration in it."""
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and not isinstance(getattr(config, key, None), Mapping | None):
-            _update(getattr(config, key), value)
-        else:
-            setattr(config, key, value)
-
-
-def with_room(length: int | None, model: str) -> int | None:
-    """Return a maximal length in which a whole response can be scored: vLLM insists on one more token.
-
-    Args:
-        length: The host's; None for the checkpoint's own.
-        model: The checkpoint, whose own length is never exceeded.
-    """
-    if length is None:
-        return None
-    config: Any = AutoConfig.from_pretrained(whole(model))
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return length + 1 if own is None or length < own else length
 
 
 class Scorer:
@@ -141,6 +73,7 @@ class Scorer:
         self.engine_dtype = torch_dtype(engine_dtype)
         self._oracle = torch.float64 if oracle == "float64" else torch.float32
         self.shape = routing_shape(model)
+        self._passes = partial(passes, model, shape=self.shape)
         # As the run: no routes are replayed unless its block says so, and the doctor shows what they cost.
         kept = torch_dtype(trainer_weights)
         self._head = head_of(model)
@@ -346,57 +279,6 @@ class Scorer:
     def _joined(self, found: list[tuple[int, Floats]]) -> Floats:
         return np.concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])])
 
-    def _passes(
-        self,
-        sample: Sample,
-        routes: tuple[RoutingTrace, ...] | None,
-        *,
-        prompt: Prompt | None = None,
-        taken: dict[int, RoutingTrace] | None = None,
-        grad: bool = False,
-        only: list[int] | None = None,
-        layout: str = "right",
-        most_rows: int = MOST_ROWS,
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each response's row and logits `[T, V]`; batches of like length, no cache. Routes are taken on right padding."""
-        prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
-        lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
-        order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__)
-        while order:
-            width = int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 2**17)
-            count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))
-            batch, order = order[:count], order[count:]
-            made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
-            with torch.set_grad_enabled(grad), evaluating(self.model), self._routed(batch, made, routes, taken):
-                output = self.model(**_given(made, self._device), use_cache=False)
-            for row, (place, start) in zip(batch, made.places, strict=True):
-                yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]
-
-    @contextmanager
-    def _routed(
-        self,
-        batch: list[int],
-        made: Laid,
-        routes: tuple[RoutingTrace, ...] | None,
-        taken: dict[int, RoutingTrace] | None,
-    ) -> Iterator[None]:
-        if self.shape is None or (routes is None and taken is None):
-            yield
-            return
-        mask = made.mask
-        if routes is not None:
-            traces = [routes[row] for row in batch]
-            trace, known = align_packed(traces, made.lengths) if mask is None else align(traces, mask)
-            with replay_routing(self.model, trace, known):
-                yield
-        else:
-            with record_routing(self.model) as recording:
-                yield
-            assert taken is not None and mask is not None  # padded on the right
-            whole, width = recording.trace, mask.shape[1]
-            for place, row in enumerate(batch):
-                taken[row] = whole.sequence(place * width, place * width + int(mask[place].sum()))
-
 
 def scored_under(scorer: Scorer, change: Callable[[float], Any], **given: Any) -> Cause:
     """Return the cause that a changed model shows.
@@ -412,23 +294,3 @@ def scored_under(scorer: Scorer, change: Callable[[float], Any], **given: Any) -
             return scorer.logprobs(screen=screen)
 
     return Cause(predict=predict, screen=partial(predict, screen=True), **given)
-
-
-def _given(made: Laid, device: torch.device) -> dict[str, Tensor]:
-    """Return a batch as arguments of a model; what is None is left out, as by a trainer that does not pass it."""
-    given = {"input_ids": made.ids, "attention_mask": made.mask, "position_ids": made.positions}
-    return {name: tensor.to(device) for name, tensor in given.items() if tensor is not None}
-
-
-def routing_shape(model: nn.Module) -> RoutingShape | None:
-    """Return the shape of a model's routes; None for a model without experts."""
-    try:
-        return moe_layout(model).shape
-    except ReplayError:
-        return None
-
-
-def end_tokens(model: nn.Module) -> tuple[int, ...]:
-    """Return the ids that end a response, as the checkpoint says."""
-    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)

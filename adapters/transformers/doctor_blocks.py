@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.doctor import Scorer
 from torch import Tensor, nn
 
-from mismatch_ext.doctor.blocks import At, Block, blocks_of
+from mismatch_ext.doctor.blocks import At, Block, blocks_of, hooked
 
 
 def compared(
@@ -54,8 +54,9 @@ def _given(
     return found
 
 
-@contextmanager
-def _replaced(blocks: Mapping[At, nn.Module], given: Mapping[At, Tensor], found: dict[At, Tensor]) -> Iterator[None]:
+def _replaced(
+    blocks: Mapping[At, nn.Module], given: Mapping[At, Tensor], found: dict[At, Tensor]
+) -> AbstractContextManager[None]:
     def before(at: At) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             if "hidden_states" in named:
@@ -71,13 +72,4 @@ def _replaced(blocks: Mapping[At, nn.Module], given: Mapping[At, Tensor], found:
 
         return hook
 
-    hooks = []
-    for at, block in blocks.items():
-        if at in given:
-            hooks.append(block.register_forward_pre_hook(before(at), with_kwargs=True))
-            hooks.append(block.register_forward_hook(after(at)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked({at: block for at, block in blocks.items() if at in given}, before, after)

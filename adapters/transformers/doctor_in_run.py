@@ -65,7 +65,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Computing:
-    """How the two sides of a run compute.
+    """How the two sides of a run compute, by the names of `Scorer`'s arguments.
 
     Args:
         trainer_dtype: The trainer's, under autocast unless it is float32.
@@ -195,17 +195,7 @@ def examine_batch(
             for row, mask in zip(rows.trainer, rows.masks, strict=True)
         ]
     )
-    scorer = Scorer(
-        model,
-        sample,
-        trainer_dtype=computing.trainer_dtype,
-        engine_dtype=computing.engine_dtype,
-        temperature=computing.temperature,
-        trainer_weights=computing.trainer_weights,
-        replays=computing.replays,
-        head=computing.head,
-        computed=computed,
-    )
+    scorer = Scorer(model, sample, **vars(computing), computed=computed)
     found = diagnose(sample, scorer.scores)
     found = replace(found, notes=(*found.notes, LIMITS))
     families = {cause.family for cause in found.mendable if cause.family in SAMPLED}

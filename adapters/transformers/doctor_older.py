@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.transformers.doctor import Scorer, load_model, scored_under
+from mismatch_ext.adapters.transformers.doctor import Scorer, scored_under
 from mismatch_ext.adapters.transformers.doctor_changes import weights
 from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
+from mismatch_ext.adapters.transformers.doctor_models import load_model
 
 from mismatch_ext.doctor import Cause
 

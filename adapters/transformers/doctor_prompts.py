@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mismatch_ext.adapters.transformers.doctor import Scorer, end_tokens
+from mismatch_ext.adapters.transformers.doctor import Scorer
+from mismatch_ext.adapters.transformers.doctor_models import end_tokens
 from torch import nn
 
 from mismatch_ext.doctor import Cause

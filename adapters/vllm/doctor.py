@@ -15,10 +15,11 @@ from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample, sequences
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.provenance import SamplingSettings, to_provenance
+from mismatch_ext.provenance import to_provenance
 from mismatch_ext.routing import RoutingShape
 
 if TYPE_CHECKING:
@@ -90,23 +91,11 @@ class VllmEngine:
         found._llm, found._shape, found.reading = llm, None, read_engine(llm)
         return found
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        responses: int,
-        max_tokens: int,
-        sampling: Mapping[str, Any],
-        seen: Sequence[Sequence[int]] | None = None,
-    ) -> Sample:
+    def sample(self, asked: ToSample) -> Sample:
         """Sample responses as the run does.
 
         Args:
-            prompts: Token ids of each prompt, as the trainer has them.
-            responses: How many at least; each prompt gets as many as the others.
-            max_tokens: Most tokens of a response.
-            sampling: Arguments of `vllm.SamplingParams`.
-            seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
+            asked: What is to be sampled; its `sampling` holds arguments of `vllm.SamplingParams`.
 
         Raises:
             ConfigError: vLLM refuses a sampling argument or a prompt.
@@ -114,35 +103,28 @@ class VllmEngine:
         """
         from vllm import SamplingParams
 
+        sampling, prompts = asked.sampling, asked.given
         try:
-            params = SamplingParams(n=-(-responses // len(prompts)), max_tokens=max_tokens, logprobs=0, **sampling)
+            params = SamplingParams(n=asked.of_each, max_tokens=asked.max_tokens, logprobs=0, **sampling)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"--sampling: vLLM refuses {dict(sampling)}: {' '.join(str(error).split())}") from error
-        asked = [list(prompt) for prompt in (prompts if seen is None else seen)]
-        requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in asked]
-        outputs = self._generated(requests, seeded(params, len(requests)))
-        # Where the engine saw other prompts, its routes are of other rows than the trainer's.
-        same = seen is None
-        settings = SamplingSettings(temperature=float(sampling.get("temperature", 1.0)))
+        requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in prompts]
         found = to_records(
-            outputs,
-            prompt_ids=asked,
-            provenance=to_provenance(self.reading, sampling=settings, weight_version=0),
-            shape=self._shape if same else None,
+            self._generated(requests, seeded(params, len(requests))),
+            prompt_ids=prompts,
+            provenance=to_provenance(self.reading, sampling=asked.settings, weight_version=0),
+            shape=asked.routed(self._shape),
             n=params.n,
         )
-        if not same:
-            owners = [tuple(prompt) for prompt in prompts for _ in range(params.n)]
-            found = [replace(record, prompt_ids=owner) for record, owner in zip(found, owners, strict=True)]
-        return Sample.of([record for record in found if record.response_ids])
+        return asked.sampled(found)
 
     def score(self, sample: Sample) -> Sample:
         """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
-        return self._scored(sample, self._prefilled(_whole(sample)))
+        return self._scored(sample, self._prefilled(sequences(sample)))
 
     def score_alone(self, sample: Sample) -> Sample:
         """Return what `score` does, with each response's request sent after the last one was answered."""
-        return self._scored(sample, [output for ids in _whole(sample) for output in self._prefilled([ids])])
+        return self._scored(sample, [output for ids in sequences(sample) for output in self._prefilled([ids])])
 
     def blocks(self, rows: Sequence[Sequence[int]]) -> list[Held]:
         """Return what each block is given, and gives, while a sequence is prefilled; nothing of one in several chunks.
@@ -170,7 +152,7 @@ class VllmEngine:
         )
 
     def _scored(self, sample: Sample, outputs: list[RequestOutput]) -> Sample:
-        whole = _whole(sample)
+        whole = sequences(sample)
         logprobs = []
         for output, prompt, ids in zip(outputs, sample.prompts, whole, strict=True):
             assert output.prompt_logprobs is not None  # asked for
@@ -205,10 +187,6 @@ def free_share() -> float:
 
     memory = psutil.virtual_memory()
     return float(round(max(0.01, 0.5 * memory.available / memory.total), 3))
-
-
-def _whole(sample: Sample) -> list[list[int]]:
-    return [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
 
 
 def seeded(params: SamplingParams, requests: int) -> list[SamplingParams]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from mismatch_ext.doctor.blocks import At, blocks_of
+from mismatch_ext.doctor.blocks import At, blocks_of, hooked
 
 Held = dict[At, tuple[Tensor, Tensor]]
 
 
-@contextmanager
-def holding(model: nn.Module, held: Held) -> Iterator[None]:
+def holding(model: nn.Module, held: Held) -> AbstractContextManager[None]:
     """Keep what each block is first given, and gives, on the CPU.
 
     Args:
@@ -39,12 +37,4 @@ def holding(model: nn.Module, held: Held) -> Iterator[None]:
 
         return hook
 
-    hooks = []
-    for at, block in blocks_of(model).items():
-        hooks.append(block.register_forward_pre_hook(before(at), with_kwargs=True))
-        hooks.append(block.register_forward_hook(after(at)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked(blocks_of(model), before, after)

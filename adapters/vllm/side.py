@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
@@ -149,15 +150,10 @@ class Rollout(InProcess):
         """
         from vllm import SamplingParams
 
-        sampling = self.sampling
         params = SamplingParams(
+            **asdict(self.sampling),
             n=self.n,
             max_tokens=self.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
             stop_token_ids=list(self.stop_token_ids),
             logprobs=0,
         )

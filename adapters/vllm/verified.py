@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from mismatch_ext.adapters.vllm.engine import read_engine
 from mismatch_ext.adapters.vllm.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.vllm.weights import Sending, compare_tensors, update_weights
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.weight_sync import Decoded, TensorComparison
-from mismatch_ext.weight_sync.updates import DECODE_TOKENS, NamedTensors, VerifiedUpdates
+from mismatch_ext.weight_sync.updates import NamedTensors, Updating, VerifiedUpdates
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -71,24 +70,10 @@ class VerifiedWeights(VerifiedUpdates):
         llm: LLM,
         parameters: Callable[[], NamedTensors],
         score: Callable[[Tensor], Tensor],
-        *,
-        probes: Tensor,
-        dtype: str | torch.dtype,
-        trainer_dtype: str | torch.dtype | None = None,
-        version: int = 0,
-        decode_tokens: int = DECODE_TOKENS,
+        **settings: Unpack[Updating],
     ) -> None:
         self.llm = llm
-        super().__init__(
-            InProcess(llm),
-            parameters,
-            score,
-            probes=probes,
-            dtype=dtype,
-            trainer_dtype=trainer_dtype,
-            version=version,
-            decode_tokens=decode_tokens,
-        )
+        super().__init__(InProcess(llm), parameters, score, **settings)
 
     def _send(self) -> Mapping[str, Any]:
         sending = Sending()

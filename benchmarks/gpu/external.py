@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.engine import Rollout
 from benchmarks.gpu.part import Setting
+from mismatch_ext.doctor.asking import ToSample
 
 
 def external_rollout(model: nn.Module, prompts: Tensor, setting: Setting, dtype: torch.dtype, folder: Path) -> Rollout:
@@ -38,7 +39,9 @@ def external_rollout(model: nn.Module, prompts: Tensor, setting: Setting, dtype:
     engine = run.start(None)
     try:
         sample = engine.sample(
-            prompts.tolist(), responses=len(prompts), max_tokens=setting.new_tokens, sampling=run.sampling
+            ToSample(
+                prompts=prompts.tolist(), responses=len(prompts), max_tokens=setting.new_tokens, sampling=run.sampling
+            )
         )
     finally:
         engine.shutdown()

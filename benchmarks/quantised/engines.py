@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import EngineError
 
 Floats = NDArray[np.float64]
@@ -87,7 +88,9 @@ class Vllm:
 
     def sample(self, prompts: Sequence[Sequence[int]], tokens: int) -> Sample:
         """Return a response to each prompt, of so many tokens at most."""
-        return self._asks.sample(prompts, responses=len(prompts), max_tokens=tokens, sampling={"seed": 0})
+        return self._asks.sample(
+            ToSample(prompts=prompts, responses=len(prompts), max_tokens=tokens, sampling={"seed": 0})
+        )
 
     def distributions(self, sample: Sample) -> Floats:
         """Return the log-probabilities of every id at every token of the responses `[N, V]`, of prefill."""
@@ -138,7 +141,7 @@ class Sglang:
 
     def sample(self, prompts: Sequence[Sequence[int]], tokens: int) -> Sample:
         """Return a response to each prompt, of so many tokens at most."""
-        return self._asks.sample(prompts, responses=len(prompts), max_tokens=tokens, sampling={})
+        return self._asks.sample(ToSample(prompts=prompts, responses=len(prompts), max_tokens=tokens, sampling={}))
 
     def distributions(self, sample: Sample) -> Floats:
         """Return the log-probabilities of every id at every token of the responses `[N, V]`, of prefill."""

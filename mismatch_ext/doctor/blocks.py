@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -47,6 +49,30 @@ def blocks_of(model: nn.Module) -> dict[At, nn.Module]:
         for name, kind in KINDS.items()
         if isinstance(block := getattr(layer, name, None), nn.Module)
     }
+
+
+@contextmanager
+def hooked(
+    blocks: Mapping[At, nn.Module],
+    before: Callable[[At], Callable[..., Any]],
+    after: Callable[[At], Callable[..., Any]],
+) -> Iterator[None]:
+    """Hook blocks for a while.
+
+    Args:
+        blocks: By layer and kind.
+        before: Makes the hook before a block's forward, which is given keyword arguments, too.
+        after: Makes the one after it.
+    """
+    hooks = []
+    for at, block in blocks.items():
+        hooks.append(block.register_forward_pre_hook(before(at), with_kwargs=True))
+        hooks.append(block.register_forward_hook(after(at)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def said(blocks: Sequence[Block]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ from mismatch_ext.weight_sync.verifier import Sampled, WeightVerifier
 
 DECODE_TOKENS = MonitorConfig().weight_sync_decode_tokens
 NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class Updating(TypedDict):
+    """What `VerifiedUpdates` takes by keyword; engines hand it on whole."""
+
+    probes: Tensor
+    dtype: str | torch.dtype
+    trainer_dtype: NotRequired[str | torch.dtype | None]
+    version: NotRequired[int]
+    decode_tokens: NotRequired[int]
 
 
 class VerifiedUpdates(ABC):
@@ -44,9 +54,9 @@ class VerifiedUpdates(ABC):
         *,
         probes: Tensor,
         dtype: str | torch.dtype,
-        trainer_dtype: str | torch.dtype | None,
-        version: int,
-        decode_tokens: int,
+        trainer_dtype: str | torch.dtype | None = None,
+        version: int = 0,
+        decode_tokens: int = DECODE_TOKENS,
     ) -> None:
         self.parameters, self.score = parameters, score
         self.probes, self.dtype, self.version = probes, canonical(dtype), version
@@ -77,3 +87,22 @@ class VerifiedUpdates(ABC):
     def verify(self) -> SyncVerdict:
         """Judge whether the engine holds the trainer's present weights, however they came there; raises nothing."""
         return self.verifier.judge()
+
+
+def in_parts(tensors: NamedTensors, most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield tensors in parts of as many as a request may hold, in their order.
+
+    Args:
+        tensors: Names and tensors.
+        most: Bytes of a part; a larger tensor is a part of its own.
+    """
+    part: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in tensors:
+        if part and held + tensor.nbytes > most:
+            yield part
+            part, held = [], 0
+        part.append((name, tensor))
+        held += tensor.nbytes
+    if part:
+        yield part

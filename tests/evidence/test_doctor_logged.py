@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from mismatch_ext.adapters.doctor import examine_logged
-from mismatch_ext.adapters.transformers.doctor import load_model, routing_shape
+from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
 from mismatch_ext.doctor import Diagnosis, Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.provenance import Provenance, SamplingSettings
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.rollouts import read_rollouts, write_rollouts
@@ -61,7 +62,9 @@ def examined(planted: Planted, folder: Path, engines: Engines, *, routes: bool =
     """Plant a fault, log what is sampled, and have the doctor look at the file."""
     run, prompts, seen = plant(planted, folder, engines)
     engine = run.start(routing_shape(load_model(run.model)))
-    sample = engine.sample(prompts, responses=RESPONSES, max_tokens=planted.tokens, sampling=run.sampling, seen=seen)
+    sample = engine.sample(
+        ToSample(prompts=prompts, responses=RESPONSES, max_tokens=planted.tokens, sampling=run.sampling, seen=seen)
+    )
     logged(sample, folder / "rollouts.jsonl", run.dtype, routes=routes)
     return examine_logged(run, read_rollouts(folder / "rollouts.jsonl"))
 

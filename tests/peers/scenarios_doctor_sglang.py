@@ -16,6 +16,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import encode
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.routing import RoutingShape
 
@@ -41,9 +42,9 @@ class Kept:
 
     engine: DoctorsEngine
 
-    def sample(self, *args: Any, **kwargs: Any) -> Sample:
+    def sample(self, asked: ToSample) -> Sample:
         """Sample with it."""
-        return self.engine.sample(*args, **kwargs)
+        return self.engine.sample(asked)
 
     def score(self, sample: Sample) -> Sample:
         """Score with it."""
@@ -73,7 +74,7 @@ def examined() -> dict[str, Any]:
         name: examine(one, prompts, responses=96, max_tokens=112, quick=True).data() for name, one in runs.items()
     }
     engine = run.start(None)
-    twice = engine.sample([prompts[0]] * 2, responses=32, max_tokens=16, sampling=run.sampling)
+    twice = engine.sample(ToSample(prompts=[prompts[0]] * 2, responses=32, max_tokens=16, sampling=run.sampling))
     found["different"] = len(set(twice.responses))
     found["refused"] = {
         name: _refusal(engine, asked, sampling)
@@ -115,7 +116,7 @@ def _killed_soon(process: int) -> Iterator[None]:
 
 def _refusal(engine: DoctorsEngine, prompts: list[list[int]], sampling: dict[str, Any]) -> str:
     try:
-        engine.sample(prompts, responses=len(prompts), max_tokens=112, sampling=sampling)
+        engine.sample(ToSample(prompts=prompts, responses=len(prompts), max_tokens=112, sampling=sampling))
     except MismatchError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"

@@ -13,6 +13,7 @@ from mismatch_ext.adapters.doctor.server import Address, connect, engine_of
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError
 from tests.peers.engines import sglang_server, vllm_server
 
@@ -45,8 +46,8 @@ def test_over_http_a_clean_run_names_nothing_and_a_fault_is_named_and_confirmed(
             # SGLang looks up tokens that its model does not have, and its scheduler ends: they are not sent.
             engine = engine_of(connect(Address(url=url)), None)
             with pytest.raises(ConfigError, match="smaller vocabulary"):
-                engine.sample([[3, 99]] * 2, responses=2, max_tokens=2, sampling={})
-            assert len(engine.sample([[3, 4]], responses=2, max_tokens=2, sampling={}).responses) == 2
+                engine.sample(ToSample(prompts=[[3, 99]] * 2, responses=2, max_tokens=2, sampling={}))
+            assert len(engine.sample(ToSample(prompts=[[3, 4]], responses=2, max_tokens=2, sampling={})).responses) == 2
     (cause,) = fault["causes"]
     assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005
     assert cause["status"] == "confirmed" and fault["verdict"] == "explained"

@@ -19,6 +19,7 @@ from mismatch_ext.adapters.doctor.server import Address, Server, connect, engine
 from mismatch_ext.adapters.doctor.server.client import Client
 from mismatch_ext.adapters.doctor.server.vllm import read
 
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, NonFiniteLogprobError, RecordError
 from mismatch_ext.routing import RoutingShape
 
@@ -179,7 +180,9 @@ def completing(answer: Callable[[Any], tuple[int, Any]]) -> Answers:
 def test_sampled_tokens_come_with_their_logprobs_and_routes() -> None:
     with listening(completing(lambda _: (200, RECORDED["sample"]))) as (url, seen):
         sample = engine(url).sample(
-            [(3, 4, 5, 6), (3, 4, 5, 6)], responses=3, max_tokens=5, sampling={"seed": 7, "top_p": 0.9}
+            ToSample(
+                prompts=[(3, 4, 5, 6), (3, 4, 5, 6)], responses=3, max_tokens=5, sampling={"seed": 7, "top_p": 0.9}
+            )
         )
     bodies = [body for path, body, _ in seen if path == "/v1/completions"]
     assert sorted(body["seed"] for body in bodies) == [7, 9], "responses of two prompts would draw with the same noise"
@@ -188,7 +191,10 @@ def test_sampled_tokens_come_with_their_logprobs_and_routes() -> None:
     assert sample.logprobs[0][1] == -2.538452386856079
     assert sample.routes is not None and [trace.rows for trace in sample.routes] == [8] * 4
     with listening(completing(lambda _: (200, RECORDED["sample"]))) as (url, _):
-        assert engine(url, None).sample([(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={}).routes is None
+        assert (
+            engine(url, None).sample(ToSample(prompts=[(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={})).routes
+            is None
+        )
 
 
 def test_scored_tokens_are_those_of_the_response() -> None:
@@ -197,7 +203,7 @@ def test_scored_tokens_are_those_of_the_response() -> None:
         return 200, RECORDED["score"]
 
     with listening(completing(lambda _: (200, RECORDED["sample"]))) as (url, _):
-        sample = engine(url).sample([(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={})
+        sample = engine(url).sample(ToSample(prompts=[(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={}))
     parts = {"prompts": ((3, 4), (7, 8, 9)), "responses": ((5, 6), (3, 4)), "masks": ((True,) * 2,) * 2}
     asked = type(sample)(**parts, logprobs=((0.0, 0.0),) * 2)
     with listening(completing(scored)) as (url, _):
@@ -233,7 +239,7 @@ def test_a_malformed_answer_names_the_field(answer: Any, error: type[MismatchErr
 def test_minus_infinity_is_no_number() -> None:
     answer = changed(logprobs={"token_logprobs": [-9999.0] * 5})
     with listening(completing(lambda _: (200, answer))) as (url, _), pytest.raises(NonFiniteLogprobError):
-        engine(url, None).sample([(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={})
+        engine(url, None).sample(ToSample(prompts=[(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={}))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +259,7 @@ def test_minus_infinity_is_no_number() -> None:
 )
 def test_a_refusal_says_what_to_do(status: int, held: Any, error: type[MismatchError], words: list[str]) -> None:
     with listening(completing(lambda _: (status, held))) as (url, _), pytest.raises(error) as caught:
-        engine(url).sample([(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={})
+        engine(url).sample(ToSample(prompts=[(3, 4, 5, 6)], responses=2, max_tokens=5, sampling={}))
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), str(caught.value)
 
 

@@ -9,6 +9,7 @@ import pytest
 from mismatch_ext.adapters.doctor.server import Address, connect, engine_of
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError, EngineError, RoutingError
 from tests.unit.test_doctor_server import DATA, SHAPE, Answers, listening
 
@@ -54,7 +55,7 @@ def test_what_a_server_says_of_itself_is_read() -> None:
 def test_sampled_tokens_come_with_their_logprobs_and_routes_each_with_a_seed_of_its_own() -> None:
     with listening(answering()) as (url, seen):
         sample = engine_of(connect(Address(url=url)), SHAPE).sample(
-            [(3, 4, 5, 6)] * 2, responses=3, max_tokens=5, sampling={"sampling_seed": 7, "top_p": 0.9}
+            ToSample(prompts=[(3, 4, 5, 6)] * 2, responses=3, max_tokens=5, sampling={"sampling_seed": 7, "top_p": 0.9})
         )
     asked = bodies(seen)
     assert sorted(body["sampling_params"]["sampling_seed"] for body in asked) == [7, 8, 9, 10]
@@ -98,7 +99,9 @@ def test_routes_that_were_promised_and_are_missing_are_an_error() -> None:
 
 def test_tokens_that_its_model_does_not_have_are_not_sent() -> None:
     with listening(answering()) as (url, seen), pytest.raises(ConfigError, match="smaller vocabulary than --prompts"):
-        engine_of(connect(Address(url=url)), None).sample([(3, 99)] * 2, responses=2, max_tokens=5, sampling={})
+        engine_of(connect(Address(url=url)), None).sample(
+            ToSample(prompts=[(3, 99)] * 2, responses=2, max_tokens=5, sampling={})
+        )
     assert not bodies(seen)
 
 

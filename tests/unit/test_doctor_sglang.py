@@ -7,6 +7,7 @@ from typing import Any
 
 from mismatch_ext.adapters.sglang.doctor import SglangEngine
 
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.precision.audit import EngineReading
 
 PROMPTS = [[3, 4, 5], [6, 7]]
@@ -51,7 +52,7 @@ def engine() -> tuple[SglangEngine, Answering]:
 def test_every_response_has_noise_of_its_own_and_settings_that_are_left_out_are_the_engines() -> None:
     made, transport = engine()
     sampling = {"sampling_seed": 5, "frequency_penalty": 0.5}
-    sample = made.sample(PROMPTS, responses=5, max_tokens=9, sampling=sampling)
+    sample = made.sample(ToSample(prompts=PROMPTS, responses=5, max_tokens=9, sampling=sampling))
     assert sample.prompts == ((3, 4, 5),) * 3 + ((6, 7),) * 3 and sample.responses == ((5, 1),) * 3 + ((7, 1),) * 3
     (request,) = transport.asked
     settings = request["sampling_params"]
@@ -64,14 +65,14 @@ def test_every_response_has_noise_of_its_own_and_settings_that_are_left_out_are_
 
 def test_the_engine_sees_other_prompts_and_the_sample_has_the_trainers() -> None:
     made, transport = engine()
-    sample = made.sample(PROMPTS, responses=2, max_tokens=9, sampling={}, seen=[[9, 3], [9, 6]])
+    sample = made.sample(ToSample(prompts=PROMPTS, responses=2, max_tokens=9, sampling={}, seen=[[9, 3], [9, 6]]))
     assert transport.asked[0]["input_ids"] == [[9, 3], [9, 6]]
     assert sample.prompts == ((3, 4, 5), (6, 7)) and sample.responses == ((3, 1), (6, 1))
 
 
 def test_a_response_is_scored_as_the_end_of_a_prompt() -> None:
     made, transport = engine()
-    sample = made.sample(PROMPTS, responses=2, max_tokens=9, sampling={"temperature": 0.5})
+    sample = made.sample(ToSample(prompts=PROMPTS, responses=2, max_tokens=9, sampling={"temperature": 0.5}))
     assert sample.logprobs == ((-5.0, -1.0), (-7.0, -1.0))
     again = made.score(sample)
     assert again.logprobs == ((-15.0, -11.0), (-17.0, -11.0)) and again.responses == sample.responses

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, TypeVar
 
+from mismatch_ext.adapters.answers import NOT_FINITE, words
 from mismatch_ext.adapters.sglang.answers import check_url
 from mismatch_ext.adapters.sglang.fields import brief
 
@@ -18,8 +18,6 @@ AT_ONCE = 16
 CONNECT_SECONDS = 10.0
 # Of the server's own words in a message.
 SHOWN = 300
-# vLLM's answer where a log-probability is NaN or infinite.
-NOT_FINITE = "Out of range float values"
 Item = TypeVar("Item")
 
 
@@ -150,7 +148,7 @@ class Client:
         return answer
 
     def _refused(self, path: str, status: int, text: str) -> ConfigError | EngineError:
-        said = message(text)
+        said = words(text, SHOWN)
         if NOT_FINITE in said:
             return EngineError(
                 f"--server: the log-probabilities of {self.url} are not finite: its weights are garbled, or its dtype "
@@ -159,17 +157,6 @@ class Client:
         if 400 <= status < 500:
             return ConfigError(f"--server: {self.url}{path} refuses a request (status {status}): {said}")
         return EngineError(f"--server: {self.url}{path} failed (status {status}): {said}; its log says why.")
-
-
-def message(text: str) -> str:
-    """Return what a server says in the body of an error: vLLM's and SGLang's field, else the beginning of the text."""
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        found = text
-    while isinstance(found, dict):
-        found = next((found[key] for key in ("error", "message", "detail") if found.get(key)), str(found))
-    return " ".join(str(found).split())[:SHOWN]
 
 
 def _reason(error: Exception) -> str:

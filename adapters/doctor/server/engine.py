@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mismatch_ext.adapters.doctor.server.detect import Server
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 
@@ -24,23 +25,11 @@ class ServedEngine(ABC):
         self.server, self._shape = server, shape
 
     @abstractmethod
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        responses: int,
-        max_tokens: int,
-        sampling: Mapping[str, Any],
-        seen: Sequence[Sequence[int]] | None = None,
-    ) -> Sample:
+    def sample(self, asked: ToSample) -> Sample:
         """Sample responses as the run does.
 
         Args:
-            prompts: Token ids of each prompt, as the trainer has them.
-            responses: How many at least; each prompt gets as many as the others.
-            max_tokens: Most tokens of a response.
-            sampling: Settings of the requests; with a seed, no two responses draw with the same noise.
-            seen: Token ids of each prompt as the server gets them; None for those of the trainer.
+            asked: What is to be sampled; with a seed among its settings, no two responses draw with the same noise.
 
         Raises:
             ConfigError: The server refuses a request.

@@ -15,6 +15,7 @@ from mismatch_ext.adapters.sglang.fields import brief
 from mismatch_ext.adapters.sglang.server import read_server
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.routing import RoutingShape
 
@@ -30,27 +31,10 @@ class SglangServer(ServedEngine):
         # SGLang leaves out without a word what it does not record.
         self._recorded = shape if server.info.get("enable_return_routed_experts") is True else None
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        responses: int,
-        max_tokens: int,
-        sampling: Mapping[str, Any],
-        seen: Sequence[Sequence[int]] | None = None,
-    ) -> Sample:
+    def sample(self, asked: ToSample) -> Sample:
         """Sample by one request per response, several at once."""
-        self._ensure_known([*prompts, *(seen or ())])
-        return sampled(
-            lambda request: self._generated(request, "sampling"),
-            self._reading,
-            prompts,
-            responses=responses,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            shape=self._recorded,
-            seen=seen,
-        )
+        self._ensure_known([*asked.prompts, *(asked.seen or ())])
+        return sampled(lambda request: self._generated(request, "sampling"), self._reading, asked, self._recorded)
 
     def score(self, sample: Sample) -> Sample:
         """Score by one request per response, several at once."""

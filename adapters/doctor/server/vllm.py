@@ -14,6 +14,7 @@ from mismatch_ext.adapters.doctor.server.engine import ServedEngine, whole
 from mismatch_ext.adapters.sglang.fields import brief, is_integer, number
 
 from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.asking import ToSample, sequences
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
 
 PATH = "/v1/completions"
@@ -45,36 +46,27 @@ class Choice:
 class VllmServer(ServedEngine):
     """A stock vLLM server."""
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        responses: int,
-        max_tokens: int,
-        sampling: Mapping[str, Any],
-        seen: Sequence[Sequence[int]] | None = None,
-    ) -> Sample:
+    def sample(self, asked: ToSample) -> Sample:
         """Sample by one request per prompt, several at once."""
-        n = -(-responses // len(prompts))
-        asked = [list(prompt) for prompt in (prompts if seen is None else seen)]
+        n, given = asked.of_each, asked.given
 
         def one(index: int) -> list[Choice]:
-            body = {"prompt": asked[index], "n": n, "max_tokens": max_tokens, "logprobs": 0, **sampling}
+            body = {"prompt": given[index], "n": n, "max_tokens": asked.max_tokens, "logprobs": 0, **asked.sampling}
             if body.get("seed") is not None:
                 # vLLM seeds response i of a request by seed + i.
                 body["seed"] += index * n
-            return read(self._post(body), [asked[index]], n)
+            return read(self._post(body), [given[index]], n)
 
-        found = self.server.client.each(one, range(len(asked)), "sampling")
+        found = self.server.client.each(one, range(len(given)), "sampling")
         rows = [
             (tuple(prompt), choice)
-            for prompt, choices in zip(prompts, found, strict=True)
+            for prompt, choices in zip(asked.prompts, found, strict=True)
             for choice in choices
             if choice.tokens
         ]
         # Where the server saw other prompts, its routes are of other rows than the trainer's.
         traced = [self._trace([*prompt, *c.tokens], c.routes, row, last_row=False) for row, (prompt, c) in enumerate(rows)
-                  if seen is None]  # fmt: skip
+                  if asked.seen is None]  # fmt: skip
         return Sample(
             prompts=tuple(prompt for prompt, _ in rows),
             responses=tuple(choice.tokens for _, choice in rows),
@@ -85,7 +77,7 @@ class VllmServer(ServedEngine):
 
     def score(self, sample: Sample) -> Sample:
         """Score by requests of several sequences each."""
-        rows = [[*prompt, *response] for prompt, response in zip(sample.prompts, sample.responses, strict=True)]
+        rows = sequences(sample)
         batches = [rows[at : at + SCORED_AT_ONCE] for at in range(0, len(rows), SCORED_AT_ONCE)]
 
         def one(batch: list[list[int]]) -> list[Choice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mismatch_ext.adapters.transformers.doctor import ensure_checkpoint, with_room
+from mismatch_ext.adapters.transformers.doctor_models import ensure_checkpoint, with_room
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.hosts import Dataset, HostRun, not_started

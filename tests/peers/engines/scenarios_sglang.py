@@ -32,7 +32,8 @@ from mismatch_ext.adapters.sglang.engine import EngineTransport
 from mismatch_ext.adapters.sglang.http import HttpTransport
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.transport import Transport
-from mismatch_ext.adapters.sglang.weights import VerifiedWeights, checkpoint_parameters, update_weights
+from mismatch_ext.adapters.sglang.verified import VerifiedWeights
+from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
 from mismatch_ext.adapters.transformers import scoring
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from torch import Tensor, nn

@@ -17,11 +17,12 @@ from mismatch_ext.adapters.doctor import Run
 from mismatch_ext.adapters.doctor.configs import engines_own
 from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.transformers import doctor_in_run, doctor_logits
-from mismatch_ext.adapters.transformers.doctor import Scorer, load_model
+from mismatch_ext.adapters.transformers.doctor import Scorer
 from mismatch_ext.adapters.transformers.doctor_blocks import compared
 from mismatch_ext.adapters.transformers.doctor_causes import of_model
 from mismatch_ext.adapters.transformers.doctor_layouts import BATCH, LAYOUTS
 from mismatch_ext.adapters.transformers.doctor_logits import Projected
+from mismatch_ext.adapters.transformers.doctor_models import load_model
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from torch.utils._python_dispatch import TorchDispatchMode

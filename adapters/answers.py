@@ -1,0 +1,25 @@
+"""What servers of engines say when they refuse: vLLM's and SGLang's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+NOT_FINITE = "Out of range float values"
+"""vLLM's answer where a log-probability is NaN or infinite."""
+
+
+def words(text: str, most: int) -> str:
+    """Return what a server says in the body of an error: its field for it, else the beginning of the text.
+
+    Args:
+        text: The body.
+        most: Characters that are returned.
+    """
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        found = text
+    while isinstance(found, dict):
+        found = next((found[key] for key in ("error", "message", "detail") if found.get(key)), str(found))
+    return " ".join(str(found).split())[:most]

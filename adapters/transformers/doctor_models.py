@@ -1,0 +1,92 @@
+"""Checkpoints as the doctor loads them, and what a model says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers.peft_adapters import base_of, merged, whole
+from mismatch_ext.adapters.transformers.routing import moe_layout
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mismatch_ext.errors import ConfigError, ReplayError
+from mismatch_ext.routing import RoutingShape
+
+
+def ensure_checkpoint(option: str, path: str | Path) -> None:
+    """Refuse what is neither a checkpoint nor an adapter of one before anything expensive starts.
+
+    Raises:
+        ConfigError: There is none; names the option that gave it.
+    """
+    base = base_of(path)
+    named = path if base is None else f"{base}, the base model of the adapter {path},"
+    try:
+        AutoConfig.from_pretrained(whole(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{option}: {named} cannot be loaded as a checkpoint of transformers: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def load_model(path: str | Path, option: str = "--model", config: Mapping[str, Any] | None = None) -> nn.Module:
+    """Load a checkpoint in float32, for scoring; an adapter is merged with its base model.
+
+    Args:
+        path: Its folder, or an adapter's.
+        option: What gave it, for messages.
+        config: Fields of its configuration that have another value.
+
+    Raises:
+        ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave it.
+    """
+    try:
+        own = AutoConfig.from_pretrained(whole(path))
+        _update(own, config or {})
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(whole(path), config=own, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"{option}: {path} cannot be loaded as a causal language model of transformers: {' '.join(str(error).split())[:300]}"
+        ) from error
+    return (model if base_of(path) is None else merged(model, path, option)).eval()
+
+
+def _update(config: Any, changes: Mapping[str, Any]) -> None:
+    """Set fields of a configuration, as verl does; a mapping stands for the fields of a configuration in it."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and not isinstance(getattr(config, key, None), Mapping | None):
+            _update(getattr(config, key), value)
+        else:
+            setattr(config, key, value)
+
+
+def with_room(length: int | None, model: str) -> int | None:
+    """Return a maximal length in which a whole response can be scored: vLLM insists on one more token.
+
+    Args:
+        length: The host's; None for the checkpoint's own.
+        model: The checkpoint, whose own length is never exceeded.
+    """
+    if length is None:
+        return None
+    config: Any = AutoConfig.from_pretrained(whole(model))
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length + 1 if own is None or length < own else length
+
+
+def routing_shape(model: nn.Module) -> RoutingShape | None:
+    """Return the shape of a model's routes; None for a model without experts."""
+    try:
+        return moe_layout(model).shape
+    except ReplayError:
+        return None
+
+
+def end_tokens(model: nn.Module) -> tuple[int, ...]:
+    """Return the ids that end a response, as the checkpoint says."""
+    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
