@@ -44,7 +44,7 @@ def require_plotly() -> Any:
 
 
 def style(index: int) -> dict[str, str]:
-    """Return colour, Plotly marker and the like-shaped character of the run at an index."""
+    """Return the colour and Plotly marker of the run at an index, and a character of the marker's shape."""
     look = index % len(PALETTE)
     return {"color": PALETTE[look], "marker": MARKERS[look], "glyph": GLYPHS[look]}
 
