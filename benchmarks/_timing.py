@@ -1,4 +1,4 @@
-"""Paired timing: ours and theirs in turn, so that a drifting machine hits both; medians and their ratio."""
+"""Paired timing: ours and theirs run in turn, so that a machine that drifts affects both; returns medians and their ratio."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from benchmarks.gpu.miniature import END
 from tests.peers.engines.vllm_server import processes, serving
 
 BLOCK: dict[str, Any] = {"precision": {"dtype": "float32"}, "monitor": {}}
-"""What computes nothing otherwise than stock: the audit, names and verification of updates, records, the gap."""
+"""Changes no number of stock TRL's: the audit, names and verification of updates, records, and the gap."""
 FLAGS = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-model-len", "512")
 TRANSFER = ("--weight-transfer-config", '{"backend": "mismatch_http"}')
 WARM_UP = 2
@@ -268,9 +268,9 @@ def measure(shape: Shape, steps: int) -> tuple[int, list[tuple[dict[str, Any], d
             child.start()
             there.close()
             pipes[kind] = here
-            standing.callback(here.close)  # one whose partner has failed would wait for ever
+            standing.callback(here.close)  # a process whose partner has failed would wait for ever
             try:
-                here.recv()  # built, and waiting for its first turn
+                here.recv()  # it is built and waits for its first turn
             except EOFError:
                 raise RuntimeError((folder / kind / "log.txt").read_text(encoding="utf-8")[-3000:]) from None
         for step in range(steps):
@@ -287,7 +287,7 @@ def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
     """Return the rows of a shape: the whole step by the clock and by the processor, then each part of what we add."""
     size, pairs = measure(shape, steps)
     same = [same_learnt(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
-    # Servers form their batches as requests come in, and a sum that is rounded otherwise may, rarely, tip a token.
+    # Servers batch requests as they come in, so sums may round differently, and in rare cases another token is sampled.
     assert sum(same) >= len(same) - 1, [(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
     tokens = (pairs[-1][0]["learnt"]["num_tokens"] - pairs[0][0]["learnt"]["num_tokens"]) / (len(pairs) - 1)
     equal = f"tokens, reward, loss and gradient norm in {sum(same)} of {len(same)} steps"

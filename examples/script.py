@@ -1,13 +1,13 @@
-"""What the TRL examples share: arguments with defaults for two CPU cores, the small models, the progress bar, the closing text.
+"""Shared by the TRL examples: arguments with defaults for two CPU cores, the small models, the progress bar, the closing text.
 
-Import it before TRL and vLLM, which read the environment once, when they are imported.
+Import it before TRL and vLLM, because they read the environment only once, when they are imported.
 """
 
 from __future__ import annotations
 
 import os
 
-# A small KV cache on a CPU, and silence where the trainer already reports.
+# A small KV cache on a CPU, and no output from libraries about what the trainer already reports.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -31,7 +31,7 @@ from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset
 from mismatch_ext.rundata import RunData, read_run
 
-# A run that two CPU cores do in a minute or two.
+# On two CPU cores, a run of these models takes a minute or two.
 SMALL_MODELS = ("dense", "moe")
 SMALL = Path(__file__).parent / "configs/arithmetic.yaml"
 SPLITS = (("eval/familiar", "trained distribution"), ("eval/unfamiliar", "unfamiliar and longer"))
@@ -58,7 +58,7 @@ def parse(
         defaults: Defaults in place of the dataclasses' own, with any model.
         small: Sizes for the small models, over those of `configs/arithmetic.yaml`; another model has TRL's own. None sets none.
     """
-    # transformers trains on a CPU only when told to, and vLLM asks for this share of the machine's memory there.
+    # transformers trains on a CPU only when told to; vLLM takes this share of the machine's memory there.
     found = {} if torch.cuda.is_available() else {"use_cpu": True, "vllm_gpu_memory_utilization": 0.05}
     found |= defaults or {}
     if small is not None:

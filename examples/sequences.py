@@ -1,10 +1,10 @@
-"""Sums of the gap per sequence, for intervals: tokens of one response depend on each other, whole responses do not.
+"""Sums of the gap per sequence, for intervals: tokens of one response depend on each other, but whole responses do not.
 
-`SequenceSums(trainer)` listens to what the trainer measures in evaluation, and keeps for each response: its tokens, and the sums
-of |Δlogp| and of k3 and the count of tokens off by more than a factor of 2, with replay and (`native/`) without. Where a batch is
-scored without replay, its routes are recorded too: `flips` counts the (token, layer) pairs of a response whose experts are not
-those that the engine chose. On request each token is scored in float64 as well, which says how far float32 itself rounds
-(`rounding/`): what a float32 engine and a float32 trainer may differ by.
+`SequenceSums(trainer)` listens to what the trainer measures in evaluation. For each response it keeps the number of tokens, the
+sums of |Δlogp| and of k3, and the number of tokens off by more than a factor of 2, with replay and (`native/`) without. If a
+batch is scored without replay, its routes are recorded too: `flips` counts the (token, layer) pairs of a response for which the
+trainer chose other experts than the engine. On request, each token is also scored in float64, which shows how far float32 itself
+rounds (`rounding/`): a float32 engine and a float32 trainer may differ by that much.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mismatch_ext.routing import RoutingTrace, agreement
 from mismatch_ext.routing.replaying import REFERENCE
 
 FILE = "sequences.json"
-# By split, by name, a value per response.
+# Split -> name -> one value per response.
 Sums = dict[str, dict[str, list[float]]]
 
 
@@ -54,7 +54,7 @@ def in_float64(model: PreTrainedModel) -> Iterator[None]:
         )
     experts = model.config._experts_implementation
     model.double()
-    model.set_experts_implementation("eager")  # the grouped matrix product takes no float64
+    model.set_experts_implementation("eager")  # the grouped matrix product does not support float64
     try:
         with Float64():
             yield
@@ -184,7 +184,7 @@ def over_halfway(run: Sums, split: str) -> Interval:
     Below 1, replay has taken away more than half of what flips add to k3; a replay that does nothing gives 1 or more.
     """
     native, tokens = (np.asarray(run[split][name]) for name in ("native/k3", "tokens"))
-    # The level of rounding is no higher than that of rounding and flips, whatever a small sample says.
+    # Rounding alone cannot exceed rounding plus flips, whatever a small sample says.
     level = min(without_flips(run, split), float(native.sum() / tokens.sum()))
     return bootstrap_ratio(run[split]["k3"], (native + level * tokens) / 2)
 

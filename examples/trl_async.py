@@ -1,12 +1,12 @@
 """AsyncGRPO with TRL, a vLLM server and the `mismatch:` block, on addition problems.
 
-On one GPU the server, with mismatch-ext installed beside vLLM (`examples/trl_server.sh serve` with your model and `--dtype
-float16`), and on others the trainer, which takes TRL's arguments:
+Run the server on one GPU, with mismatch-ext installed beside vLLM (`examples/trl_server.sh serve` with your model and `--dtype
+float16`), and the trainer, which takes TRL's arguments, on other GPUs:
 
     CUDA_VISIBLE_DEVICES=1 python examples/trl_async.py --model_name_or_path Qwen/Qwen3-0.6B --max_steps 20 \
         --vllm_server_base_url http://127.0.0.1:8000 --mismatch '{"precision": {"dtype": "float16"}}'
 
-Without a GPU the server gets TRANSFER=mismatch_http, and the trainer `--use_cpu`.
+Without a GPU, give the server TRANSFER=mismatch_http, and the trainer `--use_cpu`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -37,7 +37,7 @@ SMALL = {
     "max_steps": 4, "learning_rate": 1e-4, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False,
     "mismatch": '{"precision": {"dtype": "float32"}}',
 }  # fmt: skip
-"""Arguments for a small model and two CPU cores; a command line's go over them."""
+"""Arguments for a small model and two CPU cores; the command line overrides them."""
 
 
 def reward(completions: list[Any], a: list[int], b: list[int], **_: object) -> list[float]:
