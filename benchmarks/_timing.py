@@ -20,12 +20,12 @@ def paired(
     """Time two functions in turn.
 
     Args:
-        name: What is timed, against what.
+        name: Name of the comparison.
         ours: Our function.
         theirs: The peer's.
-        equal: What was found equal between their results, before this call.
-        repeats: Runs of each.
-        wait: Waits for what a function started and did not wait for, as on a GPU.
+        equal: Which of their results were found equal before this call.
+        repeats: Number of runs of each.
+        wait: Waits until work that a function only started, as on a GPU, is done.
 
     Returns:
         Medians in seconds, and theirs over ours pair by pair (median): above 1, ours is faster.

@@ -84,7 +84,7 @@ def ingested(row: int, array: Ids, tokens: int) -> RoutingTrace:
 
 
 def ours(ids: list[Ids], tokens: list[int], attention: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the same from checked traces, packed, or padded where there is an attention mask."""
+    """Return the same from checked traces: packed, or padded if an attention mask is given."""
     traces = [ingested(row, array, count) for row, (array, count) in enumerate(zip(ids, tokens, strict=True))]
     trace, mask = align_packed(traces, tokens) if attention is None else align(traces, attention)
     return trace.parts[0], mask

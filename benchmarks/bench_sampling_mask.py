@@ -69,7 +69,7 @@ def measure(width: int) -> dict[str, Any]:
 
 
 def answers(asked: int, generator: np.random.Generator) -> list[Any]:
-    """Return what an engine reports of each step: 8 tokens are left, among them the sampled one, and all others cut off."""
+    """Return what an engine reports for each step: 8 tokens are left, one of them sampled, and all others are cut off."""
     from vllm.v1.outputs import LogprobsLists
 
     steps, rows = [], np.arange(ANSWERS)
@@ -88,7 +88,7 @@ def read(steps: list[Any], asked: int, kept: bool) -> tuple[float, Any]:
 
     Args:
         steps: The answers.
-        asked: Most likely tokens of each position.
+        asked: Number of most likely tokens at each position.
         kept: Whether they are kept as numbers.
 
     Returns:
@@ -121,7 +121,7 @@ def read(steps: list[Any], asked: int, kept: bool) -> tuple[float, Any]:
 
 
 def reading(asked: int) -> list[dict[str, Any]]:
-    """Return the rows of reading so many most likely tokens of each position: processor time, and memory at its peak."""
+    """Return the rows about reading this many most likely tokens per position: processor time and peak memory."""
     steps = answers(asked, np.random.default_rng(0))
     found = {kept: [read(steps, asked, kept) for _ in range(REPEATS + 3)][1:] for kept in (True, False)}
     assert found[True][0][1] == found[False][0][1], "other masks or log-probabilities"

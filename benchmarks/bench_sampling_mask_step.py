@@ -45,7 +45,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A step, and what is cut off in it."""
+    """A step, and the truncation of its sampling."""
 
     shape: Shape
     top_k: int
@@ -65,8 +65,8 @@ class TakesTurns(TrainerCallback):
     """Waits for its turn before each step, and reports what the step took and learnt.
 
     Args:
-        pipe: To the one that gives turns.
-        steps: The last of them is traced.
+        pipe: Connection to the process that gives turns.
+        steps: Number of steps; the last one is traced.
     """
 
     def __init__(self, pipe: Connection, steps: int) -> None:
@@ -122,7 +122,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def train(kind: str, case: Case, model: str, out: str, steps: int, pipe: Connection) -> None:
-    """Train in a process of its own, a step whenever it is told to."""
+    """Train in its own process, one step each time it is told to."""
     shape = case.shape
     Path(out).mkdir()
     be_quiet(Path(out))

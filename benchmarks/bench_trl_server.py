@@ -41,17 +41,17 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a model and of a step.
+    """Sizes of a model and of a step.
 
     Args:
-        name: How the row calls it.
-        vocabulary: Tokens.
+        name: Its name in the row.
+        vocabulary: Number of tokens in the vocabulary.
         hidden: Width; the MLP is four times as wide.
-        layers: Decoder layers.
-        prompts: Of a step, with 8 completions each.
-        prompt: Tokens of a prompt.
-        new: Tokens of a completion, at most.
-        micro: Completions of a micro-batch.
+        layers: Number of decoder layers.
+        prompts: Number of prompts per step, with 8 completions each.
+        prompt: Number of tokens in a prompt.
+        new: Largest number of tokens in a completion.
+        micro: Number of completions in a micro-batch.
     """
 
     name: str
@@ -91,7 +91,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Parts:
-    """Seconds spent in functions, without those in others of them that they call."""
+    """Seconds spent in each timed function, without the time in other timed functions that it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -185,7 +185,7 @@ class TakesTurns(TrainerCallback):
 
 
 def transport(base: type) -> type:
-    """Return TRL's client with weights in the bodies of requests, where its own way takes a GPU on both sides."""
+    """Return TRL's client, but with weights in the bodies of requests, because its own way needs a GPU on both sides."""
     from mismatch_ext.adapters.vllm.http import ServerHttp
     from mismatch_ext.adapters.vllm.remote import RemoteEngine
 
@@ -203,7 +203,7 @@ def transport(base: type) -> type:
 
 
 def train(kind: str, shape: Shape, model: str, out: str, url: str, steps: int, pipe: Connection) -> None:
-    """Train in a process of its own, a step whenever it is told to."""
+    """Train in its own process, one step each time it is told to."""
     Path(out).mkdir()
     be_quiet(Path(out))
     import trl.generation.vllm_generation as module
@@ -308,7 +308,7 @@ def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
 
 
 def same_learnt(ours: dict[str, float], theirs: dict[str, float]) -> bool:
-    """Tell whether two steps were of the same tokens and taught the same, but for rounding."""
+    """Whether two steps had the same tokens and learnt the same, except for rounding."""
     if ours["num_tokens"] != theirs["num_tokens"] or ours["reward"] != theirs["reward"]:
         return False
     return all(abs(ours[name] - theirs[name]) <= 1e-5 + 1e-3 * abs(theirs[name]) for name in ("loss", "grad_norm"))

@@ -34,7 +34,7 @@ WARM_UP = 2
 
 
 def now() -> float:
-    """Return seconds: of this process on a CPU, of the clock where a GPU works beside it."""
+    """Return seconds: this process's processor time on a CPU, or the clock's time if there is a GPU."""
     import torch
 
     return time.perf_counter() if torch.cuda.is_available() else time.process_time()
@@ -64,7 +64,7 @@ class TakesTurns(TrainerCallback):
 
 
 def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None:
-    """Train in a process of its own, a step whenever it is told to."""
+    """Train in its own process, one step each time it is told to."""
     os.dup2(2, 1)  # standard output is for the result
     with socket.socket() as free:  # accelerate would take the same port for all
         free.bind(("127.0.0.1", 0))

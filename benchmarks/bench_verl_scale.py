@@ -46,7 +46,7 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 class Batch:
-    """A batch as it lies in verl's TransferQueue: ragged rows, of which the trainer has scored prompts too."""
+    """A batch as it lies in verl's TransferQueue: ragged rows; the trainer's scores cover prompts too."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -71,7 +71,7 @@ class Batch:
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """Return the most that torch holds while a function runs, beyond what it was given."""
+    """Return the peak of torch's memory while a function runs, beyond its inputs, in bytes."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

@@ -45,7 +45,7 @@ class Setting:
 
     Args:
         name: Folder and row name.
-        title: What a reader should know of it.
+        title: One line about it for the reader.
         block: The `mismatch:` block.
         steps: GRPO steps; fewer for float16, whose matrix products a CPU computes about eight times slower.
     """
@@ -195,7 +195,7 @@ def print_replay(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def measured_tokens(data: RunData) -> dict[str, float]:
-    """Return how many tokens each split's figures are of."""
+    """Return the number of tokens behind each split's figures."""
     tokens: dict[str, float] = {}
     for record in data.steps:
         tokens[record.split] = tokens.get(record.split, 0.0) + (record.metrics.get("mismatch/tokens") or 0.0)

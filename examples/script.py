@@ -40,7 +40,7 @@ WIDTH = 120
 
 @dataclass
 class ScriptArguments:
-    """What every example needs besides the trainer's own arguments."""
+    """The arguments that every example needs besides the trainer's own."""
 
     model_name_or_path: str = field(
         default="dense", metadata={"help": "'dense' or 'moe' (examples/arithmetic/models), or a model's name or path."}
@@ -51,12 +51,12 @@ class ScriptArguments:
 def parse(
     kinds: tuple[Any, ...], defaults: Mapping[str, Any] | None = None, small: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
-    """Parse the command line and the file that `--config` names; both go over the defaults.
+    """Parse the command line and the file that `--config` names; both override the defaults.
 
     Args:
         kinds: Dataclasses of arguments.
-        defaults: Defaults in place of the dataclasses' own, with any model.
-        small: Sizes for the small models, over those of `configs/arithmetic.yaml`; another model has TRL's own. None sets none.
+        defaults: Defaults that replace the dataclasses' own, for any model.
+        small: Sizes for the small models, which override `configs/arithmetic.yaml`; other models keep TRL's. None sets none.
     """
     # transformers trains on a CPU only when told to; vLLM takes this share of the machine's memory there.
     found = {} if torch.cuda.is_available() else {"use_cpu": True, "vllm_gpu_memory_utilization": 0.05}
@@ -88,7 +88,7 @@ def evaluation_sets(count: int) -> dict[str, Dataset]:
 
 
 class GapProgress(ProgressCallback):
-    """The usual progress bar, with reward and gap behind it in place of a dictionary per step."""
+    """The usual progress bar, followed by reward and gap instead of a dictionary per step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the latest figures behind the bar."""
@@ -100,14 +100,14 @@ class GapProgress(ProgressCallback):
 
 
 def show_progress(trainer: Any) -> None:
-    """Put the progress bar in the place of the trainer's own output."""
+    """Replace the trainer's own output by the progress bar."""
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GapProgress)
 
 
 def end_engine(trainer: Any) -> None:
-    """End vLLM, if the trainer has it in this process: on its own it outlives the last line of a script."""
+    """Shut vLLM down, if the trainer has it in this process; otherwise it would outlive the last line of a script."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         shutdown(trainer.vllm_generation.llm)
 

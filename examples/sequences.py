@@ -163,15 +163,15 @@ def times_larger(first: Sums, second: Sums, split: str, measure: str) -> Interva
 
 
 def left_by_replay(run: Sums, split: str, measure: str) -> Interval:
-    """Return what replay leaves of a mean, on the same tokens: below 1 it helps."""
+    """Return a mean with replay over the mean without it, on the same tokens: below 1, replay helps."""
     return bootstrap_ratio(run[split][measure], run[split][f"native/{measure}"])
 
 
 def without_flips(run: Sums, split: str) -> float:
     """Return k3 per token, without replay, of the responses on which engine and trainer chose the same experts throughout.
 
-    It is what rounding alone makes of k3, whatever replay does; 0 where every response has a flip. Such responses are shorter and
-    surer than others, so that it is rather too small than too large.
+    This is the k3 that rounding alone makes, independent of replay; 0 if every response has a flip. Responses without a flip are
+    shorter and more certain than others, so the figure is too small rather than too large.
     """
     kept = {name: np.asarray(run[split][name]) for name in ("flips", "native/k3", "tokens")}
     calm = kept["flips"] == 0
@@ -179,9 +179,9 @@ def without_flips(run: Sums, split: str) -> float:
 
 
 def over_halfway(run: Sums, split: str) -> Interval:
-    """Return k3 with replay over the level halfway between that without replay and that of responses without a flip.
+    """Return k3 with replay, divided by the level halfway between k3 without replay and k3 of responses without a flip.
 
-    Below 1, replay has taken away more than half of what flips add to k3; a replay that does nothing gives 1 or more.
+    Below 1, replay has removed more than half of what flips add to k3; a replay that does nothing gives 1 or more.
     """
     native, tokens = (np.asarray(run[split][name]) for name in ("native/k3", "tokens"))
     # Rounding alone cannot exceed rounding plus flips, whatever a small sample says.
@@ -190,12 +190,12 @@ def over_halfway(run: Sums, split: str) -> Interval:
 
 
 def judged_replay(run: Sums, split: str) -> dict[str, Any]:
-    """Return what says whether replay works: what it leaves of k3, k3 over halfway, and rounding's share of k3 without replay."""
+    """Return the figures that show whether replay works: k3 left by it, k3 over halfway, rounding's share of k3 without it."""
     level = without_flips(run, split) * sum(run[split]["tokens"]) / sum(run[split]["native/k3"])
     found = {"left": left_by_replay(run, split, "k3"), "over halfway": over_halfway(run, split)}
     return {**{name: interval.to_dict() for name, interval in found.items()}, "share of rounding": level}
 
 
 def of_float32_rounding(run: Sums, split: str, measure: str) -> Interval:
-    """Return the gap between a float32 engine and a float32 trainer over the trainer's own rounding error, on the same tokens."""
+    """Return the gap between a float32 engine and trainer, divided by the trainer's own rounding error on the same tokens."""
     return bootstrap_ratio(run[split][measure], run[split][f"rounding/{measure}"])

@@ -41,7 +41,7 @@ SMALL = {
 
 
 def reward(completions: list[Any], a: list[int], b: list[int], **_: object) -> list[float]:
-    """Score a batch of conversations; in a process of its own, so that it must be a module's function."""
+    """Score a batch of conversations; a function of a module, because it runs in another process."""
     return [score(str(turns[0].get("content", "")), x, y) for turns, x, y in zip(completions, a, b, strict=True)]
 
 
@@ -52,7 +52,7 @@ def problems(count: int, seed: int) -> Dataset:
 
 
 def tokenizer_of(path: str) -> Any:
-    """Return a model's tokenizer; one without a chat template, as the small models have, gets one that adds nothing."""
+    """Return a model's tokenizer; if it has no chat template, as with the small models, it gets one that adds nothing."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -67,7 +67,7 @@ def tokenizer_of(path: str) -> Any:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *_: Any, softmax_scale: float, **__: Any
 ) -> Tensor:
-    """Attend within each segment of a packed row, whose queries are the last of their keys, as flash-attn's function does."""
+    """Attend within each segment of a packed row, as flash-attn's function does; queries stand at the end of their keys."""
     groups, parts = query.shape[1] // key.shape[1], []
     for first, last, start, end in zip(
         ends_q[:-1].tolist(), ends_q[1:].tolist(), ends_k[:-1].tolist(), ends_k[1:].tolist(), strict=True
@@ -81,7 +81,7 @@ def varlen_attention(
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Return a context in which TRL's AsyncGRPO runs without CUDA: its attention is a kernel, and it asks CUDA for its speed."""
+    """Return a context in which TRL's AsyncGRPO runs without CUDA, although it uses a CUDA kernel and asks CUDA for its speed."""
     home = "trl.experimental.async_grpo"
     stack = ExitStack()
     attention = SimpleNamespace(flash_attn_varlen_func=varlen_attention)

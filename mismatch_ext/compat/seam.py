@@ -51,7 +51,7 @@ class Seam:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a probe found.
+    """The result of one probe.
 
     Args:
         seam: The seam.

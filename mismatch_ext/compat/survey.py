@@ -62,7 +62,7 @@ class PeerState:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found in an environment.
+    """The state of an environment.
 
     Args:
         peers: One entry per peer.

@@ -49,7 +49,7 @@ class Foretold:
 
 @dataclass(frozen=True, kw_only=True)
 class Mended:
-    """What the remedies of causes did on the same tokens.
+    """The effect of the causes' remedies on the same tokens.
 
     Args:
         causes: Keys of the causes.

@@ -62,7 +62,7 @@ class Noise:
         )
 
     def ratio(self, errors: Floats) -> float:
-        """Return the whitened median size of errors over that of the trainer's own arithmetic: about 1 for rounding alone."""
+        """Return the whitened median error over that of the trainer's own arithmetic: about 1 if it is only rounding."""
         return float(np.median(np.abs(errors / self.weight))) / NORMAL / self.scale
 
     def tail_ratio(self, errors: Floats) -> float:

@@ -20,7 +20,7 @@ class DefaultRule:
         below: Values less than this are out of bounds; without `above` and `below`, only values that are not finite.
         patience: The alarm is raised after this many logs in a row are out of bounds.
         source: Where the threshold comes from.
-        meaning: What it means in words, after "which means that".
+        meaning: What an alarm means; the text follows "which means that".
         advice: What to do.
         superseded_by: A metric that says the same; in a log that holds it, the present rule is not watched.
         numerics: Whether the rule is about numerics. If rollouts may be stale, it then watches `mismatch/numerics/...`, and

@@ -226,7 +226,7 @@ def verify(entries: list[Entry]) -> None:
 
 
 def undo(entries: list[Entry]) -> list[Entry]:
-    """Restore raw entries in reverse order; return, in order, those that somebody else changed."""
+    """Restore raw entries in reverse order; return, in their order, the entries that other code changed and that were left."""
     lost = []
     for entry in reversed(entries):
         slot = entry.slot

@@ -25,7 +25,7 @@ MAX_SCATTER_POINTS = 1500
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with the figures below it, or a sentence saying why there are none."""
+    """A heading with figures below it, or with a sentence that says why there are none."""
 
     id: str
     title: str
@@ -355,7 +355,7 @@ def _difference(rollout: float, trainer: float) -> float:
 
 
 def _points(run: RunData) -> tuple[list[tuple[float, float]], str]:
-    """Return (rollout, trainer) probabilities of the train split, or of the first split that has some."""
+    """Return (rollout, trainer) probabilities of the train split; if it has none, of the first split that has some."""
     split = min((r.split for r in run.scatters), key=lambda s: (s != "train", s), default="train")
     probability: Callable[[float], float] = lambda logprob: math.exp(min(logprob, 0.0))  # noqa: E731
     pairs = [

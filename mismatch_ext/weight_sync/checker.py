@@ -62,7 +62,7 @@ class TensorComparison:
     Args:
         name: Its name.
         equal: Whether the two are equal in every bit.
-        max_abs_diff: Largest difference; 0 when equal, None where it is not known.
+        max_abs_diff: Largest difference; 0 when equal, None when unknown.
         matches_previous: Whether the engine's tensor equals the trainer's before this update; None when unknown.
     """
 
@@ -74,7 +74,7 @@ class TensorComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncObservation:
-    """What is seen after one weight update.
+    """The measurements after one weight update.
 
     Args:
         engine_logprobs: `[N, T]` log-probabilities of the probe tokens, by the engine's prefill.

@@ -58,7 +58,7 @@ NAN_CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """What an engine sampled after given prompts, one token after the other.
+    """Tokens that an engine sampled after given prompts, one after the other.
 
     Args:
         tokens: The prompts, each followed by its sampled tokens `[N, P+L]`, int64.
