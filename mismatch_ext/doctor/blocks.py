@@ -1,4 +1,4 @@
-"""Finds the blocks in which an engine computes differently: each of the trainer's blocks gets the input of the engine's block."""
+"""Finds blocks in which an engine computes differently, without a list of causes: the trainer's get the engine's inputs."""
 
 from __future__ import annotations
 

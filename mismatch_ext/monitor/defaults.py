@@ -22,7 +22,7 @@ class DefaultRule:
         source: Where the threshold comes from.
         meaning: What an alarm means; the text follows "which means that".
         advice: What to do.
-        superseded_by: A metric that says the same; in a log that holds it, the present rule is not watched.
+        superseded_by: A metric that says the same; if a log holds that metric, this rule is not watched.
         numerics: Whether the rule is about numerics. If rollouts may be stale, it then watches `mismatch/numerics/...`, and
             nothing in a log without it, because drift is not a fault of either side.
     """

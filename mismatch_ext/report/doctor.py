@@ -56,7 +56,7 @@ def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
     """Read the doctor's files in a folder, in its direct sub-folders, or in the run directories inside these.
 
     Returns:
-        The findings; and for each file that the doctor did not write, its folder and what is wrong with it.
+        The findings; and for each file that cannot be read as the doctor's, its folder and what is wrong with it.
     """
     found, wrong = [], []
     places = ("", "*/", f"*/{RUN_FOLDER}/")

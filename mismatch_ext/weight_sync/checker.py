@@ -6,15 +6,17 @@ over the probes. The rules, strongest evidence first, and why each decides:
 1. An engine log-probability is not finite: garbled. Rounding cannot make one from finite weights.
 2. Tensors that both sides hold under one name and layout (embeddings, norms) are compared bit by bit after
    rounding to the engine's dtype. A tensor that differs but equals the trainer's previous version is stale,
-   because that does not happen by chance. Any other difference is stale if rule 3 or 4 says so, otherwise garbled.
+   because that does not happen by chance. Any other difference is stale if rule 3 or 4 holds, or if the engine's
+   probes have not changed in a bit although the trainer's weights have; otherwise it is garbled.
 3. The engine's probes have not changed in a bit while the trainer's moved by more than the movement floor:
    stale. Movement is counted from when the engine's probes last changed, so that small steps add up.
 4. The engine's probes are nearer than half the gap to those of an older trainer version that lies beyond the
    movement floor: stale. Unlike rule 3, this also catches engines whose numerics are not reproducible.
-5. The gap exceeds `max(factor * baseline, floor)`, or the ceiling: garbled. The baseline is this model's own
-   gap between two sides with the same weights: the smaller of the gap before the first update and the gap
-   after it. The gap before is wrong if the trainer's model is not the one on disk, the gap after if the first
-   update garbles. Rounding errors grow with the logits, so the baseline grows with the spread of the probes.
+5. The gap exceeds `max(factor * baseline, floor)`, or the ceiling: garbled, or stale if the engine's probes have
+   not changed in a bit although the trainer's weights have. The baseline is this model's own gap between two
+   sides with the same weights: the smaller of the gap before the first update and the gap after it. The gap
+   before is wrong if the trainer's model is not the one on disk, the gap after if the first update garbles.
+   Rounding errors grow with the logits, so the baseline grows with the spread of the probes.
 
 The floors and ceilings come from measured gaps (one vLLM, seven models, dense and MoE, same weights):
 float32 1e-7 to 7e-6, float16 9e-5 to 2e-2, bfloat16 7e-4 to 0.2. The floor is one unit in the last place of a
