@@ -1,4 +1,4 @@
-"""Finds blocks in which an engine computes differently, without a list of causes: the trainer's get the engine's inputs."""
+"""Finds blocks in which an engine computes differently, without a list of causes: the trainer's blocks get the engine's input."""
 
 from __future__ import annotations
 
