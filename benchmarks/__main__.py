@@ -40,7 +40,7 @@ MODULES = (
 )
 
 if __name__ == "__main__":
-    # The bar goes to standard error, so that standard output is JSON lines alone.
+    # The progress bar goes to standard error, so that standard output holds only JSON lines.
     for module in tqdm(MODULES, desc="benchmarks", file=sys.stderr):
         for row in module.run():
             print(json.dumps(row), flush=True)

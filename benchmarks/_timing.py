@@ -1,4 +1,4 @@
-"""Paired timing: ours and theirs in turn, so that a drifting machine hits both; medians and their ratio."""
+"""Paired timing: ours and theirs run in turn, so that a machine that drifts affects both; returns medians and their ratio."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def paired(
     """Time two functions in turn.
 
     Args:
-        name: What is timed, against what.
+        name: Name of the comparison.
         ours: Our function.
         theirs: The peer's.
-        equal: What was found equal between their results, before this call.
-        repeats: Runs of each.
-        wait: Waits for what a function started and did not wait for, as on a GPU.
+        equal: Which of their results were found equal before this call.
+        repeats: Number of runs of each.
+        wait: Waits until work that a function only started, as on a GPU, is done.
 
     Returns:
         Medians in seconds, and theirs over ours pair by pair (median): above 1, ours is faster.

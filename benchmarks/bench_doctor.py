@@ -1,4 +1,4 @@
-"""The trainer's side of the doctor against one scoring pass over the same tokens, by phase."""
+"""Times each phase of the doctor's trainer side against one scoring pass over the same tokens."""
 
 from __future__ import annotations
 

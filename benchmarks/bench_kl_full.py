@@ -1,4 +1,4 @@
-"""The exact KL over the vocabulary, chunked, against its plain form: time and peak memory, forward and backward."""
+"""Time and peak memory of the chunked exact KL over the vocabulary against its plain form, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics in one pass against the same formulas computed one by one over the padded batch."""
+"""Times our metrics, all in one pass, against the same formulas computed one by one over the padded batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay in a training step of a transformers MoE model against the same step without it."""
+"""Times a training step of a transformers MoE model with routing replay against the same step without it."""
 
 from __future__ import annotations
 

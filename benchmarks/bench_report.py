@@ -1,4 +1,4 @@
-"""Reading a long run for its report, against parsing its lines as JSON and keeping nothing."""
+"""Times reading a long run for its report against only parsing its lines as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ingest and alignment of recorded routing against verl 0.9.1's own path, and the size of a trace."""
+"""Times ingest and alignment of recorded routing against verl 0.9.1's own path, and measures the size of a trace."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def ingested(row: int, array: Ids, tokens: int) -> RoutingTrace:
 
 
 def ours(ids: list[Ids], tokens: list[int], attention: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the same from checked traces, packed, or padded where there is an attention mask."""
+    """Return the same from checked traces: packed, or padded if an attention mask is given."""
     traces = [ingested(row, array, count) for row, (array, count) in enumerate(zip(ids, tokens, strict=True))]
     trace, mask = align_packed(traces, tokens) if attention is None else align(traces, attention)
     return trace.parts[0], mask
@@ -136,7 +136,7 @@ def run() -> list[dict[str, Any]]:
     del experts, theirs
 
     def ours_with_rollouts() -> tuple[Tensor, Tensor]:
-        # verl's record also turns token lists into tensors: done here too, so that routing is all that differs.
+        # verl's record also turns token lists into tensors. Do that here too, so that only routing differs.
         fields = [verl.record(n, None) for n in tokens]
         inputs = [torch.cat([f["prompts"], f["responses"]]) for f in fields]
         torch.nested.as_nested_tensor(inputs, layout=torch.jagged)

@@ -1,4 +1,4 @@
-"""What sampling masks cost: TRL's fused output projection with masks and without, and reading an engine's answers."""
+"""What sampling masks cost: in TRL's fused output projection, and in reading an engine's answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mismatch_ext.sampling_mask import TokenSupport, head_logprobs, support_logp
 TOKENS, HIDDEN, VOCABULARY, REPEATS = 256, 512, 152_000, 2
 ANSWERS, LENGTH, ANSWER_VOCABULARY = 8, 96, 4096
 ASKED = (24, 136)
-"""Tokens that an engine is asked for, of top_k 8 and 64."""
+"""Number of most likely tokens that an engine is asked for, with top_k 8 and with top_k 64."""
 WIDTHS = (8, 64)
-"""Tokens that truncation left."""
+"""Number of tokens that truncation left."""
 
 
 def measure(width: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def measure(width: int) -> dict[str, Any]:
         Seconds of forward and backward, peak memory beyond the inputs in MiB, and the largest difference of 16 tokens'
         log-probabilities from those of their logits.
     """
-    # As the fused head calls it: by the name that the patch replaces.
+    # The fused head calls it by this module attribute, which the patch replaces.
     import trl.trainer.utils as head
     from mismatch_ext.patches.trl.fused_head import scoring_with
 
@@ -69,7 +69,7 @@ def measure(width: int) -> dict[str, Any]:
 
 
 def answers(asked: int, generator: np.random.Generator) -> list[Any]:
-    """Return what an engine reports of each step: 8 tokens are left, among them the sampled one, and all others cut off."""
+    """Return what an engine reports for each step: 8 tokens are left, one of them sampled, and all others are cut off."""
     from vllm.v1.outputs import LogprobsLists
 
     steps, rows = [], np.arange(ANSWERS)
@@ -88,7 +88,7 @@ def read(steps: list[Any], asked: int, kept: bool) -> tuple[float, Any]:
 
     Args:
         steps: The answers.
-        asked: Most likely tokens of each position.
+        asked: Number of most likely tokens at each position.
         kept: Whether they are kept as numbers.
 
     Returns:
@@ -121,7 +121,7 @@ def read(steps: list[Any], asked: int, kept: bool) -> tuple[float, Any]:
 
 
 def reading(asked: int) -> list[dict[str, Any]]:
-    """Return the rows of reading so many most likely tokens of each position: processor time, and memory at its peak."""
+    """Return the rows about reading this many most likely tokens per position: processor time and peak memory."""
     steps = answers(asked, np.random.default_rng(0))
     found = {kept: [read(steps, asked, kept) for _ in range(REPEATS + 3)][1:] for kept in (True, False)}
     assert found[True][0][1] == found[False][0][1], "other masks or log-probabilities"

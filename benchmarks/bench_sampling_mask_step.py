@@ -34,7 +34,7 @@ from benchmarks.bench_trl_server import STEP, TOY, Shape, reward, save
 BLOCK: dict[str, Any] = {"precision": {"dtype": "float32"}, "monitor": {}}
 MASKS: dict[str, Any] = {**BLOCK, "sampling_mask": {}}
 KINDS = ("off", "truncated", "masks", "objects")
-"""Nothing cut off; cut off, without masks; with masks; with masks made of an object for each token that vLLM reports."""
+"""Not truncated; truncated, without masks; with masks; with masks made from one object per token that vLLM reports."""
 AGAINST = {
     "off": "the same with nothing cut off",
     "truncated": "the same without masks",
@@ -45,7 +45,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A step, and what is cut off in it."""
+    """A step, and the truncation of its sampling."""
 
     shape: Shape
     top_k: int
@@ -53,7 +53,7 @@ class Case:
 
 
 LONGER_TOY = replace(TOY, new=48)
-# On a CPU vLLM sorts the vocabulary for a top_p, whether there are masks or not, and for a top_k alone does not.
+# On a CPU, vLLM sorts the vocabulary for top_p, with or without masks, but not if there is only top_k.
 CASES = {
     "toy": (Case(LONGER_TOY, 8, 0.9), Case(LONGER_TOY, 8)),
     "step": (Case(STEP, 8), Case(STEP, 8, 0.9), Case(STEP, 64)),
@@ -65,8 +65,8 @@ class TakesTurns(TrainerCallback):
     """Waits for its turn before each step, and reports what the step took and learnt.
 
     Args:
-        pipe: To the one that gives turns.
-        steps: The last of them is traced.
+        pipe: Connection to the process that gives turns.
+        steps: Number of steps; the last one is traced.
     """
 
     def __init__(self, pipe: Connection, steps: int) -> None:
@@ -79,7 +79,7 @@ class TakesTurns(TrainerCallback):
         self._report(state)
         self.pipe.recv()
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
         if state.global_step == self.steps - 1:
             tracemalloc.start()
         self.began = (time.perf_counter(), time.process_time(), memory("VmRSS"))
@@ -122,7 +122,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def train(kind: str, case: Case, model: str, out: str, steps: int, pipe: Connection) -> None:
-    """Train in a process of its own, a step whenever it is told to."""
+    """Train in its own process, one step each time it is told to."""
     shape = case.shape
     Path(out).mkdir()
     be_quiet(Path(out))
@@ -179,9 +179,9 @@ def measure(case: Case, steps: int) -> tuple[int, dict[str, list[dict[str, Any]]
             child.start()
             there.close()
             pipes[kind] = here
-            standing.callback(here.close)  # one whose partner has failed would wait for ever
+            standing.callback(here.close)  # a process whose partner has failed would wait for ever
             try:
-                here.recv()  # built, and waiting for its first turn
+                here.recv()  # it is built and waits for its first turn
             except EOFError:
                 raise RuntimeError((folder / kind / "log.txt").read_text(encoding="utf-8")[-3000:]) from None
         for step in range(steps):

@@ -32,7 +32,7 @@ from benchmarks.gpu.miniature import END
 from tests.peers.engines.vllm_server import processes, serving
 
 BLOCK: dict[str, Any] = {"precision": {"dtype": "float32"}, "monitor": {}}
-"""What computes nothing otherwise than stock: the audit, names and verification of updates, records, the gap."""
+"""Changes no number of stock TRL's: the audit, names and verification of updates, records, and the gap."""
 FLAGS = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-model-len", "512")
 TRANSFER = ("--weight-transfer-config", '{"backend": "mismatch_http"}')
 WARM_UP = 2
@@ -41,17 +41,17 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a model and of a step.
+    """Sizes of a model and of a step.
 
     Args:
-        name: How the row calls it.
-        vocabulary: Tokens.
+        name: Its name in the row.
+        vocabulary: Number of tokens in the vocabulary.
         hidden: Width; the MLP is four times as wide.
-        layers: Decoder layers.
-        prompts: Of a step, with 8 completions each.
-        prompt: Tokens of a prompt.
-        new: Tokens of a completion, at most.
-        micro: Completions of a micro-batch.
+        layers: Number of decoder layers.
+        prompts: Number of prompts per step, with 8 completions each.
+        prompt: Number of tokens in a prompt.
+        new: Largest number of tokens in a completion.
+        micro: Number of completions in a micro-batch.
     """
 
     name: str
@@ -91,7 +91,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Parts:
-    """Seconds spent in functions, without those in others of them that they call."""
+    """Seconds spent in each timed function, without the time in other timed functions that it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -185,7 +185,7 @@ class TakesTurns(TrainerCallback):
 
 
 def transport(base: type) -> type:
-    """Return TRL's client with weights in the bodies of requests, where its own way takes a GPU on both sides."""
+    """Return TRL's client, but with weights in the bodies of requests, because its own way needs a GPU on both sides."""
     from mismatch_ext.adapters.vllm.http import ServerHttp
     from mismatch_ext.adapters.vllm.remote import RemoteEngine
 
@@ -203,7 +203,7 @@ def transport(base: type) -> type:
 
 
 def train(kind: str, shape: Shape, model: str, out: str, url: str, steps: int, pipe: Connection) -> None:
-    """Train in a process of its own, a step whenever it is told to."""
+    """Train in its own process, one step each time it is told to."""
     Path(out).mkdir()
     be_quiet(Path(out))
     import trl.generation.vllm_generation as module
@@ -268,9 +268,9 @@ def measure(shape: Shape, steps: int) -> tuple[int, list[tuple[dict[str, Any], d
             child.start()
             there.close()
             pipes[kind] = here
-            standing.callback(here.close)  # one whose partner has failed would wait for ever
+            standing.callback(here.close)  # a process whose partner has failed would wait for ever
             try:
-                here.recv()  # built, and waiting for its first turn
+                here.recv()  # it is built and waits for its first turn
             except EOFError:
                 raise RuntimeError((folder / kind / "log.txt").read_text(encoding="utf-8")[-3000:]) from None
         for step in range(steps):
@@ -287,7 +287,7 @@ def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
     """Return the rows of a shape: the whole step by the clock and by the processor, then each part of what we add."""
     size, pairs = measure(shape, steps)
     same = [same_learnt(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
-    # Servers form their batches as requests come in, and a sum that is rounded otherwise may, rarely, tip a token.
+    # Servers batch requests as they come in, so sums may round differently, and in rare cases another token is sampled.
     assert sum(same) >= len(same) - 1, [(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
     tokens = (pairs[-1][0]["learnt"]["num_tokens"] - pairs[0][0]["learnt"]["num_tokens"]) / (len(pairs) - 1)
     equal = f"tokens, reward, loss and gradient norm in {sum(same)} of {len(same)} steps"
@@ -308,7 +308,7 @@ def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
 
 
 def same_learnt(ours: dict[str, float], theirs: dict[str, float]) -> bool:
-    """Tell whether two steps were of the same tokens and taught the same, but for rounding."""
+    """Whether two steps had the same tokens and learnt the same, except for rounding."""
     if ours["num_tokens"] != theirs["num_tokens"] or ours["reward"] != theirs["reward"]:
         return False
     return all(abs(ours[name] - theirs[name]) <= 1e-5 + 1e-3 * abs(theirs[name]) for name in ("loss", "grad_norm"))

@@ -34,7 +34,7 @@ WARM_UP = 2
 
 
 def now() -> float:
-    """Return seconds: of this process on a CPU, of the clock where a GPU works beside it."""
+    """Return seconds: this process's processor time on a CPU, or the clock's time if there is a GPU."""
     import torch
 
     return time.perf_counter() if torch.cuda.is_available() else time.process_time()
@@ -64,9 +64,9 @@ class TakesTurns(TrainerCallback):
 
 
 def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None:
-    """Train in a process of its own, a step whenever it is told to."""
+    """Train in its own process, one step each time it is told to."""
     os.dup2(2, 1)  # standard output is for the result
-    with socket.socket() as free:  # accelerate's choice is one port for all
+    with socket.socket() as free:  # accelerate would take the same port for all
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -100,7 +100,7 @@ def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None
     if kind == "ours":
         trainer = MismatchGRPOTrainer(args=MismatchGRPOConfig(**given, mismatch=EVERYTHING), **rest)
     else:
-        # On a CPU, stock TRL with what it takes to run there: an uncompiled engine, and weights that arrive.
+        # On a CPU, stock TRL needs two patches to run: an uncompiled engine, and weight updates that arrive.
         patches = [engine_arguments({"dtype": "bfloat16", "enforce_eager": True}), CPU_MOE_REPACK] if on_cpu else []
         with applied(*patches):
             trainer = GRPOTrainer(args=GRPOConfig(**given), **rest)
@@ -128,14 +128,14 @@ def run(steps: int = 8, model: str | None = None) -> list[dict[str, Any]]:
                 child.start()
                 there.close()
                 pipes[kind], children[kind] = here, child
-                here.recv()  # built, and waiting for its first turn
+                here.recv()  # it is built and waits for its first turn
             for step in range(steps):
                 for kind in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
                     pipes[kind].send("go")
                     found[kind].append(pipes[kind].recv())
         finally:
             for kind, child in children.items():
-                pipes[kind].close()  # one whose partner has failed would wait for ever
+                pipes[kind].close()  # a process whose partner has failed would wait for ever
                 child.join(60)
                 if child.is_alive():
                     child.terminate()

@@ -1,9 +1,9 @@
-"""What verl's driver and workers spend on a batch's gap and KL: by parts on the workers, against all of it in the driver.
+"""What verl's driver and workers spend on a batch's gap and KL: work split over the workers, against all of it in the driver.
 
-The reference is what the driver would do by itself: take every token, check it, measure it, and compute the KL's baseline over
-prompts. Left out on both sides is verl's TransferQueue, which hands out the tokens. Two million tokens are measured; a batch of
-268 million (1,024 prompts, 16 responses of 16k) is by proportion, but for the driver's share, which depends on ranks and
-responses alone and is measured at its size.
+In the reference, the driver does everything: it takes every token, checks it, measures it, and computes the KL's baseline over
+prompts. Both sides leave out verl's TransferQueue, which hands out the tokens. Two million tokens are measured. The times for a
+batch of 268 million (1,024 prompts, 16 responses of 16k) are scaled up from these; only the driver's share, which depends on
+nothing but ranks and responses, is measured at that size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mismatch_ext.run.log import RunLog
 ROWS, ANSWERS, MEAN, TOP, PROMPT = 256, 16, 8192, 16384, 8
 PARTS = 64
 WHOLE = 1024 * 16 * 16384
-"""Tokens of the batch that is extrapolated to."""
+"""Number of tokens in the batch to which times are extrapolated."""
 WHOLE_ROWS = 1024 * 16
 FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "response_mask")
 
@@ -46,7 +46,7 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 class Batch:
-    """A batch as it lies in verl's TransferQueue: ragged rows, of which the trainer has scored prompts too."""
+    """A batch as it lies in verl's TransferQueue: ragged rows; the trainer's scores cover prompts too."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ class Batch:
         reference = [row + 1e-1 * torch.randn(len(row), generator=generator) for row in old]
         masks = [torch.ones(count, dtype=torch.int64) for count in self.lengths]
         self.rows = dict(zip(FIELDS, (old, rollout, reference, masks), strict=True))
-        # The token at a place is scored by the row before it.
+        # The score of a token stands one place before the token.
         self.scored = [torch.nn.functional.pad(row, (PROMPT - 1, 1)) for row in old]
         self.keys = [f"prompt{row // ANSWERS}_{row % ANSWERS}_0" for row in range(ROWS)]
 
@@ -71,7 +71,7 @@ class Batch:
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """Return the most that torch holds while a function runs, beyond what it was given."""
+    """Return the peak of torch's memory while a function runs, beyond its inputs, in bytes."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -198,7 +198,7 @@ def run() -> list[dict[str, Any]]:
         )
         results += [gap, driver_bytes, worker, worker_bytes]
 
-        # The driver's share of the large batch depends on ranks and responses alone.
+        # The driver's share of the large batch depends only on ranks and responses.
         large: dict[int, bytes] = {}
         for ranks in (64, 512):
             count = WHOLE_ROWS // ranks

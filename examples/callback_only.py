@@ -2,9 +2,9 @@
 
     python examples/callback_only.py
 
-On a GPU: `--model_name_or_path Qwen/Qwen3-0.6B`, and your own data and reward in the lines marked "yours". Every argument of
-TRL's can be given, also in a file by `--config`; with a model of your own the rest are TRL's defaults. A plain TRL script
-differs in the lines marked "mismatch-ext".
+On a GPU, give `--model_name_or_path Qwen/Qwen3-0.6B`, and put your own data and reward in the lines marked "yours". Every TRL
+argument can be given, also in a file with `--config`; with your own model, all others have TRL's defaults. Only the lines marked
+"mismatch-ext" differ from a plain TRL script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -28,12 +28,12 @@ from examples.arithmetic.task import reward
 ALARMS = {"completions/clipped_ratio": {"above": 0.5}, "reward": {"below": 0.2}}
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/callback_only",
-    # On a CPU TRL's own update of vLLM's weights fails, so that transformers generates there.
+    # On a CPU, TRL's own update of vLLM's weights fails, so transformers generates there.
     "use_vllm": torch.cuda.is_available(),
     "logging_steps": 1,
     "mismatch": {"lr": {}, "monitor": {"alarms": ALARMS}},
 }
-# For the small model. Without a period it is found by a surge of response lengths, in runs of hundreds of steps.
+# For the small model. Without `period`, the period is found from a surge of response lengths, which takes hundreds of steps.
 SMALL: dict[str, Any] = {
     "max_steps": 10,
     "lr_scheduler_type": "cosine",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
@@ -45,7 +45,7 @@ class Setting:
 
     Args:
         name: Folder and row name.
-        title: What a reader should know of it.
+        title: One line about it for the reader.
         block: The `mismatch:` block.
         steps: GRPO steps; fewer for float16, whose matrix products a CPU computes about eight times slower.
     """
@@ -56,7 +56,7 @@ class Setting:
     steps: int
 
 
-# A first scale that a small model's gradients do not overflow at: few steps are no time to search for one.
+# These runs are too short to search for a loss scale, so the first one does not overflow the small model's gradients.
 FP16 = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 4096.0}}}
 R3 = {"routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0}}
 BF16 = Setting(name="bf16", title="TRL's own dtypes: bf16 autocast, engine dtype auto", block={}, steps=24)
@@ -94,7 +94,7 @@ SPLITS = (
     ("train", "during training"),
 )
 EVALUATED = SPLITS[:2]
-# By what is compared, split and measure.
+# Keys: what is compared, split, measure.
 Intervals = dict[str, dict[str, dict[str, Interval]]]
 
 
@@ -195,7 +195,7 @@ def print_replay(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def measured_tokens(data: RunData) -> dict[str, float]:
-    """Return how many tokens each split's figures are of."""
+    """Return the number of tokens behind each split's figures."""
     tokens: dict[str, float] = {}
     for record in data.steps:
         tokens[record.split] = tokens.get(record.split, 0.0) + (record.metrics.get("mismatch/tokens") or 0.0)

@@ -1,10 +1,10 @@
-"""Uniform FP16: trainer, weight updates and vLLM in float16, and the gap beside that of TRL's own dtypes.
+"""Uniform FP16: trainer, weight updates and vLLM in float16; prints the gap beside the gap with TRL's own dtypes.
 
     python examples/dense_fp16.py
 
-On a GPU: `--model_name_or_path Qwen/Qwen3-0.6B`, and your own data and reward in the lines marked "yours". Every argument of
-TRL's can be given, also in a file by `--config`; with a model of your own the rest are TRL's defaults. A plain TRL script
-differs in the lines marked "mismatch-ext". Under `accelerate launch` give `--compare False`.
+On a GPU, give `--model_name_or_path Qwen/Qwen3-0.6B`, and put your own data and reward in the lines marked "yours". Every TRL
+argument can be given, also in a file with `--config`; with your own model, all others have TRL's defaults. Only the lines marked
+"mismatch-ext" differ from a plain TRL script. Under `accelerate launch`, give `--compare False`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "use_vllm": True,
     "mismatch": {"precision": {"dtype": "float16"}},  # mismatch-ext
 }
-# For the small model. Few steps are no time to search for a loss scale: the first is one that its gradients do not overflow at.
+# For the small model. A few steps are too few to search for a loss scale, so the first one does not overflow its gradients.
 SMALL: dict[str, Any] = {
     "max_steps": 3,
     "eval_prompts": 128,
@@ -57,7 +57,7 @@ def main() -> None:
     """Measure the gap at the same weights, then train in float16."""
     options, config = shared.parse((Arguments, MismatchGRPOConfig), DEFAULTS, SMALL)
     stock = f"{config.output_dir}/stock"
-    if options.compare:  # an engine is one per process
+    if options.compare:  # a process can hold only one engine
         again = ["--compare", "False", "--max_steps", "0", "--output_dir", stock, "--mismatch", "{}"]
         subprocess.run([sys.executable, *sys.argv, *again], check=True)
     trainer = MismatchGRPOTrainer(  # mismatch-ext

@@ -1,11 +1,11 @@
-"""KL regularisation in the real trainer: TRL's own term, the default of the `kl` section, and another, one after the other.
+"""KL regularisation in the real trainer: trains with TRL's own term, then the default of the `kl` section, then another setting.
 
     python examples/kl_ablation.py
 
-On a GPU: `--model_name_or_path Qwen/Qwen3-0.6B`, and your own data and reward in the lines marked "yours". Every argument of
-TRL's can be given, also in a file by `--config`; with a model of your own the rest are TRL's defaults. A plain TRL script
-differs in the lines marked "mismatch-ext". It starts processes of its own, and is not for `accelerate launch`.
-What each term does to a policy whose optimum is known: examples/kl_placement.py.
+On a GPU, give `--model_name_or_path Qwen/Qwen3-0.6B`, and put your own data and reward in the lines marked "yours". Every TRL
+argument can be given, also in a file with `--config`; with your own model, all others have TRL's defaults. Only the lines marked
+"mismatch-ext" differ from a plain TRL script. It starts its own processes, so do not use `accelerate launch`.
+examples/kl_placement.py shows what each term does to a policy whose optimum is known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "beta": 0.05,  # the coefficient, in every setting
     "mismatch": {},  # mismatch-ext
 }
-# For the small model: enough for it to leave the reference within a few steps.
+# For the small model: settings under which it leaves the reference within a few steps.
 SMALL: dict[str, Any] = {"max_steps": 8, "learning_rate": 3e-4, "beta": 0.5}
 EXPECTATION = """
 The KL column is the same estimate in every row (k3 to the reference, nats per token, in TRL's own row times its ratio, which

@@ -46,11 +46,11 @@ from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_penalty, kl_surrogate
 
 TOKENS, LENGTH, BATCH, LEARNING_RATE = 4, 8, 32, 0.05
-# Batches that the spread of the gradient is measured over.
+# The spread of the gradient is measured over this many batches.
 REPLICAS = 256
 # A KL this many times the optimum's counts as having run away.
 RUNAWAY = 1.5
-# Differences of J below this are no ranking, however small their standard error.
+# Differences of J below this do not count for the ranking, however small their standard error.
 TIE = 0.001
 DASHES = {"reward": "solid", "loss": "dot", "both": "dashdot"}
 COLOURS = {
@@ -194,7 +194,7 @@ def settings() -> list[Setting]:
     """Return every estimator at every placement, two variants of K1 in the reward, and no KL term."""
 
     def config(estimator: str, placement: str, *, baseline: str = "none", path: str = "surrogate") -> KlConfig:
-        # Every field by name: what is compared here must not follow a change of defaults.
+        # Name every field, so that a change of defaults does not change what is compared here.
         return KlConfig(
             preset=None,
             estimator=estimator,  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def loss_of(
             terms = penalty.loss.view_as(logp)
             reward = reward - penalty.reward.view_as(logp).sum(-1)
         else:
-            # Rows of other policies are no baseline.
+            # Rows of other policies must not enter the baseline.
             groups = torch.arange(len(logits)).repeat_interleave(batch)
             terms = kl_surrogate(*pair, mask, config, coef=beta, groups=groups).view_as(logp)
     # The distance to the mean of the others.
@@ -378,7 +378,7 @@ def figure(results: list[Result], best: Optimum) -> go.Figure:
         )
         drawn.add_trace(line, row=1, col=column)
         drawn.update_xaxes(title="optimizer step", row=1, col=column)
-    # All start at the reference; the first decades say nothing.
+    # All policies start at the reference, so the first decades say nothing.
     decades = [
         math.log10(best.kl / 10),
         math.log10(1.2 * max(best.kl, *(float(result.kl.max()) for result in results))),

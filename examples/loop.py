@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-# Before an engine is imported: vLLM in this process with a small KV cache, SGLang's kernels in one thread each.
+# Set before an engine is imported: a small KV cache for vLLM in this process, one thread for each of SGLang's kernels.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,7 +25,7 @@ import json
 import sys
 from pathlib import Path
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

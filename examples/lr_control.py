@@ -2,9 +2,9 @@
 
     python examples/lr_control.py
 
-On a GPU: `--model_name_or_path Qwen/Qwen3-0.6B`, and your own data and reward in the lines marked "yours". Every argument of
-TRL's can be given, also in a file by `--config`; with a model of your own the rest are TRL's defaults. A plain TRL script
-differs in the lines marked "mismatch-ext".
+On a GPU, give `--model_name_or_path Qwen/Qwen3-0.6B`, and put your own data and reward in the lines marked "yours". Every TRL
+argument can be given, also in a file with `--config`; with your own model, all others have TRL's defaults. Only the lines marked
+"mismatch-ext" differ from a plain TRL script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 1,
     "mismatch": {"lr": {}},  # mismatch-ext
 }
-# For the small model. The detector's own defaults are for runs of hundreds of steps: a baseline of 50 batches, a median of 5.
+# For the small model. The detector's defaults (a baseline of 50 batches, a median of 5) are for runs of hundreds of steps.
 SMALL: dict[str, Any] = {
     "max_steps": 24,
     "warmup_steps": 2,

@@ -2,9 +2,9 @@
 
     python examples/moe_r3.py
 
-On a GPU: `--model_name_or_path Qwen/Qwen3-30B-A3B`, and your own data and reward in the lines marked "yours". Every argument of
-TRL's can be given, also in a file by `--config`; with a model of your own the rest are TRL's defaults. A plain TRL script
-differs in the lines marked "mismatch-ext".
+On a GPU, give `--model_name_or_path Qwen/Qwen3-30B-A3B`, and put your own data and reward in the lines marked "yours". Every TRL
+argument can be given, also in a file with `--config`; with your own model, all others have TRL's defaults. Only the lines marked
+"mismatch-ext" differ from a plain TRL script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "model_name_or_path": "moe",
     "output_dir": "runs/moe_r3",
     "use_vllm": True,
-    # Each batch is scored without replay as well, for the comparison. By default none is.
+    # For the comparison, every batch is also scored without replay. By default, no batch is.
     "mismatch": {"routing": {"mode": "R3", "native_gap_rate": 1.0, "agreement_rate": 1.0}},  # mismatch-ext
 }
 # For the small model.

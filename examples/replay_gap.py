@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
@@ -64,7 +64,7 @@ def row(
 ) -> None:
     """Add a row to the table."""
     figures = [format(found[prefix + name], digits) for _, name, digits in COLUMNS]
-    # The model's own choice was recorded under replay: one figure per pair.
+    # The model's own choice is recorded only under replay, so each pair of rows has one figure.
     flips = "" if prefix else f"{found['routing/set_mismatch_frac']:.2%}"
     table.add_row(*labels, f"{found['tokens']:.0f}", *figures, flips, end_section=last)
 

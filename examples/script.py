@@ -1,13 +1,13 @@
-"""What the TRL examples share: arguments with defaults for two CPU cores, the small models, the progress bar, the closing text.
+"""Shared by the TRL examples: arguments with defaults for two CPU cores, the small models, the progress bar, the closing text.
 
-Import it before TRL and vLLM, which read the environment once, when they are imported.
+Import it before TRL and vLLM, because they read the environment only once, when they are imported.
 """
 
 from __future__ import annotations
 
 import os
 
-# A small KV cache on a CPU, and silence where the trainer already reports.
+# A small KV cache on a CPU, and no output from libraries about what the trainer already reports.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -31,7 +31,7 @@ from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset
 from mismatch_ext.rundata import RunData, read_run
 
-# A run that two CPU cores do in a minute or two.
+# On two CPU cores, a run of these models takes a minute or two.
 SMALL_MODELS = ("dense", "moe")
 SMALL = Path(__file__).parent / "configs/arithmetic.yaml"
 SPLITS = (("eval/familiar", "trained distribution"), ("eval/unfamiliar", "unfamiliar and longer"))
@@ -40,7 +40,7 @@ WIDTH = 120
 
 @dataclass
 class ScriptArguments:
-    """What every example needs besides the trainer's own arguments."""
+    """The arguments that every example needs besides the trainer's own."""
 
     model_name_or_path: str = field(
         default="dense", metadata={"help": "'dense' or 'moe' (examples/arithmetic/models), or a model's name or path."}
@@ -51,14 +51,14 @@ class ScriptArguments:
 def parse(
     kinds: tuple[Any, ...], defaults: Mapping[str, Any] | None = None, small: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
-    """Parse the command line and the file that `--config` names; both go over the defaults.
+    """Parse the command line and the file that `--config` names; both override the defaults.
 
     Args:
         kinds: Dataclasses of arguments.
-        defaults: Defaults in place of the dataclasses' own, with any model.
-        small: Sizes for the small models, over those of `configs/arithmetic.yaml`; another model has TRL's own. None sets none.
+        defaults: Defaults that replace the dataclasses' own, for any model.
+        small: Sizes for the small models, which override `configs/arithmetic.yaml`; other models keep TRL's. None sets none.
     """
-    # transformers trains on a CPU only when told to, and vLLM asks for this share of the machine's memory there.
+    # transformers trains on a CPU only when told to; vLLM takes this share of the machine's memory there.
     found = {} if torch.cuda.is_available() else {"use_cpu": True, "vllm_gpu_memory_utilization": 0.05}
     found |= defaults or {}
     if small is not None:
@@ -88,7 +88,7 @@ def evaluation_sets(count: int) -> dict[str, Dataset]:
 
 
 class GapProgress(ProgressCallback):
-    """The usual progress bar, with reward and gap behind it in place of a dictionary per step."""
+    """The usual progress bar, followed by reward and gap instead of a dictionary per step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the latest figures behind the bar."""
@@ -100,14 +100,14 @@ class GapProgress(ProgressCallback):
 
 
 def show_progress(trainer: Any) -> None:
-    """Put the progress bar in the place of the trainer's own output."""
+    """Replace the trainer's own output by the progress bar."""
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(GapProgress)
 
 
 def end_engine(trainer: Any) -> None:
-    """End vLLM, if the trainer has it in this process: on its own it outlives the last line of a script."""
+    """Shut vLLM down, if the trainer has it in this process; otherwise it would outlive the last line of a script."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         shutdown(trainer.vllm_generation.llm)
 

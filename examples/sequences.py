@@ -1,10 +1,10 @@
-"""Sums of the gap per sequence, for intervals: tokens of one response depend on each other, whole responses do not.
+"""Sums of the gap per sequence, for intervals: tokens of one response depend on each other, but whole responses do not.
 
-`SequenceSums(trainer)` listens to what the trainer measures in evaluation, and keeps for each response: its tokens, and the sums
-of |Δlogp| and of k3 and the count of tokens off by more than a factor of 2, with replay and (`native/`) without. Where a batch is
-scored without replay, its routes are recorded too: `flips` counts the (token, layer) pairs of a response whose experts are not
-those that the engine chose. On request each token is scored in float64 as well, which says how far float32 itself rounds
-(`rounding/`): what a float32 engine and a float32 trainer may differ by.
+`SequenceSums(trainer)` listens to what the trainer measures in evaluation. For each response it keeps the number of tokens, the
+sums of |Δlogp| and of k3, and the number of tokens off by more than a factor of 2, with replay and (`native/`) without. If a
+batch is scored without replay, its routes are recorded too: `flips` counts the (token, layer) pairs of a response for which the
+trainer chose other experts than the engine. On request, each token is also scored in float64, which shows how far float32 itself
+rounds (`rounding/`): a float32 engine and a float32 trainer may differ by that much.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mismatch_ext.routing import RoutingTrace, agreement
 from mismatch_ext.routing.replaying import REFERENCE
 
 FILE = "sequences.json"
-# By split, by name, a value per response.
+# Split -> name -> one value per response.
 Sums = dict[str, dict[str, list[float]]]
 
 
@@ -54,7 +54,7 @@ def in_float64(model: PreTrainedModel) -> Iterator[None]:
         )
     experts = model.config._experts_implementation
     model.double()
-    model.set_experts_implementation("eager")  # the grouped matrix product takes no float64
+    model.set_experts_implementation("eager")  # the grouped matrix product does not support float64
     try:
         with Float64():
             yield
@@ -163,15 +163,15 @@ def times_larger(first: Sums, second: Sums, split: str, measure: str) -> Interva
 
 
 def left_by_replay(run: Sums, split: str, measure: str) -> Interval:
-    """Return what replay leaves of a mean, on the same tokens: below 1 it helps."""
+    """Return a mean with replay over the mean without it, on the same tokens: below 1, replay helps."""
     return bootstrap_ratio(run[split][measure], run[split][f"native/{measure}"])
 
 
 def without_flips(run: Sums, split: str) -> float:
     """Return k3 per token, without replay, of the responses on which engine and trainer chose the same experts throughout.
 
-    It is what rounding alone makes of k3, whatever replay does; 0 where every response has a flip. Such responses are shorter and
-    surer than others, so that it is rather too small than too large.
+    This is the k3 that rounding alone makes, independent of replay; 0 if every response has a flip. Responses without a flip are
+    shorter and more certain than others, so the figure is too small rather than too large.
     """
     kept = {name: np.asarray(run[split][name]) for name in ("flips", "native/k3", "tokens")}
     calm = kept["flips"] == 0
@@ -179,23 +179,23 @@ def without_flips(run: Sums, split: str) -> float:
 
 
 def over_halfway(run: Sums, split: str) -> Interval:
-    """Return k3 with replay over the level halfway between that without replay and that of responses without a flip.
+    """Return k3 with replay, divided by the level halfway between k3 without replay and k3 of responses without a flip.
 
-    Below 1, replay has taken away more than half of what flips add to k3; a replay that does nothing gives 1 or more.
+    Below 1, replay has removed more than half of what flips add to k3; a replay that does nothing gives 1 or more.
     """
     native, tokens = (np.asarray(run[split][name]) for name in ("native/k3", "tokens"))
-    # The level of rounding is no higher than that of rounding and flips, whatever a small sample says.
+    # Rounding alone cannot exceed rounding plus flips, whatever a small sample says.
     level = min(without_flips(run, split), float(native.sum() / tokens.sum()))
     return bootstrap_ratio(run[split]["k3"], (native + level * tokens) / 2)
 
 
 def judged_replay(run: Sums, split: str) -> dict[str, Any]:
-    """Return what says whether replay works: what it leaves of k3, k3 over halfway, and rounding's share of k3 without replay."""
+    """Return the figures that show whether replay works: k3 left by it, k3 over halfway, rounding's share of k3 without it."""
     level = without_flips(run, split) * sum(run[split]["tokens"]) / sum(run[split]["native/k3"])
     found = {"left": left_by_replay(run, split, "k3"), "over halfway": over_halfway(run, split)}
     return {**{name: interval.to_dict() for name, interval in found.items()}, "share of rounding": level}
 
 
 def of_float32_rounding(run: Sums, split: str, measure: str) -> Interval:
-    """Return the gap between a float32 engine and a float32 trainer over the trainer's own rounding error, on the same tokens."""
+    """Return the gap between a float32 engine and trainer, divided by the trainer's own rounding error on the same tokens."""
     return bootstrap_ratio(run[split][measure], run[split][f"rounding/{measure}"])

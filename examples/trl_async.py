@@ -1,12 +1,12 @@
 """AsyncGRPO with TRL, a vLLM server and the `mismatch:` block, on addition problems.
 
-On one GPU the server, with mismatch-ext installed beside vLLM (`examples/trl_server.sh serve` with your model and `--dtype
-float16`), and on others the trainer, which takes TRL's arguments:
+Run the server on one GPU, with mismatch-ext installed beside vLLM (`examples/trl_server.sh serve` with your model and `--dtype
+float16`), and the trainer, which takes TRL's arguments, on other GPUs:
 
     CUDA_VISIBLE_DEVICES=1 python examples/trl_async.py --model_name_or_path Qwen/Qwen3-0.6B --max_steps 20 \
         --vllm_server_base_url http://127.0.0.1:8000 --mismatch '{"precision": {"dtype": "float16"}}'
 
-Without a GPU the server gets TRANSFER=mismatch_http, and the trainer `--use_cpu`.
+Without a GPU, give the server TRANSFER=mismatch_http, and the trainer `--use_cpu`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -37,11 +37,11 @@ SMALL = {
     "max_steps": 4, "learning_rate": 1e-4, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False,
     "mismatch": '{"precision": {"dtype": "float32"}}',
 }  # fmt: skip
-"""Arguments for a small model and two CPU cores; a command line's go over them."""
+"""Arguments for a small model and two CPU cores; the command line overrides them."""
 
 
 def reward(completions: list[Any], a: list[int], b: list[int], **_: object) -> list[float]:
-    """Score a batch of conversations; in a process of its own, so that it must be a module's function."""
+    """Score a batch of conversations; a function of a module, because it runs in another process."""
     return [score(str(turns[0].get("content", "")), x, y) for turns, x, y in zip(completions, a, b, strict=True)]
 
 
@@ -52,7 +52,7 @@ def problems(count: int, seed: int) -> Dataset:
 
 
 def tokenizer_of(path: str) -> Any:
-    """Return a model's tokenizer; one without a chat template, as the small models have, gets one that adds nothing."""
+    """Return a model's tokenizer; if it has no chat template, as with the small models, it gets one that adds nothing."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -67,7 +67,7 @@ def tokenizer_of(path: str) -> Any:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *_: Any, softmax_scale: float, **__: Any
 ) -> Tensor:
-    """Attend within each segment of a packed row, whose queries are the last of their keys, as flash-attn's function does."""
+    """Attend within each segment of a packed row, as flash-attn's function does; queries stand at the end of their keys."""
     groups, parts = query.shape[1] // key.shape[1], []
     for first, last, start, end in zip(
         ends_q[:-1].tolist(), ends_q[1:].tolist(), ends_k[:-1].tolist(), ends_k[1:].tolist(), strict=True
@@ -81,7 +81,7 @@ def varlen_attention(
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Return a context in which TRL's AsyncGRPO runs without CUDA: its attention is a kernel, and it asks CUDA for its speed."""
+    """Return a context in which TRL's AsyncGRPO runs without CUDA, although it uses a CUDA kernel and asks CUDA for its speed."""
     home = "trl.experimental.async_grpo"
     stack = ExitStack()
     attention = SimpleNamespace(flash_attn_varlen_func=varlen_attention)

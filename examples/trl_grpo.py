@@ -3,7 +3,7 @@
     python examples/trl_grpo.py --config examples/configs/arithmetic.yaml --output_dir runs/mine \
         --max_steps 20 --mismatch '{"precision": {"dtype": "float16"}}'
 
-The only lines that differ from a plain TRL script are the two class names and `mismatch`.
+Only the two class names and `mismatch` differ from a plain TRL script.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-# Run as a file, Python would look for modules in examples/ only.
+# When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import examples.script as shared  # first, because it sets what vLLM reads when it is imported
 
@@ -41,7 +41,7 @@ class ScriptArguments(shared.ScriptArguments):
 def main() -> None:
     """Train, after measuring the gap on both evaluation sets."""
     script, config = shared.parse((ScriptArguments, MismatchGRPOConfig))
-    # No step at all is an evaluation of the checkpoint as it is.
+    # With zero steps, only the checkpoint itself is evaluated.
     rows = max(config.max_steps, 1) * config.generation_batch_size // config.num_generations
     evaluation = shared.evaluation_sets(script.eval_prompts) if script.eval_prompts else None
     trainer = MismatchGRPOTrainer(

@@ -1,4 +1,4 @@
-"""What all host trainers say when a run starts and when it ends."""
+"""The lines that every host trainer prints when a run starts and when it ends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Integration:
-    """By what the parts of a block reach a host, as its banner says in brackets.
+    """Names what carries each part of a block into a host; the banner prints these names in brackets.
 
     Attributes:
-        trainer: What holds loss scaler and replay.
-        correction, lr, kl: What holds these sections.
-        precision: What sets dtypes, or "" where they are only audited.
-        sampler: What generates where there is no engine.
+        trainer: Carries loss scaler and replay.
+        correction, lr, kl: Carries the section of this name.
+        precision: Sets the dtypes; "" if they are only audited.
+        sampler: Generates if there is no engine.
     """
 
     trainer: str
@@ -46,15 +46,15 @@ def banner(
     integration: Integration,
     measured: str,
 ) -> str:
-    """Return the lines that say what is active, in which peer, and by what.
+    """Return the lines that say which parts are active, in which peer, and what carries each of them.
 
     Args:
         block: The parsed `mismatch:` block.
         header: The header of the run.
         monitor: The alarms.
         run_dir: Folder of the metrics.
-        integration: By what each part reaches the host.
-        measured: When the gap is measured, "at every ...".
+        integration: What carries each part into the host.
+        measured: When the gap is measured, as "at every ...".
     """
     trainer, engine = header["trainer"], header["engine"]
     observes = block.level == "observe"
@@ -95,7 +95,7 @@ def banner(
 
 
 def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) -> list[str]:
-    """Return a line for each mitigation that is on."""
+    """Return one line for each mitigation that is on."""
     lines = []
     if block.correction is not None:
         lines.append(f"  correction {block.correction.preset or 'custom'}   [{integration.correction}]")
@@ -124,7 +124,7 @@ def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) 
 
 
 def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
-    """Return the lines that say what is watched, and where it is written."""
+    """Return the lines that say which alarms are watched, and where metrics are written."""
     named = [rule.describe() for rule in monitor.rules.values() if rule.named]
     built_in = len(monitor.rules) - len(named)
     said = [*named, *([f"{built_in} built-in ones (python -m mismatch_ext.monitor)"] if built_in else [])]
@@ -132,7 +132,7 @@ def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
 
 
 def print_closing(run_dir: Path) -> None:
-    """Print what happened in a run; training has ended well by then, so that a metrics file which is lost is only said."""
+    """Print what happened in a run; a lost metrics file causes only a warning, because training has already ended well."""
     try:
         say("\n".join(closing_lines(read_long_run(run_dir))))
     except RunDirectoryError as error:
@@ -140,7 +140,7 @@ def print_closing(run_dir: Path) -> None:
 
 
 def rule_of(lr: LrConfig) -> str:
-    """Return what lowers the learning rate, in a few words."""
+    """Return in a few words by which rule the learning rate is lowered."""
     watched = f"a surge of {lr.trigger}"
     if lr.rule == "reactive":
         return f"times {lr.decay:g} at {watched}, at least {lr.cooldown} steps apart, floor {lr.floor:g}"

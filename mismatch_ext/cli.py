@@ -1,4 +1,4 @@
-"""The `mismatch-ext` command, with the subcommand that needs no peer; `adapters/cli.py` adds the others."""
+"""The `mismatch-ext` command, with the subcommand that needs no peer (`report`); `adapters/cli.py` adds the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Command:
     """One subcommand.
 
     Args:
-        name: What it is called by.
+        name: Its name on the command line.
         help: One line for the help text.
-        configure: Adds its arguments to its parser, when it is called.
-        run: Gets the parsed arguments and returns the exit status. What it needs beyond the standard library it imports itself,
-            so that the others stay quick to start.
+        configure: Adds its arguments to its parser; runs only when this subcommand is called.
+        run: Gets the parsed arguments and returns the exit status. It imports what it needs beyond the standard library itself,
+            so that other subcommands start quickly.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Command:
 
 
 def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: the subcommand's, or 2 for an error told in one line on stderr."""
+    """Run the command line and return its exit status: the subcommand's, or 2 after an error, printed as one line on stderr."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(commands, next((text for text in given if not text.startswith("-")), None))
     arguments = parser.parse_args(given)
@@ -55,16 +55,16 @@ def _parser(commands: Sequence[Command], called: str | None) -> argparse.Argumen
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in commands:
         own = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name == called:  # what describes the options of another may import what this one does without
+        if command.name == called:  # configuring the others may import modules that this one does not need
             command.configure(own)
     return parser
 
 
 def folder(text: str) -> Path:
-    """Return the path that an argument names; a `~` in front is the home folder, also where the shell left it."""
+    """Return the path that an argument names; a leading `~` is the home folder, also if the shell did not expand it."""
     try:
         return Path(text).expanduser()
-    except RuntimeError as error:  # nobody's home folder
+    except RuntimeError as error:  # there is no such user
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""From the text of a block to a mapping: JSON or YAML, given as text or as the path of a file; a key given twice is an error."""
+"""Turns a block's JSON or YAML, given as text or as a file's path, into a mapping; a key given twice is an error."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ def load_mapping(text: str | Path, source: str = "the mismatch block") -> Mappin
 
     Args:
         text: The text, or the path; a `~` in front is the home folder.
-        source: What the text is, in messages.
+        source: Name of the text in messages.
 
     Raises:
-        ConfigError: The file cannot be read, the text is neither, is nested too deeply or is no mapping, or gives a key twice.
+        ConfigError: The file cannot be read; or the text is neither JSON nor YAML, is nested too deeply, is not a mapping, or
+            gives a key twice.
     """
     if str(text).strip().lower().endswith((".json", ".yaml", ".yml")):
         path = Path(str(text).strip())
         source = f"mismatch file {path}"
         try:
             text = path.expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, RuntimeError) as error:  # the last: nobody's home folder
+        except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: there is no such user
             raise ConfigError(f"{source} cannot be read: {error}. Give the path of a JSON or YAML file.") from error
     try:
         data = _parse_json_or_yaml(str(text), source)
@@ -47,7 +48,7 @@ def _parse_json_or_yaml(text: str, source: str) -> Any:
         return json.loads(text, object_pairs_hook=functools.partial(_object, source))
     except ConfigError:
         raise
-    except ValueError as json_error:  # of more than 4300 digits, too
+    except ValueError as json_error:  # also for numbers of more than 4300 digits
         try:
             import yaml
         except ImportError:
@@ -58,12 +59,12 @@ def _parse_json_or_yaml(text: str, source: str) -> Any:
             return yaml.load(text, _yaml_loader(source))  # a SafeLoader
         except ConfigError:
             raise
-        except (yaml.YAMLError, ValueError) as error:  # the latter of dates that are none
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
             raise ConfigError(f"{source} is neither valid JSON nor valid YAML: {error}") from error
 
 
 def _object(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a mapping of a JSON object's pairs."""
+    """Turn a JSON object's pairs into a mapping; refuse a key given twice."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -76,7 +77,7 @@ def _yaml_loader(source: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """PyYAML's safe loader, which would take the last of two values; one that is merged in may be overridden."""
+        """PyYAML's safe loader, but a key given twice is refused; a merged-in key may be overridden."""
 
         def flatten_mapping(self, node: Any) -> None:
             seen: dict[Any, Any] = {}

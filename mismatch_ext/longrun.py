@@ -1,8 +1,8 @@
-"""Read a run directory in bounded memory: the last steps whole, those before them as what they add up to.
+"""Reads a run directory in bounded memory: the last steps in full, and earlier steps as sums.
 
-A run of up to `WHOLE` step lines is read as `mismatch_ext.rundata.read_run` does. Of a longer one, the report's tables, verdict
-and closing lines are over all steps; its curves keep the smallest and the largest value of every stretch. Warnings, errors and
-alarms are all kept; other events beyond `SAID` of one name and segment are counted.
+A run of up to `WHOLE` step lines is read as by `mismatch_ext.rundata.read_run`. For a longer run, the report's tables, verdict
+and closing lines still cover all steps; its curves keep the smallest and the largest value of every stretch. Warnings, errors
+and alarms are all kept; other events are only counted beyond `SAID` per name and segment.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mismatch_ext.rundata import (
 )
 
 WHOLE = 4096
-"""Step lines that are kept whole, at most; half of them at least."""
+"""At most this many step lines are kept in full, and in a longer run at least half as many."""
 SAMPLES = 512
-"""Records of profiles, and of token samples, that are kept of a split."""
+"""At most this many records of profiles, and as many of token samples, are kept per split."""
 SAID = 1000
-"""Events of one name and segment that are kept, and problems."""
+"""At most this many events are kept per name and segment, and this many problems in all."""
 ALL_KEPT = ("alarm", "overflow")
 
 
@@ -39,7 +39,7 @@ def read_long_run(run_dir: str | Path) -> RunData:
     """Read a run directory as `read_run` does, in bounded memory.
 
     Returns:
-        The data; of a long run, `older` stands for the steps that `steps` lacks.
+        The data; for a long run, `older` sums up the steps that `steps` lacks.
 
     Raises:
         RunDirectoryError: `metrics.jsonl` is missing or cannot be read.
@@ -47,7 +47,7 @@ def read_long_run(run_dir: str | Path) -> RunData:
     with open_metrics(run_dir) as file:
         ahead = Reader()
         for number, line in enumerate(file):
-            # Only a header says from where a later segment went on, and a step that it undid must not be added up.
+            # Read the headers first: they say where later segments resumed, and steps undone by that must not be summed.
             if b'"header"' in line and b'"resume_step"' in line:
                 ahead.add(number, line, torn=False)
                 ahead = Reader(headers=ahead.headers)
@@ -60,7 +60,7 @@ def read_long_run(run_dir: str | Path) -> RunData:
 
 @dataclass
 class _BoundedReader(Reader):
-    """Reads lines, and adds up what is too much to keep."""
+    """Reads lines, and sums up what is too much to keep."""
 
     resumes: list[tuple[int, int]] = field(default_factory=list)
     older: dict[str, OlderSteps] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class _BoundedReader(Reader):
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add up the earlier half of the steps that are kept."""
+        """Sum up the earlier half of the kept steps."""
         splits: dict[str, list[StepRecord]] = {}
         for key in sorted(self.steps)[: WHOLE // 2]:
             record = self.steps.pop(key)
@@ -138,7 +138,7 @@ class _BoundedReader(Reader):
                 table[first[-1]] = pooled_profiles([table.pop(k) for k in first])
                 self._profiles_of[split] -= len(first) - 1
             return
-        # Of token samples a plot shows a part: every second one, then every fourth ...
+        # A plot shows only a part of the token samples, so keep every second one, then every fourth, and so on.
         stride = self._strides.get(split, 1)
         if self._scatters_of[split] % stride == 0 or key in table:
             table[key] = record
@@ -150,7 +150,7 @@ class _BoundedReader(Reader):
         self._scatters_of[split] += 1
 
     def _drop_abandoned(self) -> None:
-        """Say what a killed segment recorded after the checkpoint that a later one resumed from."""
+        """Report what a killed segment recorded after the checkpoint that a later segment resumed from."""
         for segment, resumed in self.resumes:
             lost = sorted(k for k, of in self.undone.items() if of < segment and k[0] > resumed)
             for key in lost:
@@ -163,7 +163,7 @@ class _BoundedReader(Reader):
 
 
 def pooled_profiles(records: Sequence[ProfileRecord]) -> ProfileRecord:
-    """Put records of one split into one: counts summed, means weighted by them, maxima; bins other than the first's left out."""
+    """Merge records of one split: sum counts, weight means by them, take maxima; leave out records with other bins."""
     pooled: dict[str, dict[str, list[float | None]]] = {}
     for name in {name: None for record in records for name in record.profiles}:
         found = [record.profiles[name] for record in records if name in record.profiles]

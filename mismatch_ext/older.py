@@ -1,8 +1,8 @@
-"""What is kept of a run's earlier steps where they are too many: all sums that a report needs, and extremes for its plots.
+"""Summarises a run's earlier steps if there are too many to keep: all sums that a report needs, and extremes for its plots.
 
-Memory depends on the number of metrics, not on that of steps. Sums, counts and maxima are over every step. A curve is kept in at
-most `STRETCHES` stretches of equally many steps, each with its smallest and its largest value and the first step at which it was
-not finite, so that no peak is lost.
+Memory depends on the number of metrics, not on the number of steps. Sums, counts and maxima cover every step. A curve is kept as
+at most `STRETCHES` stretches of equally many steps. Each stretch has its smallest value, its largest value and the first step at
+which the value was not finite, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mismatch_ext.metrics.names import PARTS_OF_STALE
 
 NATIVE = "native/"
 KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer", "kept")), *PARTS_OF_STALE)
-"""What figures begin with that are of other tokens, or of another pass, than the gap: each has a count of its own."""
-# Metric -> the count that weighs it, tokens by default. ESS describes one batch: a plain mean over steps.
+"""Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
+# Metric -> the count that weights it; tokens by default. None means a plain mean over steps: ESS describes one batch.
 ROUTING_WEIGHT = "routing/compared_tokens"
 WEIGHTS = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None, "source": None}
 FALLING = (PREFIX + "loss_scale",)
-"""Metrics of which every fall is noted."""
+"""Metrics whose every fall is noted."""
 STRETCHES = 1024
 FIRST = 5
-"""Values that are kept of the beginning, for the means of either end."""
+"""This many values are kept from the beginning, for the means at both ends of a run."""
 
 
 def weight_of(column: str) -> str | None:
-    """Return the metric that weighs a metric's steps in a mean over the run, or None for a plain mean.
+    """Return the metric that weights the steps in a metric's mean over the run; None for a plain mean.
 
     Args:
         column: Name of the metric without "mismatch/".
@@ -46,14 +46,14 @@ def weight_of(column: str) -> str | None:
 
 @dataclass
 class Stretches:
-    """A curve in stretches of `width` values each: (step, value) of the smallest and the largest, step of the first gap."""
+    """A curve in stretches of `width` values; each keeps (step, value) of its extremes, and the step of its first gap."""
 
     width: int = 4
     count: int = 0
     kept: list[list[tuple[int, float] | int | None]] = field(default_factory=list)
 
     def add(self, steps: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-        """Add values in the order of their steps, NaN where one was not finite."""
+        """Add values in the order of their steps; NaN stands for a value that was not finite."""
         begun = self.count % self.width
         head = min(self.width - begun, len(steps)) if begun else 0
         if head:
@@ -65,7 +65,7 @@ class Stretches:
             self.kept += _extremes(steps[None, whole:], values[None, whole:])
         self.count += len(steps)
         while len(self.kept) > STRETCHES:
-            # Neighbours become one; a last one that has none goes on as the beginning of a wider one.
+            # Merge neighbours in pairs; a last stretch without a neighbour becomes the beginning of a wider one.
             pairs = zip(self.kept[::2], [*self.kept[1::2], _NOTHING], strict=False)
             self.kept = [_merged(a, b) for a, b in pairs]
             self.width *= 2
@@ -84,7 +84,7 @@ _NOTHING: list[tuple[int, float] | int | None] = [None, None, None]
 
 
 def _extremes(steps: NDArray[np.int64], values: NDArray[np.float64]) -> list[list[tuple[int, float] | int | None]]:
-    """Return (step, value) of the smallest and the largest, and the step of the first NaN, of every row `[R, width]`."""
+    """Return for each row `[R, width]` (step, value) of the smallest and of the largest, and the step of the first NaN."""
     if not len(values):
         return []
     gaps, rows = np.isnan(values), np.arange(len(values))
@@ -109,7 +109,7 @@ def _merged(
 ) -> list[tuple[int, float] | int | None]:
     lows = [one for one in (a[0], b[0]) if isinstance(one, tuple)]
     highs = [one for one in (a[1], b[1]) if isinstance(one, tuple)]
-    # min and max take the first of equals.
+    # Among equal values, min and max take the first.
     return [
         min(lows, key=lambda one: one[1], default=None),
         max(highs, key=lambda one: one[1], default=None),
@@ -122,17 +122,17 @@ class OlderMetric:
     """One metric of one split over the steps that are not kept.
 
     Attributes:
-        logs: Steps that logged it.
-        known: Those of them with a finite value.
-        total: Sum of those values.
-        largest: Largest of them.
-        weighed: Steps whose weight is positive too.
+        logs: Number of steps that logged it.
+        known: Number of these steps with a finite value.
+        total: Sum of the finite values.
+        largest: Largest finite value.
+        weighed: Number of steps with a finite value and a positive weight.
         weighted: Sum of value times weight.
         weight: Sum of weights.
         begun: The first few logs with a finite value.
         last: Step and value of the last log.
-        curve: For plots.
-        falls: Steps at which it fell and what it then was, of a metric in `FALLING`; of very many, some that are spread evenly.
+        curve: The curve for plots.
+        falls: For a metric in `FALLING`, the steps at which it fell, and its new value; of very many, an evenly spread part.
     """
 
     logs: int = 0
@@ -152,7 +152,7 @@ class OlderMetric:
     def add(
         self, name: str, steps: NDArray[np.int64], values: NDArray[np.float64], weights: NDArray[np.float64] | None
     ) -> None:
-        """Add logs in the order of their steps; NaN stands for a value that was not finite and for a weight that is missing."""
+        """Add logs in the order of their steps; NaN stands for a value that was not finite, or for a missing weight."""
         finite = ~np.isnan(values)
         known = values[finite]
         if name in FALLING:
@@ -202,7 +202,7 @@ class OlderSteps:
     metrics: dict[str, OlderMetric] = field(default_factory=dict)
 
     def add(self, steps: Sequence[int], metrics: Sequence[Mapping[str, float | None]]) -> None:
-        """Add steps, in their order, with what they logged."""
+        """Add steps in ascending order, with the metrics that they logged."""
         self.steps += len(steps)
         self.last_step = max(self.last_step, steps[-1])
         columns = _columns(metrics)
@@ -224,7 +224,7 @@ class OlderSteps:
 def _columns(
     metrics: Sequence[Mapping[str, float | None]],
 ) -> dict[str, tuple[NDArray[np.bool_], NDArray[np.float64]]]:
-    """Return by name which steps logged a metric, and its values, NaN where there is none."""
+    """Return for each metric, by name, which steps logged it, and its values; NaN where there is none."""
     names = list(metrics[0])
     if names and all(list(one) == names for one in metrics):  # nearly always
         table = np.array([list(one.values()) for one in metrics], dtype=np.float64)  # None becomes NaN

@@ -24,7 +24,7 @@ from mismatch_ext.stream import METRICS_FILE, RunStream
 logger = logging.getLogger(__name__)
 
 PROCESSES = 32
-"""Bits of a seed that tell processes apart."""
+"""Number of low bits of a seed that tell processes apart."""
 
 
 def run_folder(monitor: MonitorConfig, output: Path) -> Path:
@@ -35,7 +35,7 @@ def run_folder(monitor: MonitorConfig, output: Path) -> Path:
         output: The host's output folder.
 
     Raises:
-        RunDirectoryError: `run_dir` is in the home folder of nobody.
+        RunDirectoryError: `run_dir` names the home folder of a user who does not exist.
     """
     if not monitor.run_dir:
         return output / "mismatch"
@@ -51,7 +51,7 @@ def ensure_writable(run_dir: Path) -> None:
     """Check, before anything expensive starts, that metrics can be written.
 
     Raises:
-        RunDirectoryError: The folder cannot be created or written; names it and what to do.
+        RunDirectoryError: The folder cannot be created or written; names it and says what to do.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def ensure_writable(run_dir: Path) -> None:
 
 
 def _set_aside(metrics: Path) -> Path | None:
-    """Keep the metrics of an earlier run that a new one would take the place of, and return where."""
+    """Move the metrics of an earlier run aside, so that a new run does not overwrite them; return the new path."""
     if not metrics.exists() or not metrics.stat().st_size:
         return None
     number = 1
@@ -77,16 +77,16 @@ def _set_aside(metrics: Path) -> Path | None:
 
 
 class RunRecorder:
-    """One per trainer; every rank accumulates, the main process writes.
+    """Records the gap of one trainer; every rank accumulates, and the main process writes.
 
     Args:
         run_dir: Folder of `metrics.jsonl`.
         monitor: The `monitor` section.
         sampling: Settings that the engine samples with.
-        header: Builds the header of a stream segment, called when the first line is written.
-        rank: This process; rank 0 writes.
+        header: Builds the header of a stream segment; called when the first line is written.
+        rank: Rank of this process; rank 0 writes.
         world_size: Number of ranks whose accumulators are merged.
-        gather: Collects the lists of all ranks into one; needed with more than one.
+        gather: Collects the lists of all ranks into one list; needed with more than one rank.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class RunRecorder:
         self._growth = Growth()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gap's growth, and what chooses steps whose profiles are written and tokens to draw, as JSON-able data."""
+        """Return the gap's growth, and the counters that choose profiled steps and scattered tokens, as JSON-able data."""
         return {"flushes": dict(self._flushes), "created": self._created, "growth": self._growth.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, so that a resumed run draws what it would have drawn.
+        """Continue from what `state_dict` returned, so that a resumed run draws what it would have drawn.
 
         Raises:
-            RecordError: It is damaged.
+            RecordError: The state is damaged.
         """
         flushes, created = state.get("flushes"), state.get("created")
         counts = [created, *flushes.values()] if isinstance(flushes, Mapping) else [None]
@@ -140,14 +140,14 @@ class RunRecorder:
 
     @property
     def started(self) -> bool:
-        """Whether the metrics file is open, or another process has it."""
+        """Whether recording has started; the main process then has the metrics file open."""
         return self._started
 
     def begin(self, resume_step: int | None) -> None:
-        """Open the metrics file for a training; the next one on this trainer has a file, or a segment, of its own.
+        """Open the metrics file for a training; each training on this trainer gets its own file or segment.
 
         Args:
-            resume_step: As `start` takes it.
+            resume_step: As in `start`.
         """
         if self._begun and self._stream is not None:
             self._stream.close()
@@ -160,10 +160,10 @@ class RunRecorder:
             self.event(resume_step or 0, "info", "training", "a training begins after the evaluation above.")
 
     def start(self, resume_step: int | None = None) -> None:
-        """Open the metrics file: until now it was not known whether this run resumes another.
+        """Open the metrics file; it is opened this late because only now it is known whether the run resumes another.
 
         Args:
-            resume_step: Last step of the checkpoint that is resumed; None starts a file, and sets an earlier one aside.
+            resume_step: Last step of the checkpoint that is resumed; None starts a new file, and sets an earlier one aside.
         """
         self._started = True
         if not self._is_main_process:
@@ -200,10 +200,10 @@ class RunRecorder:
 
         Args:
             split: "train" or "eval/<name>".
-            old_logprobs: The trainer's.
-            rollout_logprobs: The engine's.
+            old_logprobs: Log-probabilities by the trainer.
+            rollout_logprobs: Log-probabilities by the engine.
             response_mask: True at tokens that count.
-            native: Whether the trainer's are those without routing replay, which are kept apart.
+            native: Whether `old_logprobs` were computed without routing replay; these are accumulated separately.
 
         Raises:
             NonFiniteLogprobError: A log-probability in an unmasked position is not finite.
@@ -220,8 +220,8 @@ class RunRecorder:
             step: Finished optimizer steps.
 
         Returns:
-            Metrics with the prefix "mismatch/", those without routing replay with "mismatch/native/", where versions are
-            followed those of `StaleGap`, and of training those of `Growth`; empty when nothing was observed.
+            Metrics with the prefix "mismatch/", or "mismatch/native/" for those without routing replay; plus those of
+            `StaleGap` if versions are followed, and those of `Growth` for the train split. Empty if nothing was observed.
         """
         summary, native = self._take(split, native=False), self._take(split, native=True)
         stale = self._take_stale() if split == "train" else {}
@@ -237,13 +237,13 @@ class RunRecorder:
         return scalars | stale | (self._grown(step, scalars, stale) if split == "train" else {})
 
     def _grown(self, step: int, whole: Mapping[str, float], stale: Mapping[str, float]) -> dict[str, float]:
-        """Return how the gap has grown; where versions are followed, that of numerics alone."""
+        """Return the growth of the gap; if versions are followed, the growth of its numerics part only."""
         prefix, found = (PREFIX, whole) if self._stale is None else (f"{PREFIX}numerics/", stale)
         k3 = found.get(f"{prefix}k3_kl")
         return {} if k3 is None else {prefix + name: value for name, value in self._growth.add(step, k3).items()}
 
     def _take(self, split: str, *, native: bool) -> MismatchSummary | None:
-        """Return what was observed since the last flush, over all ranks; None when nothing was, or all of it masked."""
+        """Return what all ranks observed since the last flush; None if there was nothing, or all of it was masked."""
         accumulator = self._accumulators.pop((split, native), None)
         if self._world_size > 1:
             assert self._gather is not None
@@ -252,20 +252,20 @@ class RunRecorder:
         return None if accumulator is None or accumulator.is_empty else accumulator.compute()
 
     def follow_versions(self, least: int) -> None:
-        """Tell drift from numerics in what is observed of training from here on; every rank must call it, or none.
+        """From now on, separate drift from numerics in the train split; either all ranks must call this or none.
 
         Args:
-            least: Tokens of one version that are enough for a figure.
+            least: This many tokens of one version are enough for a figure.
         """
         self._stale = StaleGap(sampling=self.sampling, least=least)
 
     @property
     def stale(self) -> StaleGap | None:
-        """What is measured of rollouts of older weights since the last flush; None where no versions are followed."""
+        """Measures stale rollouts since the last flush; None if versions are not followed."""
         return self._stale
 
     def _take_stale(self) -> dict[str, float]:
-        """Return what was measured of older weights since the last flush, over all ranks."""
+        """Return what all ranks measured about stale rollouts since the last flush."""
         if self._stale is None:
             return {}
         mine, self._stale = self._stale, StaleGap(sampling=self.sampling, least=self._stale.least)
@@ -280,20 +280,20 @@ class RunRecorder:
         return {PREFIX + name: value for name, value in mine.metrics().items()}
 
     def part(self) -> dict[str, int]:
-        """Return how `GapGroups` of other processes draw their tokens for a scatter plot, whose states `merge` will take.
+        """Return the arguments with which `GapGroups` of other processes draw tokens for a scatter plot.
 
-        Each process adds its number to the seed.
+        Each process adds its number to the seed; `merge` takes the states afterwards.
         """
         self._created += 1
         return {"scatter_samples": self.monitor.scatter_samples, "seed": self._created << PROCESSES}
 
     def merge(self, split: str, state: dict[str, Any], *, native: bool = False) -> None:
-        """Add what another process has measured of a batch.
+        """Add what another process has measured on a batch.
 
         Args:
             split: "train" or "eval/<name>".
-            state: Of its `MismatchAccumulator`.
-            native: As for `observe`.
+            state: State of its `MismatchAccumulator`.
+            native: As in `observe`.
 
         Raises:
             RecordError: The state is of another version.
@@ -312,7 +312,7 @@ class RunRecorder:
             self.stream.step(step, numbers, split)
 
     def event(self, step: int, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
-        """Write an event; one from before the start is kept until then."""
+        """Write an event; before the start, keep it until the file is open."""
         if self._is_main_process and self._stream is None:
             self._early_events.append((step, level, name, message, data))
         elif self._is_main_process:
@@ -325,10 +325,10 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
-        """Write how an evaluation ended, unless it is a part of another one or of a training.
+        """Write how an evaluation ended, unless it is part of another evaluation or of a training.
 
         Args:
-            step: Finished optimizer steps of the weights.
+            step: Number of optimizer steps that the evaluated weights have finished.
         """
         self.start()
         if self._begun or self._evaluating:
@@ -344,7 +344,7 @@ class RunRecorder:
         finally:
             self._evaluating = False
             if self._is_main_process:
-                # A full disk must not take the place of the error in flight.
+                # An error of a full disk must not hide the error that is already being raised.
                 with contextlib.suppress(RunDirectoryError) if message else contextlib.nullcontext():
                     self.stream.end(step, status, message, of="evaluation")
 
@@ -356,7 +356,7 @@ class RunRecorder:
         return self._stream
 
     def _new(self) -> MismatchAccumulator:
-        # A seed of its own for each rank and flush, or all of them would sample the same places.
+        # Each rank and flush needs its own seed, because otherwise all of them would sample the same places.
         self._created += 1
         return MismatchAccumulator(
             sampling=self.sampling,

@@ -1,7 +1,7 @@
 """The run directory: an append-only `metrics.jsonl` that survives `kill -9`.
 
 Each line is one strict JSON object, written with a single write call, so a killed run leaves at most a torn
-last line. A resumed run cuts that line off and appends a new segment; what was written is never rewritten.
+last line. A resumed run cuts that line off and appends a new segment; complete lines are never rewritten.
 
     header   {"kind", "schema": 1, "segment", "time", ["resume_step"], "run": {"name", "host"},
               "names": {role: name in the log}, "trainer": {"dtype", ...}, "engine": {"dtype", ...},
@@ -52,7 +52,7 @@ RESERVED_HEADER_KEYS = ("kind", "schema", "segment", "time", "resume_step", "non
 
 
 class RunStream:
-    """Writer of one run directory; use `RunStream.open`, one writer per directory."""
+    """Writes one run directory. Create it with `RunStream.open`; a directory must have only one writer."""
 
     def __init__(self, fd: int, path: Path, segment: int, step: int) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class RunStream:
 
     @classmethod
     def open(cls, run_dir: str | Path, *, header: Mapping[str, Any], resume_step: int | None = None) -> RunStream:
-        """Start a run directory, or append a segment to one.
+        """Start a run directory, or append a segment to an existing one.
 
         Args:
             run_dir: Folder to create or to continue.
@@ -121,7 +121,7 @@ class RunStream:
         self._write("step", line | ({"nonfinite": nonfinite} if nonfinite else {}), step)
 
     def profile(self, step: int, profiles: Mapping[str, Any], split: str = "train") -> None:
-        """Write the profiles of one step: name -> mapping of columns, or an object with `to_dict()`."""
+        """Write the profiles of one step by name; each is a mapping of columns, or an object with `to_dict()`."""
         plain = {k: v if isinstance(v, Mapping) else _to_dict(k, v) for k, v in profiles.items()}
         body, _ = _jsonable(plain, "profiles")
         self._write("profile", {"split": _checked_split(split), "profiles": body}, step)
@@ -133,7 +133,7 @@ class RunStream:
         old_logprobs: Sequence[float],
         split: str = "train",
     ) -> None:
-        """Write a sample of tokens: natural-log probabilities of both sides, equal lengths, all finite."""
+        """Write a sample of tokens: finite natural-log probabilities of both sides, in lists of equal length."""
         if len(rollout_logprobs) != len(old_logprobs):
             raise RecordError(
                 f"scatter: {len(rollout_logprobs)} rollout_logprobs but {len(old_logprobs)} old_logprobs; "
@@ -259,7 +259,7 @@ def _prepare(fd: int, path: Path, *, resuming: bool) -> tuple[int, bytes]:
     last, tail = -1, b""
     with open(fd, "rb", closefd=False) as file:
         for raw in file:
-            # Nearly all lines name a segment that is known by then, and are not parsed.
+            # Parse only lines that may name a new segment: nearly all lines name a known one.
             if max(map(int, SEGMENT.findall(raw)), default=-1) > last:
                 with contextlib.suppress(ValueError):
                     segment = parse_line(raw.removesuffix(b"\n")).get("segment")
@@ -272,7 +272,7 @@ def _prepare(fd: int, path: Path, *, resuming: bool) -> tuple[int, bytes]:
     except ValueError:
         os.ftruncate(fd, size - len(tail))
         return last + 1, tail
-    # Only the newline is missing: the line is whole, and cutting it would lose a step.
+    # Only the newline is missing, so the line is complete, and cutting it off would lose a step.
     os.write(fd, b"\n")
     return last + 1, b""
 
@@ -299,7 +299,7 @@ def _to_dict(name: str, profile: Any) -> Mapping[str, Any]:
 
 
 def _jsonable(value: Any, path: str) -> tuple[Any, list[str]]:
-    """Return plain JSON data, NaN and infinities replaced by None, and the dotted paths of those."""
+    """Return plain JSON data, with None for NaN and infinities, and the dotted paths of these."""
     nonfinite: list[str] = []
 
     def convert(item: Any, at: str) -> Any:

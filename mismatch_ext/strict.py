@@ -1,7 +1,7 @@
-"""Strict loading of frozen dataclasses from mappings: nothing unknown, nothing of a wrong type.
+"""Strict loading of frozen dataclasses from mappings: unknown keys and wrong types are errors.
 
-A section that is written with nothing after it (`lr:` in YAML, `null` in JSON, None in a mapping) is that section with its
-defaults: whoever writes its name wants it. Left out, it is off.
+If a section's name is written with nothing after it (`lr:` in YAML, `null` in JSON, None in a mapping), the section is on with
+its defaults, because whoever writes its name wants it. If it is left out, it is off.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _shortened.maxstring = _shortened.maxother = 300
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: like `repr`, but of bounded length and depth."""
+    """Return a value as text for messages: like `repr`, but with bounded length and depth."""
     return _shortened.repr(value)
 
 
 def suggestion(given: object, allowed: Iterable[object]) -> str:
-    """Return " Did you mean 'x'?" for the allowed name that is meant, or ""."""
+    """Return " Did you mean 'x'?" with the nearest allowed name; "" if none is near."""
     names = [str(name) for name in allowed]
     given = given if isinstance(given, str) else shown(given)
     lowered = given.strip().lower()
@@ -48,7 +48,7 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 
 def build(section: type[Section], data: Any, path: str) -> Section:
-    """Build a frozen dataclass from a mapping, refusing what it does not know; None stands for a mapping with nothing in it.
+    """Build a frozen dataclass from a mapping, and refuse unknown keys; None stands for an empty mapping.
 
     Raises:
         ConfigError: Unknown or missing key, wrong type, value out of range; names key, value and what is allowed.
@@ -88,7 +88,7 @@ def build(section: type[Section], data: Any, path: str) -> Section:
 
 
 def plain(section: Any) -> dict[str, Any]:
-    """Return a frozen dataclass as the mapping that `build` makes it from: a part that is absent is left out."""
+    """Return a frozen dataclass as the mapping from which `build` would make it; absent sections are left out."""
     hints = typing.get_type_hints(type(section))
     found = {}
     for field in dataclasses.fields(section):
@@ -105,7 +105,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         kinds = [a for a in args if a is not type(None)]
-        # A section that is written is wanted. Of a setting, None is a value like others.
+        # None switches a section on with its defaults; for a plain setting, None is a value like any other.
         if value is None and type(None) in args and not any(map(dataclasses.is_dataclass, kinds)):
             return None
         fitting = next((a for a in kinds if isinstance(a, type) and type(value) is a), kinds[0])
@@ -132,7 +132,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def _convert_entries(hint: Any, value: Any, path: str) -> dict[str, Any]:
-    """Convert a mapping of names that users choose, each to the same kind of value."""
+    """Convert a mapping from names that users choose to values of one kind."""
     value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: expected a mapping, found {type(value).__name__} {shown(value)}.")

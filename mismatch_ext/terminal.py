@@ -1,4 +1,4 @@
-"""What is said on a terminal: names of runs, folders and servers are others' to choose, and a terminal obeys what is in them."""
+"""Prints text safely: others choose the names of runs, folders and servers, and a terminal obeys control characters in them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import unicodedata
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    r"""Return a text in which no character steers a terminal or turns the order of others round: "\x1b[2J" comes out as typed.
+    r"""Return a text in which characters that steer a terminal or reverse text are escaped, for example as "\x1b".
 
     Args:
-        text: Any text, of which parts may come from a file's name or a server.
+        text: Any text; parts of it may come from a file name or a server.
         keep: Control characters that stay.
     """
     if text.isascii() and text.isprintable():
         return text
-    # Controls, marks without a glyph (by which right-to-left text is begun), halves of a pair, separators of lines.
+    # Controls, format marks (which start right-to-left text, for example), surrogates, line and paragraph separators.
     steering = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return "".join(
         c if c in keep or unicodedata.category(c) not in steering else c.encode("unicode_escape").decode("ascii")
@@ -24,10 +24,10 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 
 def say(text: str, *, error: bool = False, keep: str = "\n\t") -> None:
-    """Print a text at once, with "?" for characters that the terminal's encoding lacks.
+    """Print a text and flush it, with "?" for characters that the terminal's encoding lacks.
 
     Args:
-        text: What to say.
+        text: The text.
         error: Whether it goes to standard error.
         keep: Control characters that stay, as in `printable`.
     """

@@ -1,4 +1,4 @@
-"""Claims about a peer's source. A claim that does not hold says what it found instead."""
+"""Claims about a peer's source. A claim that does not hold says what was found instead."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mismatch_ext.compat.source import Gone, Sources
 
 
 class Claim(Protocol):
-    """Something that has to hold of a peer's source; its text says what."""
+    """Something that must be true of a peer's source; `str(claim)` says what."""
 
     def check(self, sources: Sources) -> str | None:
-        """Return what was found instead, in a sentence, or None when it holds.
+        """Return None when the claim holds, otherwise a sentence that says what was found instead.
 
         Raises:
-            Gone: What it speaks of is not there.
+            Gone: The thing that the claim is about does not exist.
         """
 
 
 @dataclass(frozen=True)
 class Has:
-    """A class, function, field or attribute is there.
+    """A class, function, field or attribute exists.
 
     Args:
         target: "package.module:Attribute.path".
@@ -48,7 +48,7 @@ class Takes:
     Args:
         target: The function.
         names: Its parameters.
-        first: Whether they are its first ones, in this order.
+        first: Whether they must be its first parameters, in this order.
     """
 
     target: str
@@ -75,7 +75,7 @@ class Default:
 
     Args:
         target: The field, or the function.
-        value: The default as it is written.
+        value: Source text of the default.
         parameter: The parameter; None for a field.
     """
 
@@ -110,7 +110,7 @@ class Known:
 
     Args:
         target: The function.
-        digests: By digest, the versions that it is of.
+        digests: Maps each known digest to the versions that have this source.
     """
 
     target: str
@@ -129,7 +129,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Says:
-    """A function's or a module's source contains this.
+    """The source of a function, class or module contains a pattern.
 
     Args:
         target: The function or class, or a module without ":".
@@ -151,7 +151,7 @@ class Says:
 
 @dataclass(frozen=True)
 class Steps:
-    """A function is a generator: somebody steps through it.
+    """A function is a generator.
 
     Args:
         target: The function.
@@ -171,7 +171,7 @@ class Steps:
 
 @dataclass(frozen=True, init=False)
 class Either:
-    """One of several claims holds: upstream has moved it, and both places are known.
+    """At least one of several claims holds: for example, upstream moved something, and both places are known.
 
     Args:
         claims: The claims.
@@ -198,7 +198,7 @@ class Either:
 
 @dataclass(frozen=True, init=False)
 class Both:
-    """Several claims hold together, as one of the alternatives of `Either`.
+    """All of several claims hold; used as one alternative of `Either`.
 
     Args:
         claims: The claims.
@@ -218,7 +218,7 @@ class Both:
 
 
 def changed(claim: Claim, sources: Sources) -> str | None:
-    """Return None when a claim holds, otherwise what was found instead of it, which may be nothing."""
+    """Return None when a claim holds, otherwise what was found instead, also when nothing is there."""
     try:
         return claim.check(sources)
     except Gone as gone:

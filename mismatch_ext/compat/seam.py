@@ -12,21 +12,21 @@ from mismatch_ext.versions import PEERS, installed
 
 PAGE = "docs/seams.md"
 ALL = "monitor"
-"""The feature that every block asks for: a seam that it needs is needed by all."""
+"""The feature that every block asks for: every run needs the seams of this feature."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Seam:
-    """What the package holds on to in a peer.
+    """One place in a peer that this package relies on.
 
     Args:
         name: "peer/what", unique.
         peer: Key of `PEERS`.
-        features: The block's features that need it (`MismatchConfig.features`): a section, or one of its modes as "routing.R3".
+        features: Features of the block that need it (`MismatchConfig.features`): a section, or a mode such as "routing.R3".
         what: What it is used for.
-        claims: What has to hold of the peer's source.
+        claims: What must be true of the peer's source.
         upstream: Where the peer documents or defines it.
-        where: Circumstances that all have to be given for it to be used, as "vllm", "cpu" or the name of a trainer.
+        where: The seam is used only when all of these circumstances hold, such as "vllm", "cpu" or the name of a trainer.
     """
 
     name: str
@@ -38,25 +38,25 @@ class Seam:
     where: tuple[str, ...] = ()
 
     def needed_by(self, asked: Iterable[str], using: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the features that need it in these circumstances."""
+        """Return those asked features that need this seam in these circumstances."""
         if not set(self.where) <= set(using):
             return ()
         return tuple(one for one in asked if any(one == own or one.startswith(f"{own}.") for own in self.features))
 
     def probe(self, sources: Sources) -> str | None:
-        """Return what was found in its place, or None when it holds; nothing is imported."""
+        """Return None when the seam holds, otherwise what was found instead; imports nothing."""
         found = [change for claim in self.claims if (change := changed(claim, sources)) is not None]
         return " ".join(found) or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a probe found.
+    """The result of one probe.
 
     Args:
         seam: The seam.
-        change: What was found in its place; None when it holds.
-        features: What needs it, of what was asked for.
+        change: What was found instead; None when the seam holds.
+        features: Those asked features that need the seam.
     """
 
     seam: Seam
@@ -67,13 +67,13 @@ class Finding:
 def examine(
     seams: Iterable[Seam], asked: Sequence[str], using: Iterable[str], sources: Sources | None = None
 ) -> list[Finding]:
-    """Probe the seams that the features need in these circumstances, each once.
+    """Probe each seam that the features need in these circumstances once.
 
     Args:
-        seams: What is declared.
-        asked: Features, as `MismatchConfig.features`.
+        seams: All declared seams.
+        asked: Features, as in `MismatchConfig.features`.
         using: Circumstances, as in `Seam.where`.
-        sources: Where to read; the installed packages unless given.
+        sources: Where to read; None reads the installed packages.
     """
     sources, using = sources or Sources(), set(using)
     needed = [(seam, features) for seam in seams if (features := seam.needed_by(asked, using))]
@@ -84,7 +84,7 @@ def refuse_changed(findings: Iterable[Finding]) -> None:
     """Refuse every feature with a seam that does not hold.
 
     Raises:
-        SeamError: Names the features, the seams, what was found, where they are described, and what to do.
+        SeamError: A seam does not hold; names the features, the seams, what was found, their descriptions, and what to do.
     """
     lost = [finding for finding in findings if finding.change is not None]
     if lost:
@@ -111,7 +111,7 @@ def _remedy(lost: Sequence[Finding]) -> str:
 
 
 def named(features: Sequence[str]) -> str:
-    """Return features as the block's keys."""
+    """Return the block's keys that switch the features on, as text."""
     if ALL in features:
         return "the mismatch block"
     keys = []
@@ -122,5 +122,5 @@ def named(features: Sequence[str]) -> str:
 
 
 def anchor(seam: Seam) -> str:
-    """Return the heading of a seam in the page, as a link's end."""
+    """Return the link anchor of a seam's heading in `PAGE`."""
     return seam.name.replace("/", "")

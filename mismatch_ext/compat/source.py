@@ -1,4 +1,4 @@
-"""Read what a peer defines without importing it: engines take seconds to import, and a broken one may not import at all."""
+"""Read what a peer defines without importing it: an engine takes seconds to import, and a broken one may not import at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Gone(LookupError):
-    """Something is not where it was; the message says what, as a sentence's predicate."""
+    """Something is no longer where it was; the message is a sentence that says what."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Module:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Its source text by lines."""
+        """Its source text, split into lines."""
         return self.text.splitlines()
 
     @cached_property
     def body(self) -> list[ast.stmt]:
-        """Its statements; those of conditional blocks among them."""
+        """Its statements, including those inside conditional blocks."""
         return list(_flat(ast.parse(self.text).body))
 
 
@@ -53,8 +53,8 @@ class Definition:
     """What a name is bound to in a module or a class.
 
     Args:
-        target: As it was asked for.
-        module: Where it is defined.
+        target: The name that was asked for.
+        module: The module that defines it.
         node: The statement that defines it.
     """
 
@@ -84,7 +84,7 @@ class Definition:
 
     @property
     def value(self) -> str | None:
-        """Source of the value that a field or name is given; None for one without."""
+        """Source text of the value that a field or name is given; None if it is given none."""
         value = self.node.value if isinstance(self.node, ast.Assign | ast.AnnAssign) else None
         return None if value is None else ast.unparse(value)
 
@@ -97,7 +97,7 @@ class Definition:
 
     @property
     def digest(self) -> str:
-        """Digest of that text; of a function that nothing wraps it is `patching.sources.source_digest`."""
+        """Digest of `text`; for a function without wrappers it equals `patching.sources.source_digest`."""
         return hashlib.sha256("\n".join(self.text.splitlines()).encode()).hexdigest()[:DIGEST_LENGTH]
 
 
@@ -111,20 +111,20 @@ class Sources:
         """Return a module by its dotted name.
 
         Raises:
-            Gone: It is not there.
+            Gone: The module does not exist.
         """
         if name not in self._modules:
             self._modules[name] = Module(name, _file(name))
         return self._modules[name]
 
     def find(self, target: str) -> Definition:
-        """Return what a target names, also where a class inherits it or a module imports it from its own package.
+        """Return what a target names, also if a class inherits it or a module imports it from its own package.
 
         Args:
             target: "package.module:Attribute.path"; an attribute that a class's methods set on `self` counts.
 
         Raises:
-            Gone: It is not there.
+            Gone: The target does not exist.
         """
         name, _, path = target.partition(":")
         module = self.module(name)
@@ -157,7 +157,7 @@ class Sources:
             if isinstance(base, ast.Name):
                 try:
                     found = self._in_module(module, base.id)
-                except Gone:  # a base of another package that is not installed
+                except Gone:  # the base's package is not installed
                     continue
                 if found is not None and found[1] is not owner and (inherited := self._in_class(*found, name)):
                     return inherited
@@ -175,7 +175,7 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bound(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    """Return the last statement that binds a name: overloads come before what they are of."""
+    """Return the last statement that binds a name: overloads come before the function itself."""
     for statement in reversed(body):
         if isinstance(statement, Function | ast.ClassDef):
             names = [statement.name]
@@ -203,7 +203,7 @@ def _set_on_self(owner: ast.ClassDef, name: str) -> ast.stmt | None:
 
 
 def _origin(module: Module, statement: ast.ImportFrom) -> str | None:
-    """Return the module that an import is from, where it is of the same package."""
+    """Return the module that a statement imports from; None if it belongs to another package."""
     if statement.level == 0:
         same = statement.module is not None and statement.module.split(".")[0] == module.name.split(".")[0]
         return statement.module if same else None

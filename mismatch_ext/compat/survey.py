@@ -1,4 +1,4 @@
-"""The table of an environment: which peers are installed, which seams hold, which features work, and why others do not."""
+"""The table of an environment: which peers are installed, which seams hold, which features work, and why the others do not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Host:
     """A way to run a block.
 
     Args:
-        name: For the table's head.
-        peers: What has to be installed.
+        name: Its name in the table's head.
+        peers: Peers that must be installed.
         using: Circumstances, as in `Seam.where`.
     """
 
@@ -34,13 +34,13 @@ class Host:
 
 @dataclass(frozen=True)
 class PeerState:
-    """What was found of one peer.
+    """What was found out about one peer.
 
     Args:
         peer: The peer.
-        version: Its version; None where it is not installed.
-        findings: What the probes of all its seams found, whatever asks for them.
-        wrong: What is known not to work with it here.
+        version: Its version; None if it is not installed.
+        findings: What the probes of all its seams found, also of seams that no feature needs here.
+        wrong: Known faults of this version in this environment.
     """
 
     peer: Peer
@@ -50,7 +50,7 @@ class PeerState:
 
     @property
     def state(self) -> str:
-        """Whether its version was run, in a few words."""
+        """Say in a few words whether its version was tested."""
         if self.version is None:
             return "not installed"
         if self.peer.tested(self.version):
@@ -62,12 +62,12 @@ class PeerState:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found in an environment.
+    """The state of an environment.
 
     Args:
         peers: One entry per peer.
-        hosts: By host, what its features are refused for; a feature that works has None. A host that lacks a peer has the
-            peer's name.
+        hosts: Maps each host to its features, and each feature to the reason for its refusal, or None if it works. If a host
+            lacks a peer, its value is the peer's name.
     """
 
     peers: tuple[PeerState, ...]
@@ -122,7 +122,7 @@ def survey(seams: Sequence[Seam], hosts: Iterable[Host]) -> Survey:
     """Look at the installed peers.
 
     Args:
-        seams: What is declared.
+        seams: All declared seams.
         hosts: Ways to run a block.
     """
     sources = Sources()

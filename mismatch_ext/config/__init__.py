@@ -1,7 +1,7 @@
-"""The `mismatch:` block: one strict, frozen configuration for every host trainer, a module per section.
+"""The `mismatch:` block: one strict, frozen configuration for every host trainer, with one module per section.
 
-A section that is absent is off, and the host then behaves as stock. The same block is read from a dict, a JSON or
-YAML string, the path of a JSON or YAML file, or a ready dataclass.
+A section that is absent is off, and the host then behaves as without this package. The block can be given as a dict, a JSON
+or YAML string, the path of a JSON or YAML file, or a ready dataclass.
 """
 
 from mismatch_ext.config.block import MismatchConfig

@@ -43,7 +43,7 @@ class MismatchConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the block asks for, by section; routing with its mode: ("monitor", "monitor.weight_sync", "routing.R3")."""
+        """The features that the block switches on, such as ("monitor", "monitor.weight_sync", "routing.R3")."""
         proof = () if self.monitor.weight_sync == "off" else ("monitor.weight_sync",)
         routing = () if self.routing is None else (f"routing.{self.routing.mode}",)
         sections = [
@@ -54,14 +54,14 @@ class MismatchConfig:
 
     @property
     def acting(self) -> MismatchConfig:
-        """The block with the sections that may change something: all of them, or under `observe` none."""
+        """The block with the sections that act: all of them, or under `observe` none that changes something."""
         if self.level == "enforce":
             return self
         return replace(self, precision=None, correction=None, kl=None, routing=None, sampling_mask=None, lr=None)
 
     @classmethod
     def parse(cls, value: MismatchConfig | Mapping[str, Any] | str | Path | None) -> MismatchConfig | None:
-        """Read the block from any form that users have it in.
+        """Read the block from any of its forms.
 
         Args:
             value: None (no block: stock behaviour), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml`
@@ -82,7 +82,7 @@ class MismatchConfig:
         return build(cls, value, "mismatch")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the block as plain JSON-able data, absent sections left out, and the level where it is the default."""
+        """Return the block as plain JSON-able data, without absent sections, and without the level if it is the default."""
         found = plain(self)
         if self.level == "enforce":
             del found["level"]

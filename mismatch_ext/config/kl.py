@@ -77,7 +77,7 @@ class KlConfig:
 
     @property
     def has_baseline(self) -> bool:
-        """Whether the term in the loss credits tokens with their KL less that of other samples of the prompt."""
+        """Whether the term in the loss subtracts the KL of the prompt's other samples from each token's KL."""
         return self.in_loss and self.baseline != "none" and self.placement != "loss" and self.reward_path == "surrogate"
 
     def __post_init__(self) -> None:

@@ -126,7 +126,7 @@ class LrConfig:
 
     @property
     def watches(self) -> bool:
-        """Whether the rule waits for a surge, and so needs the trigger's statistic of every batch."""
+        """Whether the rule waits for a surge and therefore needs the trigger's statistic from every batch."""
         return self.rule == "reactive" or self.period is None or self.count_from == "surge"
 
     def _refuse(self, beside: str, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""The `sampling_mask` section: scoring over what truncated sampling left."""
+"""The `sampling_mask` section: scoring over the tokens that truncated sampling left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SamplingMaskConfig:
         """Return how many of the most likely tokens the engine is asked for.
 
         Raises:
-            ConfigError: Nothing is truncated, or nothing says how many there can be.
+            ConfigError: Sampling is not truncated, or no setting limits the number of tokens.
         """
         if not sampling.truncates_support:
             raise ConfigError(

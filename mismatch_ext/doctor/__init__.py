@@ -1,4 +1,4 @@
-"""Why an engine and a trainer differ on the same tokens: the gap's parts, the causes that fit, and what to change."""
+"""Finds why an engine and a trainer differ on the same tokens: the parts of the gap, the causes that fit, and what to change."""
 
 from mismatch_ext.doctor.causes import Cause, Fit
 from mismatch_ext.doctor.diagnosis import Diagnosis, NamedCause, Scores, diagnose, rescored

@@ -1,4 +1,4 @@
-"""Where in the network an engine first computes otherwise: each block given the engine's own input, with no list of causes."""
+"""Finds blocks in which an engine computes differently, without a list of causes: the trainer's blocks get the engine's input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 # Names of a layer's blocks, in engines and in transformers.
 KINDS = {"self_attn": "attention", "mlp": "mlp"}
 At = tuple[int, str]
-# How many times a block of the engine has to err as much as the trainer's in the engine's dtype, to stand out.
+# A block stands out if the engine's error is this many times the error of the trainer's block in the engine's dtype.
 STANDS_OUT = 2.0
 # Relative error of float32.
 FLOOR = 1e-6
@@ -25,8 +25,9 @@ class Block:
     Args:
         layer: Its number.
         kind: "attention" or "mlp".
-        error: Median over tokens of the length of engine less trainer in float32, over the trainer's; given the engine's input.
-        own: The same of the trainer in the engine's dtype: rounding.
+        error: Relative error of the engine's output: the length of engine - trainer over that of trainer, median over tokens.
+            The trainer's block runs in float32 and gets the engine's input.
+        own: The same error of the trainer's block in the engine's dtype, which is rounding.
     """
 
     layer: int
@@ -36,12 +37,12 @@ class Block:
 
     @property
     def ratio(self) -> float:
-        """The engine's error in units of rounding's: about 1 where the block is the trainer's."""
+        """The engine's error in units of rounding: about 1 if the block computes what the trainer's does."""
         return self.error / max(self.own, FLOOR)
 
 
 def blocks_of(model: nn.Module) -> dict[At, nn.Module]:
-    """Return the blocks of a decoder by their layer and kind; nothing for a model whose layers have other names."""
+    """Return the blocks of a decoder by layer and kind; empty if the model names its layers differently."""
     lists = [m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList)]
     return {
         (number, kind): block
@@ -76,7 +77,7 @@ def hooked(
 
 
 def said(blocks: Sequence[Block]) -> str:
-    """Return what a table of blocks says, in one line."""
+    """Return one line that sums up the blocks."""
     most = max(blocks, key=lambda block: block.ratio)
     if most.ratio < STANDS_OUT:
         return "no block stands out: what differs is outside of attention and mlp, or in the decode"

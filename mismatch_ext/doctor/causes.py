@@ -1,4 +1,4 @@
-"""Causes, and how well each of them says what the engine's error is, token by token."""
+"""Causes, and how well each of them predicts the engine's error, token by token."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from mismatch_ext.doctor.rungs import FLOAT32
 from mismatch_ext.doctor.sample import Floats, Sample
 
 DRAWS = 400
-# What a name needs on the responses that did not fit it: nats of likelihood, and how sure they are over responses.
+# To be named, a cause needs this gain in likelihood (nats) and this z-score, on the responses that it was not fitted on.
 LEAST_GAIN, LEAST_Z = 20.0, 5.0
-# Below these it is not even a hint.
+# Below this z-score a cause is not even mentioned as a hint.
 HINT_Z = 3.5
-# The engine's error over the predicted one.
+# Allowed range of the slope: the engine's error over the predicted error.
 SLOPES = (0.8, 1.25)
 LEAST_SHARE = 0.01
-# Two causes are told apart when the better one is better in so many of the draws.
+# Two causes are told apart only if the better one is better in this share of the bootstrap draws,
 SURE = 0.975
-# Or when what they predict is apart by more than this part of rounding: fitted parameters are never quite right.
+# and if their predictions differ by at least this part of rounding, because fitted parameters are never exact.
 ALIKE = 0.1
-# Nats per token by which the best parameter of the grid may lose before it is refined.
+# A grid's best parameter is refined unless it is worse than no cause at all by this many nats per token.
 NEARLY = 0.02
-# Nats of likelihood, over all tokens that fit, which a parameter's refinement has to be worth to go on, and the most steps then.
+# Refinement goes on past its steps while it is worth this many nats over all fitted tokens, for at most so many more steps.
 TOLD, MORE_STEPS = 1.0, 8
-# Causes that report the same: one draws other tokens, one does not.
+# Two causes with the same reported log-probabilities: the first draws other tokens, the second does not.
 OTHER_HEAT, BEFORE_HEAT = "temperature", "raw_logprobs"
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cause:
-    """Something that an engine may do otherwise than the trainer.
+    """Something that an engine may do differently from the trainer.
 
     Args:
         key: A short name, by which its remedy is found.
         family: Causes of one family resemble each other: sampling, reporting, config, weights, cache, prompt or experts.
         said: A sentence; `{x}` stands for the parameter.
-        predict: Maps a parameter to the log-probabilities `[N]` that the oracle gives as if it had the cause;
-            -inf for impossible.
-        grid: Parameters that are tried; positive where they are refined.
-        steps: Steps of refinement between the neighbours on the grid, and more where the tokens tell the parameters apart; 0 for
-            parameters that are counts or numbers of a list.
+        predict: Maps a parameter to the log-probabilities `[N]` that the oracle would give with this cause; -inf for tokens that
+            it makes impossible.
+        grid: Parameters to try; they must be positive if they are refined.
+        steps: Steps of refinement between the neighbours on the grid; more are made while the tokens tell the parameters apart. 0
+            for parameters that are counts or indices of a list.
         neutral: The parameter at which nothing changes.
         decimals: Significant digits of the parameter in the sentence.
-        names: What stands for the parameter in the sentence, by its place, where it is a number of a list.
-        screen: As `predict`, for some of the responses that fit, NaN for the other tokens: chooses the parameter where a
-            prediction is expensive. None takes `predict`.
+        names: If the parameter is an index, the texts that the sentence shows instead.
+        screen: Like `predict`, but only for some of the fitted responses, with NaN for all other tokens; chooses the parameter
+            when a prediction is expensive. None uses `predict`.
     """
 
     key: str
@@ -71,18 +71,18 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fit:
-    """How well one cause says the error.
+    """How well one cause predicts the error.
 
     Args:
         cause: The cause.
         x: Its parameter.
         delta: The error that it predicts `[N]`; -inf where it makes a sampled token impossible.
-        gain: Log-likelihood, in nats, on the responses that did not fit it.
-        z: The gain over its standard deviation among responses.
+        gain: Gain in log-likelihood, in nats, on the responses that it was not fitted on.
+        z: The gain divided by its standard deviation over bootstrap draws of responses.
         slope, low, high: Error over predicted error, and its 95 % interval.
-        share: Part of the mean size of the error that it takes away, on the same responses.
+        share: Part of the mean absolute error that it explains, on the same responses.
         drawn: The gain in each draw of responses.
-        ties: Keys of the causes that do as well.
+        ties: Keys of the causes that fit equally well.
     """
 
     cause: Cause
@@ -99,12 +99,12 @@ class Fit:
 
     @property
     def holds(self) -> bool:
-        """Whether it may be named."""
+        """Whether the cause may be named."""
         return self.z >= LEAST_Z and self._near()
 
     @property
     def hints(self) -> bool:
-        """Whether it may be mentioned, without a claim."""
+        """Whether the cause may be mentioned as a hint."""
         return self.z >= HINT_Z and self._near()
 
     def _near(self) -> bool:
@@ -123,9 +123,9 @@ class Search:
     Args:
         sample: The tokens.
         oracle: Log-probabilities that the causes start from `[N]`.
-        noise: What rounding alone makes of them.
+        noise: The errors that rounding alone makes.
         rng: For the bootstrap over responses.
-        drawn_at: Tells whether the tokens were drawn at a temperature rather than at the trainer's; None where nobody knows.
+        drawn_at: Tells whether the tokens were drawn at a given temperature and not at the trainer's; returns None if unknown.
         progress: Called with the key of each cause before it is tried.
     """
 
@@ -142,12 +142,12 @@ class Search:
         self._draws = judging[self.rng.integers(0, len(judging), (DRAWS, len(judging)))]
 
     def select(self, causes: Sequence[Cause], error: Floats, most: int = 2) -> tuple[list[Fit], list[Fit], Floats]:
-        """Return the causes that may be named, all fits to the whole error, best first, and what is left of it.
+        """Return the causes that may be named, all fits to the whole error (best first), and the error that is left.
 
         Args:
-            causes: Those on the list.
+            causes: The causes to try.
             error: Engine less oracle `[N]`.
-            most: Causes to name; each after the first is fitted to what is left.
+            most: How many causes to name at most; each after the first is fitted to the error that is left.
         """
         named: list[Fit] = []
         first: list[Fit] = []
@@ -155,24 +155,24 @@ class Search:
             fits = sorted((self.fit(cause, error) for cause in causes), key=lambda found: -found.gain)
             first = first or fits
             best = self._by_tokens(fits)
-            # The best one that is not good enough shows that the cause is not on the list: the next best would be a wrong name.
+            # If even the best fit is not good enough, the true cause is not on the list, and naming the next best would be wrong.
             if best is None or not best.holds or any(best.cause.key == found.cause.key for found in named):
                 break
             ties = tuple(
-                # Of one key are causes of several checkpoints.
+                # Causes of several checkpoints share one key.
                 other.cause.key if other.cause.key != best.cause.key else other.cause.sentence(other.x)
                 for other in fits
                 if other is not best and self._as_good(other, best)
             )
             named.append(Fit(**{**vars(best), "ties": ties}))
             error = error - best.finite
-            # What is left of a fitted parameter in float32 would look like something.
+            # In float32, the small error that a fitted parameter leaves would look like another cause.
             if float(np.abs(error).mean()) <= FLOAT32:
                 break
         return named, first, error
 
     def _by_tokens(self, fits: Sequence[Fit]) -> Fit | None:
-        """Return the best fit; of another temperature and log-probabilities from before it, the one that tokens speak for."""
+        """Return the best fit; if it ties with another of OTHER_HEAT and BEFORE_HEAT, the sampled tokens decide."""
         best = next(iter(fits), None)
         found = {fit.cause.key: fit for fit in fits if fit.holds and fit.cause.key in (OTHER_HEAT, BEFORE_HEAT)}
         if best is None or best.cause.key not in found or len(found) < 2:
@@ -183,7 +183,7 @@ class Search:
         return best if drawn is None else found[OTHER_HEAT if drawn else BEFORE_HEAT]
 
     def _as_good(self, other: Fit, best: Fit) -> bool:
-        """Tell whether a fit cannot be told from the best one: about as likely, or the same but for a part of rounding."""
+        """Whether a fit cannot be told from the best: about as likely, or with predictions equal to a part of rounding."""
         if not other.hints:
             return False
         apart = other.finite - best.finite
@@ -193,7 +193,7 @@ class Search:
         """Fit one cause on half of the responses, and judge it on the others."""
         self.progress(cause.key)
         x = self._parameter(cause, error)
-        # What does not help where it was fitted is not worth a prediction where it is judged.
+        # If no parameter helps on the fitted responses, do not compute a prediction for the judging ones.
         delta = self._delta(cause, cause.predict, x) if x is not None else np.zeros_like(error)
         x = cause.grid[0] if x is None else x
         judges = ~self.sample.fits
@@ -224,9 +224,9 @@ class Search:
         return self._seen[key]
 
     def _parameter(self, cause: Cause, error: Floats) -> float | None:
-        """Return the parameter of the largest likelihood on responses that fit, of the grid, then between its neighbours.
+        """Return the likeliest parameter on the fitted responses: the best of the grid, then refined between its neighbours.
 
-        None where none of them is better than nothing.
+        Returns None if no parameter is better than no cause at all.
         """
         predict, losses = cause.screen or cause.predict, dict[float, float]()
         half = self.sample.fits & ~np.isnan(self._delta(cause, predict, cause.grid[0]))

@@ -1,4 +1,4 @@
-"""What named causes predict of each token, and what their remedies took away."""
+"""What named causes predict for each token, and how much of the error their remedies removed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mismatch_ext.doctor.sample import Floats
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foretold:
-    """What named causes say of each token, to hold their remedies against.
+    """What named causes predict for each token; their remedies are compared with it.
 
     Args:
         error: Engine less oracle `[N]`.
         by: The error that each named cause predicts, by its key.
-        noise: What rounding alone makes of them.
+        noise: The errors that rounding alone makes.
     """
 
     error: Floats
@@ -26,19 +26,19 @@ class Foretold:
     noise: Noise
 
     def slope(self, keys: Collection[str], after: Floats) -> float:
-        """Return what a remedy took from the error over what the causes predict, 1 where they are the cause."""
+        """Return the error that a remedy removed over the error that the causes predict: 1 if they are the cause."""
         predicted, taken = self._predicted(keys), self.error - after
         trust = self.noise.trust(taken - predicted)
         return float((trust * taken * predicted).sum() / max(float((trust * predicted**2).sum()), 1e-300))
 
     def stays(self, keys: Collection[str], after: Floats) -> float:
-        """Return what an error is after a remedy over what the causes predict, 1 where the remedy takes nothing away."""
+        """Return the error after a remedy over the error that the causes predict: 1 if the remedy removed nothing."""
         predicted = self._predicted(keys)
         trust = self.noise.trust(after - predicted)
         return float((trust * after * predicted).sum() / max(float((trust * predicted**2).sum()), 1e-300))
 
     def falls(self, keys: Collection[str], after: Floats) -> tuple[float, float]:
-        """Return the parts of the error's mean size that the causes predict to go, and that went."""
+        """Return which part of the mean absolute error should disappear by the causes' prediction, and which part did."""
         before = max(float(np.abs(self.error).mean()), 1e-300)
         rest = float(np.abs(self.error - self._predicted(keys)).mean())
         return 1 - rest / before, 1 - float(np.abs(after).mean()) / before
@@ -49,13 +49,13 @@ class Foretold:
 
 @dataclass(frozen=True, kw_only=True)
 class Mended:
-    """What the remedies of causes did on the same tokens.
+    """The effect of the causes' remedies on the same tokens.
 
     Args:
         causes: Keys of the causes.
-        predicted, measured: Parts of the engine's error that they said would go, and that went.
-        slope: What went over what they predict, token by token.
-        left: The error then, in units of the trainer's own arithmetic.
+        predicted, measured: The part of the engine's error that should have disappeared, and the part that did.
+        slope: Removed error over predicted error, fitted token by token.
+        left: The error that is left, in units of the trainer's own rounding.
     """
 
     causes: tuple[str, ...]

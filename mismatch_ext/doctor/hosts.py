@@ -1,4 +1,4 @@
-"""The settings of a host's run, as the doctor takes them over: what each is, where it stands, and what is left out."""
+"""The settings of a host's run that the doctor uses: their values, where each comes from, and which are left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from mismatch_ext.errors import ConfigError
 
-# Responses are cut there unless --max-tokens says otherwise: the logits of all tokens are kept.
+# Responses are cut at this length unless --max-tokens says otherwise, because the logits of all tokens are kept.
 LONGEST = 128
 
 
@@ -17,14 +17,14 @@ class Dataset:
     """Where prompts come from.
 
     Args:
-        paths: Files of one kind, or one name of a dataset.
-        option: What named it, for messages.
-        config: Of a dataset with several.
-        split: Which rows.
-        column: Of the prompts: texts, or lists of messages.
-        template: Text of a chat template in the place of the tokenizer's own.
-        template_arguments: What the host gives the chat template.
-        longest: Most tokens of a prompt, longer ones are left out; None for any.
+        paths: Files of one kind, or the name of one dataset.
+        option: The option that named it, for messages.
+        config: Name of the dataset's configuration, if it has several.
+        split: The split to read.
+        column: The column of the prompts: texts, or lists of messages.
+        template: Text of a chat template that replaces the tokenizer's own.
+        template_arguments: Arguments that the host passes to the chat template.
+        longest: Prompts with more tokens than this are left out; None for no limit.
     """
 
     paths: tuple[str, ...]
@@ -39,14 +39,14 @@ class Dataset:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRun:
-    """What a host's configuration says of a run.
+    """What a host's configuration says about a run.
 
     Args:
         sides: Its two sides: arguments of `adapters.doctor.Run`.
-        max_tokens: Most tokens of a response, as the host has it.
-        dataset: Where the host takes its prompts from; None where a script does.
-        origin: Where each setting of the sides stands, by its name.
-        left_out: Settings of the host that the doctor does not take over, and why.
+        max_tokens: The host's limit on the tokens of a response.
+        dataset: Where the host takes its prompts from; None if a script supplies them.
+        origin: For each setting of the sides, by name, where it was found.
+        left_out: Settings of the host that the doctor does not use, and why.
     """
 
     sides: Mapping[str, Any]
@@ -57,5 +57,5 @@ class HostRun:
 
 
 def not_started(name: str, value: object, why: str, todo: str) -> ConfigError:
-    """Return the error for a setting of the host under which the doctor would start another engine than the run's."""
+    """Return the error for a host setting that the doctor cannot reproduce, so that its engine would differ from the run's."""
     return ConfigError(f"{name}={value!r}: {why}; {todo}.")

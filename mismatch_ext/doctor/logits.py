@@ -1,4 +1,4 @@
-"""Causes that are functions of the oracle's logits: how an engine draws tokens, and what it reports of them."""
+"""Causes that can be computed from the oracle's logits: how an engine draws tokens, and what it reports about them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PENALTIES = (0.9, 0.95, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
 PRESENCES = (0.05, 0.1, 0.2, 0.5, 1.0)
 LENGTHS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0)
 CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)
-# Factors of a token's odds: e to the power of its bias.
+# Factors on a token's odds: exp(bias).
 ODDS = (0.02, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0, 50.0)
-# Median errors beyond which one counts no more for the choice of a token.
+# In the choice of a token, larger errors than this many median errors count as this many.
 FAR = 8.0
 PADDING = (16.0, 64.0, 256.0, 1024.0)
-# What a penalty counts.
+# The tokens that a penalty counts.
 WHOLE, RESPONSE, LATE = "whole", "response", "late"
 
 
@@ -36,7 +36,7 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
 
     Args:
         table: The oracle's distributions.
-        end_tokens: Ids that end a response, for causes that forbid them.
+        end_tokens: Ids that end a response; some causes forbid them.
     """
     found = [
         Cause(
@@ -52,7 +52,7 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
               grid=FLOORS, steps=10),
         Cause(key="repetition_penalty", family="sampling", said="the engine samples with repetition_penalty {x}",
               predict=lambda x: _repetition(table, x, WHOLE), grid=PENALTIES, neutral=1.0, steps=10),
-        # Those of SGLang count the response alone; where its batches overlap, from the prompt's last token to the last but one.
+        # SGLang's penalties count only the response; when its batches overlap, from the prompt's last token to the last but one.
         Cause(key="repetition_penalty", family="sampling", said="the engine samples with repetition_penalty {x} of the response",
               predict=lambda x: _repetition(table, x, RESPONSE), grid=PENALTIES, neutral=1.0, steps=10),
         Cause(key="repetition_penalty", family="sampling",
@@ -104,7 +104,7 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
 
 
 def _kept(table: LogitTable, mass: Floats, stays: np.ndarray) -> Floats:
-    """Return log-probabilities after all but a part of the distribution is cut off; -inf for tokens that are cut off."""
+    """Return log-probabilities after the distribution is truncated to `mass`; -inf for tokens that are cut off."""
     return np.where(stays, table.logprob - np.log(np.maximum(mass, 1e-300)), -np.inf)
 
 
@@ -112,7 +112,7 @@ def _nucleus(table: LogitTable, p: float) -> Floats:
     mass = table.best.cumsum(-1)
     count = ((mass - table.best) < p).sum(-1)
     kept = np.take_along_axis(mass, (count - 1)[:, None], -1)[:, 0]
-    # A nucleus that is larger than what is kept of the distribution is taken for all of it.
+    # If the nucleus needs more tokens than the table keeps, take the whole distribution.
     whole = (count == table.best.shape[1]) & (kept < p)
     return _kept(table, np.where(whole, 1.0, kept), (table.better < p) | whole)
 
@@ -129,14 +129,14 @@ def _above(table: LogitTable, p: float) -> Floats:
 
 
 def _counts(table: LogitTable, rows: slice, width: int, of: str) -> Tensor:
-    """Return how often each token stood before each place `[n, V]`, float64.
+    """Return how often each token of the vocabulary occurred before each place `[n, V]`, float64.
 
     Args:
-        table: Of the sample.
-        rows: Places.
+        table: The sample's table.
+        rows: The places.
         width: Size of the vocabulary.
-        of: WHOLE, with the prompt; RESPONSE; or LATE, from the prompt's last token, which takes the first one's turn, to the last
-            token but one of the response.
+        of: WHOLE counts prompt and response; RESPONSE counts only the response; LATE lags by one token: it counts from the
+            prompt's last token to the last token but one of the response.
     """
     sample = table.sample
     heads = tuple(prompt if of == WHOLE else prompt[-1:] if of == LATE else () for prompt in sample.prompts)
@@ -178,19 +178,19 @@ def _picked(table: LogitTable) -> Floats:
 
 
 def _padded(table: LogitTable, rows: float) -> Floats:
-    """Return log-probabilities beside rows of logit 0, which padding of zeros has."""
+    """Return log-probabilities with `rows` extra vocabulary rows of logit 0, as zero padding has."""
     logit = _picked(table) / table.temperature
     return np.asarray(table.logprob - np.logaddexp(0.0, math.log(rows) - (logit - table.logprob)))
 
 
 def _favoured(table: LogitTable) -> int | None:
-    """Return the token whose bias says most of the errors of the responses that fit; None where none says anything.
+    """Return the token whose bias explains most of the errors of the fitted responses; None if none explains anything.
 
     A small bias b of token k moves log p by b (onehot - p)_k.
     """
     spread = np.maximum(table.spread, 1e-3)
     error = np.where(table.sample.fits, (table.sample.engine - table.logprob) / spread, 0.0)
-    # Few large errors would choose by themselves.
+    # Clip, because otherwise a few large errors would decide.
     unit = max(float(np.median(np.abs(error[table.sample.fits]))), 1e-9)
     weighed = torch.from_numpy(np.clip(error / unit, -FAR, FAR) / spread)
     kept = torch.from_numpy(table.sample.fits / spread**2)
@@ -224,7 +224,7 @@ def _without_end(table: LogitTable, ends: Tensor, least: int) -> Floats:
 
     def change(z: Tensor, rows: slice) -> Tensor:
         forbidden = torch.zeros_like(z, dtype=torch.bool)
-        # Where an end was sampled all the same, it was allowed.
+        # If an end token was sampled here, it was not forbidden.
         early = (place[rows] < least) & ~torch.isin(tokens[rows], ends)
         forbidden[:, ends] = early[:, None]
         return z.masked_fill(forbidden, -math.inf) / table.temperature
@@ -233,7 +233,7 @@ def _without_end(table: LogitTable, ends: Tensor, least: int) -> Floats:
 
 
 def _shifted(table: LogitTable, by: int) -> Floats:
-    """Return each token's neighbour's log-probability; its own at the ends of a response."""
+    """Return the log-probability of the token `by` places later; a token's own if that is outside of its response."""
     at = np.arange(len(table.logprob)) + by
     inside = (at >= 0) & (at < len(at))
     inside[inside] &= table.sample.row[at[inside]] == table.sample.row[inside]

@@ -1,4 +1,4 @@
-"""How large an error of rounding is to be expected at each token, and how likely a remaining error is to be one."""
+"""How large a rounding error to expect at each token, and how likely it is that an error is only rounding."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NORMAL = 0.6745
 FREEDOM = 2.0
 # The engine's arithmetic may be somewhat worse than the trainer's.
 ROOM = 1.2
-# Log-likelihood of a token that a cause makes impossible, and that was sampled: near-ties put a few there.
+# Log-likelihood of a sampled token that a cause makes impossible: near-ties cause a few of these.
 IMPOSSIBLE = -30.0
-# Tokens of which so large a part lies beyond are the tail.
+# The tail begins at this quantile.
 TAIL = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    r"""Errors of rounding, whitened by how far each token follows its logits.
+    r"""Rounding errors, whitened by how strongly each token's log-probability depends on its logits.
 
-    When logits move by dz, log p moves by (onehot - p) . dz, so that an error is about :math:`\sigma ||onehot - p||`.
+    When logits move by dz, log p moves by (onehot - p) . dz, so an error is about :math:`\sigma ||onehot - p||`.
 
     Args:
-        weight: What each token's error is divided by `[N]`.
+        weight: Divisor of each token's error `[N]`.
         scale: Robust standard deviation of the whitened errors of the trainer's own arithmetic in the engine's dtype.
         tail: The 99th percentile of their sizes, in units of `scale`.
         measured: Whether those errors lie above float32's own rounding.
@@ -42,11 +42,11 @@ class Noise:
 
     @classmethod
     def of(cls, own: Floats, spread: Floats) -> Noise:
-        """Read the noise off the trainer's own arithmetic.
+        """Measure the noise on the trainer's own arithmetic.
 
         Args:
-            own: Its log-probabilities in the engine's dtype, less the oracle's `[N]`.
-            spread: Of the oracle `[N]`.
+            own: The trainer's log-probabilities in the engine's dtype, less the oracle's `[N]`.
+            spread: `LogitTable.spread` of the oracle `[N]`.
         """
         telling = spread > 1e-3
         sigma = float(np.median(np.abs(own[telling]) / spread[telling])) / NORMAL if telling.any() else 0.0
@@ -62,11 +62,11 @@ class Noise:
         )
 
     def ratio(self, errors: Floats) -> float:
-        """Return the whitened median size of errors over that of the trainer's own arithmetic: about 1 for rounding alone."""
+        """Return the whitened median error over that of the trainer's own arithmetic: about 1 if it is only rounding."""
         return float(np.median(np.abs(errors / self.weight))) / NORMAL / self.scale
 
     def tail_ratio(self, errors: Floats) -> float:
-        """Return the same of the largest hundredth, which shows what befalls few tokens."""
+        """Return the same ratio at the 99th percentile, which shows faults that hit few tokens."""
         return float(np.quantile(np.abs(errors / self.weight), TAIL)) / self.scale / self.tail
 
     def likelihood(self, errors: Floats) -> Floats:
@@ -76,6 +76,6 @@ class Noise:
         return np.where(finite, -(FREEDOM + 1) / 2 * np.log1p(x * x / FREEDOM), IMPOSSIBLE)
 
     def trust(self, errors: Floats) -> Floats:
-        """Return the weight that each token has in a slope: less where its error is beyond rounding `[N]`."""
+        """Return each token's weight in a slope `[N]`: smaller if its error is larger than rounding."""
         x = errors / self.weight / (ROOM * self.scale)
         return np.asarray(1 / (1 + x * x / FREEDOM) / self.weight**2)

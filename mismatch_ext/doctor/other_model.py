@@ -1,4 +1,4 @@
-"""Whether an engine holds the trainer's model at all, from its log-probabilities alone."""
+"""Tells, only from an engine's log-probabilities, whether it holds the trainer's model at all."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.doctor.table import LogitTable
 
 KEY = "other_model"
-# Nats. The shipped models with weights rounded to 3 bits are at 0.08, to 4 bits at 0.02; one for the other is at 0.56 and 0.72,
-# though both were trained on the same task.
+# Nats. The distance is 0.08 for the shipped models with weights rounded to 3 bits, 0.02 for 4 bits, and 0.56 or 0.72 when one
+# shipped model is taken for the other, although both were trained on the same task.
 ANOTHER = 0.25
-# Where a token is as good as certain, its log-probability does not tell of the logits.
+# If a token is almost certain (spread below this), its log-probability says nothing about the logits.
 TELLING = 1e-3
 
 
 def distance(sample: Sample, scores: Scores) -> float:
-    r"""Return how far an engine's logits are off at half of the tokens, in nats.
+    r"""Return the median over tokens of how far an engine's logits are off, in nats.
 
     When logits move by dz, log p moves by (onehot - p) . dz: an error over ||onehot - p|| is the size of dz along it.
 
     Args:
         sample: The tokens, with the engine's score of them as part of a prompt.
-        scores: What the trainer's side says, at temperature 1 as engines score prompts.
+        scores: The trainer's scores, at temperature 1, because engines score prompts at that temperature.
     """
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     telling = table.spread > TELLING
@@ -35,15 +35,15 @@ def distance(sample: Sample, scores: Scores) -> float:
 
 
 def judged(found: Diagnosis, far: float) -> Diagnosis:
-    """Return a diagnosis that says it where an engine does not hold the model.
+    """Return the diagnosis; if the engine holds another model, with that as its cause.
 
-    Sampling, reports and prompts have no part in an engine's score of the trainer's own tokens, and rounding, of the weights to
-    4 bits too, leaves logits within a small part of a nat. Logits that are off by a quarter of a nat at half of the tokens are
-    those of other weights or of another architecture. A cause on the list that is the whole truth comes before that; one that
-    fits in part, as some cause may where two models resemble each other, does not.
+    When an engine scores the trainer's own tokens as a prompt, its sampling, reports and prompts play no part. Rounding, even of
+    weights to 4 bits, moves logits by a small part of a nat. So logits that are off by a quarter of a nat at half of the tokens
+    come from other weights or another architecture. A listed cause that explains everything takes precedence. A cause that fits
+    only in part does not, because some cause may fit in part when two models resemble each other.
 
     Args:
-        found: Without this cause.
+        found: The diagnosis without this cause.
         far: The `distance` of the engine's score of the same tokens as a prompt.
     """
     if far < ANOTHER or found.verdict not in ("partly", "unexplained"):

@@ -1,4 +1,4 @@
-"""What to change, host by host, for each cause; tests hold every flag and key to the installed host."""
+"""What to change in each host for each cause; tests check every flag and key against the installed host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Remedy:
     """Lines to change.
 
     Args:
-        trl: Of the GRPO config; "" where TRL has nothing to change.
+        trl: Fields of the GRPO config; "" if there is nothing to change in TRL.
         verl: Overrides of `main_ppo`.
-        vllm: Flags of `vllm serve`; those of the engine are arguments of `LLM` too.
+        vllm: Flags of `vllm serve`; engine flags are also arguments of `LLM`.
         sglang: Flags of `sglang.launch_server`.
     """
 
@@ -25,7 +25,7 @@ class Remedy:
     sglang: str = ""
 
 
-# As a comment, so that the line stays one of the file.
+# Written as a comment, so that the line stays valid in the file.
 _MASKS = "# or keep it, with a top_k, and set mismatch: {sampling_mask: {}}"
 
 _MODEL = Remedy(
@@ -195,17 +195,17 @@ REMEDIES: dict[str, Remedy] = {
 
 
 def remedy(key: str, temperature: float = 1.0, *, engine_dtype: str = "", trainer_dtype: str = "") -> Remedy:
-    """Return what to change for a cause; nothing for a cause that a caller has added.
+    """Return what to change for a cause; an empty remedy for a cause that a caller added.
 
     Args:
-        key: The cause's.
-        temperature: The trainer's.
-        engine_dtype: What the engine computes in, as PyTorch names it; "" where nobody says.
-        trainer_dtype: What the trainer does.
+        key: Key of the cause.
+        temperature: The trainer's temperature.
+        engine_dtype: PyTorch's name of the dtype that the engine computes in; "" if unknown.
+        trainer_dtype: The same for the trainer.
     """
     found = REMEDIES.get(key, Remedy())
     if found is _DTYPE:
-        # Not what they do already.
+        # Do not advise what is already set.
         if engine_dtype == "float16":
             found = replace(found, vllm="", sglang="")
         if trainer_dtype == "float16":

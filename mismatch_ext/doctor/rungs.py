@@ -1,4 +1,4 @@
-"""What each side differs from itself by on the same tokens: no list of causes, and for the engine no trainer, is needed.
+"""How much each side differs from itself on the same tokens: this needs no list of causes and, for the engine, no trainer.
 
 Suffixes of shapes: N tokens.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 from mismatch_ext.doctor.sample import Floats, Sample
 
-# Nats per token, below which an error is that of two float32 programs.
+# Nats per token; two float32 programs differ by less than this.
 FLOAT32 = 1e-5
-# Part of the tokens that near-ties of a router may move in float32, too.
+# Near-ties of a router may move this share of the tokens even in float32.
 FEW = 0.05
-# How many times an engine's decode has to differ from its prefill as much as rounding, and as its own batches, do.
+# Decode counts as different if it differs from prefill by this many times what rounding and other batches make.
 APART = 3.0
 
 
@@ -26,13 +26,13 @@ class Rung:
 
     Args:
         side: "trainer" or "engine".
-        name: What is otherwise.
-        mean, largest: Of the sizes of the differences, in nats per token.
-        of_gap: The mean over that of the gap between engine and trainer; None where it is not known, or zero. It is no share
-            of the gap: errors of rounding add in squares.
-        tokens: How many were compared.
-        float32: The mean when the same is done in float32, where rounding is gone; None where it was not done.
-        changes_the_policy: Whether float32 shows it, at more tokens than near-ties of a router move.
+        name: What differs between the two ways.
+        mean, largest: Mean and largest absolute difference, in nats per token.
+        of_gap: `mean` over the mean gap between engine and trainer; None if that gap is unknown or zero. It is not a share of
+            the gap, because rounding errors add in squares.
+        tokens: Number of tokens compared.
+        float32: The mean when the same is done in float32, which has no visible rounding; None if it was not done.
+        changes_the_policy: Whether the difference remains in float32, at more tokens than near-ties of a router move.
     """
 
     side: str
@@ -49,7 +49,7 @@ class Rung:
         """Measure differences of log-probabilities `[N]`.
 
         Args:
-            side, name: As above.
+            side, name: As in `Rung`.
             apart: The differences.
             float32: The differences in float32.
         """
@@ -63,13 +63,13 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engine:
-    """What an engine says of itself.
+    """How an engine differs from itself.
 
     Args:
-        rungs: Its differences from itself, by the name of what is otherwise.
-        decode: Its log-probabilities while it sampled less those of the same tokens as a prompt, both at temperature 1 and
-            without sampling settings; of the sample's tokens, or of others where the run's requests have settings.
-        prefill: Its log-probabilities of the sample's tokens as a prompt `[N]`, where `decode` is of the same tokens.
+        rungs: Its differences from itself, one for each comparison.
+        decode: Log-probabilities reported while sampling, less those of the same tokens scored as a prompt; both at temperature
+            1 and without sampling settings. If the run's requests have such settings, other tokens than the sample's are used.
+        prefill: Its log-probabilities of the sample's tokens as a prompt `[N]`; None if `decode` is of other tokens.
         notes: Sentences on what could not be measured.
     """
 
@@ -79,10 +79,10 @@ class Engine:
     notes: tuple[str, ...] = ()
 
     def decodes_apart(self, rounding: float) -> bool:
-        """Tell whether its decode differs from its prefill by more than rounding and other batches make.
+        """Whether its decode differs from its prefill by more than rounding and other batches explain.
 
         Args:
-            rounding: Mean size of the trainer's own errors in the engine's dtype, in nats per token.
+            rounding: Mean absolute rounding error of the trainer in the engine's dtype, in nats per token.
         """
         batches = max((rung.mean for rung in self.rungs if rung.name in BATCHES), default=0.0)
         return float(np.abs(self.decode).mean()) > max(APART * max(rounding, batches), FLOAT32)
@@ -96,12 +96,12 @@ BATCHES = (REVERSED, ALONE)
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The token of the largest gap, and what it is made of.
+    """The token with the largest gap, and the parts of that gap.
 
     Args:
-        response, token: Where it is.
+        response, token: Where the token is.
         gap: Engine less trainer, in nats.
-        parts: The gap's terms there, by the names of the parts; they add up to it.
+        parts: The parts of the gap at this token, by name; they add up to it.
     """
 
     response: int
@@ -111,7 +111,7 @@ class Largest:
 
     @classmethod
     def of(cls, sample: Sample, parts: Mapping[str, Floats]) -> Largest:
-        """Take the largest gap apart.
+        """Find the largest gap and split it into its parts.
 
         Args:
             sample: The tokens.

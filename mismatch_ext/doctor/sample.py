@@ -1,4 +1,4 @@
-"""The tokens that both sides are asked about, and what the engine said of them.
+"""The tokens that both sides score, and the log-probabilities that the engine reported for them.
 
 Suffixes of shapes: N tokens that the policy sampled, over all responses.
 """
@@ -28,9 +28,9 @@ class Sample:
     Args:
         prompts: Token ids of each response's prompt, as the trainer sees it.
         responses: Token ids of each response.
-        masks: True where the policy sampled a token, False where a tool or environment put it.
-        logprobs: Natural-log probabilities that the engine reported of each response's tokens while it sampled them.
-        routes: The engine's experts of each response; None where it recorded none.
+        masks: True where the policy sampled a token, False where a tool or environment inserted it.
+        logprobs: Natural-log probabilities of each response's tokens, as the engine reported them while sampling.
+        routes: The engine's experts for each response; None if it recorded none.
 
     Raises:
         RecordError: Lengths differ, there are fewer than two responses, or no token is left by the masks.
@@ -99,27 +99,27 @@ class Sample:
 
     @cached_property
     def place(self) -> Integers:
-        """Its place in the response `[N]`."""
+        """The place of each token in its response `[N]`."""
         return np.array([at for mask in self.masks for at, kept in enumerate(mask) if kept], dtype=np.int64)
 
     @cached_property
     def tokens(self) -> Integers:
-        """Its id `[N]`."""
+        """The id of each token `[N]`."""
         return np.array([self.responses[r][t] for r, t in zip(self.row, self.place, strict=True)], dtype=np.int64)
 
     @cached_property
     def engine(self) -> Floats:
-        """The engine's log-probability of it `[N]`."""
+        """The engine's log-probability of each token `[N]`."""
         return self.kept(self.logprobs)
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
-        """True for the tokens of every other response, on which parameters are fitted; the others judge `[N]`."""
-        # Of those with tokens: a response that is masked whole is on neither side.
+        """True for the tokens of every other response `[N]`: parameters are fitted on these and judged on the rest."""
+        # Count only responses with tokens: a fully masked response is in neither half.
         return np.asarray(np.unique(self.row, return_inverse=True)[1] % 2 == 0)
 
     def kept(self, logprobs: Sequence[Sequence[float | None]]) -> Floats:
-        """Return the sampled tokens' part of log-probabilities that are given response by response `[N]`; NaN for None."""
+        """Return the sampled tokens' values `[N]` from log-probabilities given response by response; NaN for None."""
         found = [
             math.nan if value is None else float(value)
             for values, mask in zip(logprobs, self.masks, strict=True)
@@ -129,7 +129,7 @@ class Sample:
         return np.array(found, dtype=np.float64)
 
     def part(self, rows: Sequence[int]) -> Sample:
-        """Return some of the responses, in the order that is given."""
+        """Return some of the responses, in the given order."""
         chosen = {
             name: tuple(getattr(self, name)[row] for row in rows)
             for name in ("prompts", "responses", "masks", "logprobs")

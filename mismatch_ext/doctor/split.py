@@ -1,4 +1,4 @@
-"""The gap as a sum of parts, exactly."""
+"""Writes the gap as an exact sum of parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from mismatch_ext.doctor.sample import Floats, Integers
 from mismatch_ext.metrics.numerics import k3
 
-# Below, intervals of shares are wider than half of the gap; shares of k3, which few tokens carry, need more.
+# With fewer tokens, intervals of shares are wider than half of the gap; k3, which few tokens carry, needs more tokens.
 LEAST_TOKENS, LEAST_TOKENS_K3 = 2_000, 30_000
 DRAWS = 400
 
@@ -21,8 +21,8 @@ class Part:
     """One part of the gap.
 
     Args:
-        name: What it is made by.
-        mean: Mean size of it alone, in nats per token.
+        name: What causes it.
+        mean: Mean absolute value of this part, in nats per token.
         share: Its share of the mean |Δlogp|; None for too few tokens.
         low, high: 90 % interval of the share, over responses.
         share_k3: Its share of k3; None for too few tokens.
@@ -37,9 +37,9 @@ class Part:
 
 
 def split(parts: Mapping[str, Floats], row: Integers, rng: np.random.Generator) -> list[Part]:
-    r"""Return what each part adds to the gap d = engine - trainer, of which the parts are the terms.
+    r"""Return what each part contributes to the gap d = engine - trainer, which is the sum of the parts.
 
-    For a function f with f(0) = 0, a part p of d has f(d) p / d of f(d): with f = |d| that is sign(d) p. The shares add up
+    For a function f with f(0) = 0, the part p of d gets f(d) p / d of f(d); with f = |d| that is sign(d) p. The shares add up
     to 1. They are attributions along one path, and a share can be negative.
 
     Args:
@@ -57,7 +57,7 @@ def split(parts: Mapping[str, Floats], row: Integers, rng: np.random.Generator) 
     found = []
     for name, term in parts.items():
         terms = np.bincount(row, np.sign(gap) * term, count)
-        # Only where the parts are told apart by enough tokens.
+        # Show shares only if there are enough tokens to tell the parts apart.
         shown = len(gap) >= LEAST_TOKENS and totals.sum() > 0
         drawn = terms[draws].sum(1) / np.maximum(totals[draws].sum(1), 1e-300)
         low, high = np.quantile(drawn, [0.05, 0.95])

@@ -1,4 +1,4 @@
-"""What the doctor keeps of the oracle's logits: enough to truncate, to whiten and to test tokens, in one pass over them.
+"""What the doctor keeps of the oracle's logits after one pass: enough to truncate, to whiten errors and to test tokens.
 
 Suffixes of shapes: N tokens, V vocabulary, K best tokens of each place.
 """
@@ -17,12 +17,12 @@ from mismatch_ext.doctor.sample import Floats, Sample
 
 # Elements of a chunk of logits: 128 MiB in float64.
 CHUNK = 2**24
-# A nucleus is looked for among so many tokens of each place.
+# A nucleus is searched among this many most probable tokens of each place.
 BEST = 1024
 
 
 class Logits(Protocol):
-    """Logits `[N, V]`, float32, that are read stretch by stretch: a tensor, or what computes them when they are read."""
+    """Logits `[N, V]`, float32, read in stretches of rows: a tensor, or an object that computes them when they are read."""
 
     @property
     def shape(self) -> torch.Size:
@@ -40,14 +40,14 @@ class LogitTable:
 
     Args:
         sample: The tokens.
-        logits: Before the temperature `[N, V]`, float32, on the CPU.
-        temperature: What the trainer divides them by.
-        logprob: Log-probability of the token `[N]`.
-        entropy: In nats `[N]`.
-        variance: Of the log-probability of a token that is drawn there, in squared nats `[N]`.
-        spread: Length of onehot(token) - probabilities `[N]`: an error in the logits moves the log-probability by it.
-        best: The largest probabilities of each place `[N, K]`, descending.
-        better: Mass of the tokens that are more probable than the one sampled `[N]`.
+        logits: Logits before the temperature `[N, V]`, float32, on the CPU.
+        temperature: The trainer divides the logits by this.
+        logprob: Log-probability of the sampled token `[N]`.
+        entropy: Entropy in nats `[N]`.
+        variance: Variance of the log-probability of a token drawn at this place, in squared nats `[N]`.
+        spread: Length of onehot(token) - probabilities `[N]`: errors in the logits move the log-probability in proportion to it.
+        best: The largest probabilities at each place `[N, K]`, descending.
+        better: Total probability of the tokens that are more probable than the sampled one `[N]`.
     """
 
     sample: Sample
@@ -62,7 +62,7 @@ class LogitTable:
 
     @classmethod
     def of(cls, sample: Sample, logits: Tensor | Logits, temperature: float) -> LogitTable:
-        """Read the table off the oracle's logits `[N, V]`."""
+        """Compute the table from the oracle's logits `[N, V]`."""
         parts: list[list[Floats]] = []
         for rows in chunks(logits):
             logp = (logits[rows].double() / temperature).log_softmax(-1)
@@ -87,8 +87,8 @@ class LogitTable:
         """Return the tokens' log-probabilities `[N]` under changed logits.
 
         Args:
-            change: Maps the logits `[n, V]` of a stretch of tokens, float64 and before the temperature, to those that are
-                normalised.
+            change: Maps the logits `[n, V]` of a stretch of tokens, float64 and before the temperature, to the logits whose
+                softmax is taken.
         """
         parts = []
         for rows in chunks(self.logits):
@@ -99,6 +99,6 @@ class LogitTable:
 
 
 def chunks(logits: Tensor | Logits) -> Iterator[slice]:
-    """Yield stretches of logits `[N, V]` that are small enough for copies in float64."""
+    """Yield slices of the rows of logits `[N, V]`, small enough for copies in float64."""
     count = max(1, CHUNK // logits.shape[1])
     return (slice(first, min(first + count, len(logits))) for first in range(0, len(logits), count))

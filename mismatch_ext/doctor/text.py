@@ -23,7 +23,7 @@ CANNOT = (
 
 
 def report(found: Diagnosis) -> str:
-    """Return the table, the tokens' line and the verdict."""
+    """Return the table, the line about the tokens, and the verdict."""
     return "\n".join(_lines(found))
 
 

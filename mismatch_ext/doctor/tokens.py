@@ -1,4 +1,4 @@
-"""Whether the tokens themselves were drawn from the oracle's distribution: what no reported log-probability can hide."""
+"""Tests whether the tokens themselves were drawn from the oracle's distribution, whatever log-probabilities were reported."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from mismatch_ext.doctor.table import LogitTable
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 COUNTS = (1, 2, 3, 5, 8, 10, 20, 50)
 FLOORS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2)
-# Mass by which a token must lie outside of a nucleus: engine and oracle round differently.
+# A token counts as outside a nucleus only by at least this mass, because engine and oracle round differently.
 MARGIN = 0.003
-# Part of a probability by which two tokens must differ to be told apart: bfloat16 rounds logits between 8 and 16 to 1/16.
+# Two tokens' probabilities count as different from this relative difference on: bfloat16 rounds logits from 8 to 16 to 1/16.
 TIE = 0.03
-# Of the tokens that are expected outside, those that near-ties may put there; one in any case.
+# Near-ties may put this share of the expected number of tokens outside a truncation, and one token in any case.
 FEW = 0.02
-# Natural log of the chance that a sound sample has so few of them.
+# A sample is cut if the log of the chance that a sound sample has so few tokens outside is below this.
 IMPLAUSIBLE = -16.0
 SURE = 5.0
-# Steps by which the tightest truncation that a sample obeys is looked for between two of a list.
+# Number of bisection steps between two listed values, in the search for the tightest truncation that a sample obeys.
 STEPS = 7
-# Nats of likelihood by which one truncation must say the tokens better than another to be told from it.
+# Two truncations are told apart if their log-likelihoods of the tokens differ by this many nats.
 TOLD = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """Tokens beyond a truncation that nobody is known to have asked for.
+    """The number of sampled tokens outside a truncation that the known settings do not contain.
 
     Args:
         setting: top_p, top_k or min_p.
-        value: Of the setting.
-        expected: Tokens that a sample without it has beyond it.
-        seen: Tokens of this sample beyond it.
-        gain: Nats by which the truncation says the sample better than the whole distribution does: minus the sum of the logs of
-            the mass that it keeps.
+        value: Value of the setting.
+        expected: Number of tokens outside that a sample without this truncation would have.
+        seen: Number of this sample's tokens that are outside.
+        gain: Gain in log-likelihood of the truncated over the whole distribution, in nats: minus the sum of the logs of the mass
+            that the truncation keeps.
     """
 
     setting: str
@@ -51,12 +51,12 @@ class Outside:
 
     @property
     def obeyed(self) -> bool:
-        """Whether next to nothing in the sample is beyond, be it by chance."""
+        """Whether almost no token of the sample is outside, possibly only by chance."""
         return self.seen <= max(1.0, FEW * self.expected)
 
     @property
     def cut(self) -> bool:
-        """Whether the sample lacks what is beyond."""
+        """Whether almost no token is outside although many would be expected, so that chance cannot explain it."""
         # Poisson: log P(at most `seen`) is at most this, by Chernoff.
         k, m = max(self.seen, 1e-9), self.expected
         chance = 0.0 if k >= m else k - m + k * math.log(m / k)
@@ -70,10 +70,10 @@ class TokensTest:
     Args:
         z: :math:`\sum (\log p + H) / \sqrt{\sum Var}` over the tokens; about normal for a sound sample, positive
             for a lower temperature.
-        temperature: What the tokens were drawn at, over the trainer's temperature; one Newton step from 1. None where that
-            leads nowhere: then they were drawn from another distribution.
+        temperature: The temperature of the draws over the trainer's temperature, by one Newton step from 1. None if that step
+            gives no valid temperature: then the tokens were drawn from another distribution.
         outside: Counts at a few truncations.
-        spread: :math:`\sqrt{\sum Var}`: what z would move by if the inverse temperature doubled.
+        spread: :math:`\sqrt{\sum Var}`: z would move by this much if the inverse temperature doubled.
     """
 
     z: float
@@ -82,22 +82,22 @@ class TokensTest:
     spread: float = 0.0
 
     def drawn_at(self, ratio: float) -> bool | None:
-        """Tell whether the tokens were drawn at so many times the trainer's temperature, and not at it; None where z cannot tell.
+        """Whether the tokens were drawn at another temperature than the trainer's; None if z cannot tell the two apart.
 
         Args:
-            ratio: Of the other temperature to the trainer's.
+            ratio: The other temperature over the trainer's.
         """
         expected = (1 / ratio - 1) * self.spread
         return None if abs(expected) < SURE else self.z / expected > 0.5
 
     @property
     def truncated(self) -> Outside | None:
-        """Of the truncations that the sample obeys, the one that says it best; None where it obeys none."""
+        """The likeliest of the truncations that cut the sample (`Outside.cut`); None if none did."""
         return max((found for found in self.outside if found.cut), key=lambda found: found.gain, default=None)
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """Other settings that say the sample as well as the best truncation."""
+        """Other settings that explain the sample as well as the best truncation does."""
         best = self.truncated
         if best is None:
             return ()
@@ -106,7 +106,7 @@ class TokensTest:
 
     @property
     def finding(self) -> tuple[str, float, str] | None:
-        """Key of the cause, its parameter and a sentence; None for a sound sample."""
+        """Key of the cause, its parameter and a sentence; None if nothing was found."""
         cut = self.truncated
         if cut is not None:
             or_by = f", or by {' or '.join(self.alike)}" if self.alike else ""
@@ -125,12 +125,12 @@ class TokensTest:
 
 
 def judge_tokens(table: LogitTable) -> TokensTest:
-    """Hold a sample against the distributions that the oracle says it was drawn from."""
+    """Test a sample against the oracle's distributions."""
     total, spread = float((table.logprob + table.entropy).sum()), float(table.variance.sum())
     mass = table.best.cumsum(-1)
     probability = np.exp(table.logprob)
     counts = [count for count in COUNTS if count < table.best.shape[1]]
-    # Each from the loosest to the tightest.
+    # Each list runs from the loosest to the tightest value.
     lists: list[tuple[Callable[[float], Outside], Sequence[float]]] = [
         (partial(_past, table, mass), NUCLEI[::-1]),
         (partial(_beyond, table, mass, probability), counts[::-1]),
@@ -149,11 +149,11 @@ def judge_tokens(table: LogitTable) -> TokensTest:
 
 
 def _tightest(judge: Callable[[float], Outside], judged: Sequence[Outside]) -> list[Outside]:
-    """Return the tightest truncation that the sample obeys, between the last one of a list that it does and the next.
+    """Return the tightest truncation that the sample obeys, searched between the last obeyed value of a list and the next.
 
     Args:
-        judge: Maps a value of the setting to what is beyond it.
-        judged: What it says of a list of values, the tightest last.
+        judge: Maps a value of the setting to the counts outside it.
+        judged: Its results for a list of values, the tightest last.
     """
     at = max((place for place, found in enumerate(judged) if found.obeyed), default=len(judged))
     if at + 1 >= len(judged):
@@ -174,7 +174,7 @@ def _tightest(judge: Callable[[float], Outside], judged: Sequence[Outside]) -> l
 
 
 def _counted(setting: str, value: float, beyond: np.ndarray, seen: np.ndarray) -> Outside:
-    """Return what is beyond a truncation, of the mass beyond it at each token, and of whether the token is `[N]`."""
+    """Return the counts outside a truncation, from the mass outside at each place and whether the token is outside `[N]`."""
     beyond = beyond.clip(0, 1)
     gain = -float(np.log(np.maximum(1 - beyond, 1e-300)).sum())
     return Outside(setting=setting, value=float(value), expected=float(beyond.sum()), seen=int(seen.sum()), gain=gain)
@@ -182,7 +182,7 @@ def _counted(setting: str, value: float, beyond: np.ndarray, seen: np.ndarray) -
 
 def _past(table: LogitTable, mass: np.ndarray, p: float) -> Outside:
     beyond = 1 - np.where(mass - table.best < p, table.best, 0.0).sum(-1)
-    # A nucleus that is larger than what is kept of the distribution has none beyond it.
+    # If the nucleus needs more tokens than the table keeps, nothing counts as outside.
     return _counted("top_p", p, np.where(mass[:, -1] < p, 0.0, beyond), table.better >= p + MARGIN)
 
 
@@ -193,23 +193,23 @@ def _beyond(table: LogitTable, mass: np.ndarray, probability: np.ndarray, k: flo
 
 def _below(table: LogitTable, probability: np.ndarray, p: float) -> Outside:
     least = table.best[:, :1] * p
-    # What is not among the best tokens that are kept is below, too.
+    # Tokens that the table does not keep are below, too.
     beyond = 1 - np.where(table.best >= least, table.best, 0.0).sum(-1)
     known = table.best[:, -1] < least[:, 0]
     return _counted("min_p", p, np.where(known, beyond, 0.0), probability < least[:, 0] * (1 - MARGIN))
 
 
 def judge_ends(sample: Sample, end_tokens: Collection[int]) -> tuple[str, ...]:
-    """Return sentences on responses that do not end as the trainer's checkpoint says: log-probabilities do not show it.
+    """Return sentences about responses that do not end as the trainer's checkpoint says; log-probabilities cannot show this.
 
     Args:
         sample: The responses.
-        end_tokens: Ids that end one; with none, nothing is said.
+        end_tokens: Ids that end a response; if empty, nothing is returned.
     """
     if not end_tokens:
         return ()
     ends, found = set(end_tokens), []
-    # What a tool says after an end is another turn.
+    # Tokens that a tool inserts after an end belong to another turn.
     on = sum(
         any(token in ends and mask[at + 1] for at, token in enumerate(response[:-1]))
         for response, mask in zip(sample.responses, sample.masks, strict=True)
@@ -228,11 +228,11 @@ def judge_ends(sample: Sample, end_tokens: Collection[int]) -> tuple[str, ...]:
 
 
 def said(test: TokensTest, named: Sequence[str]) -> str:
-    """Return the line of a report on the tokens.
+    """Return the report's line about the tokens.
 
     Args:
-        test: What was found.
-        named: Keys of causes that are named already.
+        test: The result of the test.
+        named: Keys of causes that are already named.
     """
     if named:
         return f"tokens: held against the trainer's distribution alone, without the causes above (z {test.z:.1f})"

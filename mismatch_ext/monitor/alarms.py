@@ -26,16 +26,16 @@ Status = Literal["raised", "cleared", "failed call"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """Something that the monitor has to say about a metric.
+    """What the monitor reports about a metric.
 
     Args:
-        metric: Its name in the log.
+        metric: Name of the metric in the log.
         step: Step of the log.
-        value: Its value there; may be NaN or infinite.
-        threshold: Bound that it was beyond; None where it was not finite.
-        side: Where it was out of bounds.
+        value: The metric's value there; may be NaN or infinite.
+        threshold: The bound that was passed; None if the value was not finite.
+        side: On which side it was out of bounds.
         action: Action of the rule.
-        status: `raised`, `cleared`, or `failed call` where the user's function raised an error.
+        status: `raised`, `cleared`, or `failed call` if the user's function raised an error.
         first_step: Step of the first log out of bounds.
         message: One sentence for a person.
     """
@@ -66,21 +66,21 @@ class Alarm:
 
 
 STALENESS = PREFIX + "staleness_max"
-"""Metric of every log of a run whose rollouts may be of older weights."""
+"""This metric is in every log of a run whose rollouts may have been sampled with older weights."""
 NUMERICS = PREFIX + "numerics/"
 ANEW = "alarms_anew"
 """Name of the event that says which alarms a resumed run begins anew."""
 
 
 class Monitor:
-    """Watches the metrics of a run. One per run: with several processes on the main one, which tells the others to stop.
+    """Watches the metrics of a run. With several processes, only the main one has a monitor, and tells the others to stop.
 
     Args:
         config: The `monitor` section.
-        names: What the host calls its own metrics; None where it logs them under their roles' names.
+        names: The host's names of its own metrics; None if it logs them under their roles' names.
 
     Raises:
-        ConfigError: A function to call cannot be imported, or is not callable; or two alarms name one metric of this host.
+        ConfigError: A function to call cannot be imported or is not callable; or two alarms name the same metric of this host.
     """
 
     def __init__(self, config: MonitorConfig, names: HostNames | None = None) -> None:
@@ -94,11 +94,11 @@ class Monitor:
         """Take one log of training, call the functions that are due, and return what changed.
 
         Args:
-            step: Finished optimizer steps.
-            metrics: What is logged, by name. A metric that is absent, or no number, leaves its alarm as it is.
+            step: Number of finished optimizer steps.
+            metrics: The logged values by name. If a metric is absent or not a number, its alarm stays as it is.
 
         Returns:
-            Alarms that were raised or are over, and calls that failed; the caller warns, writes and stops.
+            Alarms that were raised or cleared, and calls that failed; the caller warns, writes and stops.
         """
         alarms = []
         for metric, rule in self.rules.items():
@@ -114,10 +114,10 @@ class Monitor:
         return alarms
 
     def unwatched(self, metrics: Mapping[str, Any]) -> dict[str, str]:
-        """Return a sentence for each alarm that was asked for and has no metric in the first log, by its metric.
+        """Return a sentence, by metric, for each alarm in the user's block whose metric is not in the first log.
 
         Args:
-            metrics: What is logged, by name.
+            metrics: The logged values by name.
         """
         return {
             metric: f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
@@ -128,7 +128,7 @@ class Monitor:
 
     @property
     def raised(self) -> list[str]:
-        """Metrics whose alarm is raised, by their names in the log."""
+        """Names, as in the log, of the metrics whose alarm is raised."""
         return [watch.name or metric for metric, watch in self._watches.items() if watch.raised]
 
     def describe(self) -> list[str]:
@@ -136,10 +136,10 @@ class Monitor:
         return [rule.describe() for rule in self.rules.values()]
 
     def resume(self, state: Mapping[str, Any] | None) -> list[tuple[str, list[str]]]:
-        """Go on from the state that a checkpoint holds, where there is one; alarms that stopped training begin anew.
+        """Continue from the state of a checkpoint; None does nothing. Alarms that stopped training begin anew.
 
         Returns:
-            What is to be said in an event `ANEW`: a sentence, and the metrics that it is about.
+            For each event `ANEW` to be written: a sentence, and the metrics that it is about.
 
         Raises:
             RecordError: The state is of another version, or damaged; this monitor stays as it was.
@@ -155,7 +155,7 @@ class Monitor:
         return said
 
     def rearm_stops(self) -> list[str]:
-        """Begin anew the alarms that have stopped training, for a training that goes on all the same; return their metrics."""
+        """Reset the alarms that stopped training, because training goes on now; return their metrics."""
         found = [m for m, rule in self.rules.items() if rule.action == "stop" and self._watches[m].raised]
         for metric in found:
             self._watches[metric].reset()
@@ -166,13 +166,13 @@ class Monitor:
         return state_of({metric: (rule.identity(), self._watches[metric]) for metric, rule in self.rules.items()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on where `state_dict` was taken.
+        """Continue from what `state_dict` returned.
 
-        A metric whose rule has changed in any key begins anew, so that an alarm that is raised is raised again under its new
-        rule; so does one that was not watched before. One that is watched no more is forgotten.
+        If any key of a metric's rule has changed, the metric begins anew, so that a raised alarm is raised again under the new
+        rule. A metric that was not watched before begins anew too. A metric that is no longer watched is forgotten.
 
         Returns:
-            The metrics that were watched and begin anew, because their rule has changed.
+            The metrics that were watched before and begin anew because their rule has changed.
 
         Raises:
             RecordError: The state is of another version, or damaged; this monitor stays as it was.
@@ -182,11 +182,11 @@ class Monitor:
         self._watches = {metric: saved[metric][1] if metric in fits else Watch() for metric in self.rules}
         for metric, watch in self._watches.items():
             if watch.name == metric != self.names.of(metric):
-                watch.name = None  # a role under its own name, which another host or release logged; looked for anew
+                watch.name = None  # another host or release logged the role under its own name: look for the name again
         return [metric for metric in self.rules if metric in saved and metric not in fits]
 
     def _find(self, rule: Rule, watch: Watch, metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
-        """Return the name that a rule's metric has in this log, and its value; a name once found is kept to."""
+        """Return the name that a rule's metric has in this log, and its value; a name once found is used from then on."""
         if rule.default is not None and rule.default.superseded_by in metrics:
             return None, None
         names = _names(rule, self.names, metrics)
@@ -283,7 +283,7 @@ def _raised(rule: Rule, name: str, value: float, side: Side, first_step: int, st
     short, default = name.removeprefix(NUMERICS).removeprefix(PREFIX), rule.default
     is_what = MEASURES[short].meaning if short in MEASURES else (GROWTH_MEASURES | ROUTING_MEASURES).get(short)
     text += f" ({is_what})" if is_what else ""
-    # What the built-in rule knows is said of its own side and, as far as it depends on it, its own threshold.
+    # The built-in rule's text is used only for its own side and, if it depends on the threshold, for its own threshold.
     if default is None or default.main_side != side:
         return f"{text}; look at what else changed at step {first_step} in the log and in the report."
     if rule.threshold(side) in (default.above, default.below):

@@ -17,14 +17,14 @@ class DefaultRule:
 
     Args:
         above: Values greater than this are out of bounds.
-        below: Values less than this are out of bounds; without either only values that are not finite.
-        patience: Logs in a row out of bounds before the alarm is raised.
+        below: Values less than this are out of bounds; without `above` and `below`, only values that are not finite.
+        patience: The alarm is raised after this many logs in a row are out of bounds.
         source: Where the threshold comes from.
-        meaning: What it means in words, after "which means that".
+        meaning: What an alarm means; the text follows "which means that".
         advice: What to do.
-        superseded_by: Metric that says the same; in a log that holds it, this one is not watched.
-        numerics: Whether it is about numerics. Where rollouts may be of older weights, the figure of tokens of one version is
-            then watched, `mismatch/numerics/...`, and nothing in a log that has none: drift is no fault of either side.
+        superseded_by: A metric that says the same; if a log holds that metric, this rule is not watched.
+        numerics: Whether the rule is about numerics. If rollouts may be stale, it then watches `mismatch/numerics/...`, and
+            nothing in a log without it, because drift is not a fault of either side.
     """
 
     above: float | None = None
@@ -38,7 +38,7 @@ class DefaultRule:
 
     @property
     def main_side(self) -> Literal["above", "below", "non-finite"]:
-        """The side that meaning and advice are about."""
+        """The side that `meaning` and `advice` are about."""
         if self.above is not None:
             return "above"
         return "non-finite" if self.below is None else "below"
@@ -125,7 +125,7 @@ DEFAULTS: dict[str, DefaultRule] = {
         advice="go back to the last checkpoint and look at the log-probabilities and rewards of the batch",
     ),
 }
-"""Rules by metric as it is logged, or by role. ESS of sequences has none: in healthy runs it falls with the responses' length."""
+"""Rules by logged metric, or by role. `ess_seq` has no rule: in healthy runs it falls as responses get longer."""
 
 
 def table() -> str:
@@ -162,6 +162,6 @@ def table() -> str:
 
 
 def bounds_text(above: float | None, below: float | None) -> str:
-    """Write what is out of bounds: "> 0.001", "< 0.3", "> 2 or < 0.5", or "not finite"."""
+    """Return what is out of bounds, as text: "> 0.001", "< 0.3", "> 2 or < 0.5", or "not finite"."""
     parts = [f"{sign} {bound:g}" for sign, bound in ((">", above), ("<", below)) if bound is not None]
     return " or ".join(parts) or "not finite"

@@ -1,4 +1,4 @@
-"""The state that the monitor keeps of each metric between two logs, as JSON."""
+"""The state that the monitor keeps for each metric between two logs, as JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Watch:
     """Progress of one alarm.
 
     Args:
-        name: Name that the metric was first logged by; None before.
-        beyond: Logs in a row out of bounds, while the alarm is not raised.
-        back: Logs in a row on the healthy side of the clear level, while it is raised.
-        first_step: Step of the first log out of bounds, of the current streak or of the alarm that is raised.
-        side: Side of the last log out of bounds, likewise.
+        name: Name under which the metric was first logged; None before that.
+        beyond: Number of logs in a row out of bounds, while the alarm is not raised.
+        back: Number of logs in a row on the healthy side of the clear level, while the alarm is raised.
+        first_step: Step of the first log out of bounds, in the current streak or for the raised alarm.
+        side: Side of the last log out of bounds, in the same streak or for the same alarm.
         raised: Whether the alarm is raised.
     """
 
@@ -35,7 +35,7 @@ class Watch:
     raised: bool = False
 
     def reset(self) -> None:
-        """Forget streak and alarm; the name stays."""
+        """Forget the streak and the alarm, but keep the name."""
         self.beyond, self.back, self.first_step, self.side, self.raised = 0, 0, None, None, False
 
 
@@ -49,8 +49,8 @@ def read_state(state: Any) -> dict[str, tuple[Mapping[str, Any], Watch]]:
     """Read what `state_of` returned.
 
     Raises:
-        RecordError: Another version, a missing or unknown key, or a value that no monitor could have saved. The message
-            names it and says what to do.
+        RecordError: The state is of another version, has a missing or unknown key, or holds a value that no monitor could
+            have saved. The message names it and says what to do.
     """
     if not isinstance(state, Mapping):
         raise _damaged("the state", state, "a mapping")
@@ -78,7 +78,7 @@ def _entry(metric: str, entry: Any) -> tuple[Mapping[str, Any], Watch]:
         raise _damaged(f"{metric}.raised", entry["raised"], "true or false")
     if entry["name"] is not None and not isinstance(entry["name"], str):
         raise _damaged(f"{metric}.name", entry["name"], "text or null")
-    # A streak or an alarm has a first step and a side, and nothing else has.
+    # `first_step` and `side` are set if there is a streak or a raised alarm, and only then.
     active = entry["raised"] or entry["beyond"] > 0
     if (entry["first_step"] is not None) != active:
         raise _damaged(f"{metric}.first_step", entry["first_step"], "a step where a streak or an alarm is, else null")

@@ -2,8 +2,8 @@
 
     check (versions, symbols, source digests, conflicts) → build replacements → write → verify → revert
 
-Nothing is written before every check of every patch has passed, and a failure at any later point restores
-every symbol. This package knows no trainer and no engine; the patches are declared in `mismatch_ext.patches`.
+Nothing is written before every check of every patch has passed, and a failure at any later point restores every symbol. This
+package knows nothing about any trainer or engine; the patches are declared in `mismatch_ext.patches`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find who holds a function or class by value: `from upstream import f` keeps what `f` was at that moment.
+"""Find names that hold a function or class by value: after `from upstream import f`, a patch of `upstream.f` does not change `f`.
 
 The search sees names in loaded modules, other names in the same class, and subclasses. It cannot see copies in closures, default
 arguments, containers and instances.
@@ -29,7 +29,7 @@ class Holder:
 
 
 def is_named_callable(value: object) -> bool:
-    """Tell functions and classes, which are imported by value, from plain values, which are shared anyway."""
+    """Whether a value is a function or class, which modules import by value."""
     return callable(value) and isinstance(getattr(value, "__qualname__", None), str)
 
 

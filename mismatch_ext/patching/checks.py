@@ -19,10 +19,10 @@ class Entry:
 
     Args:
         patch: What to apply.
-        slot: Where, with what was there before.
+        slot: Where to apply it, and what was there before.
         version: Installed version of the peer.
         replacement: What `make` returned.
-        new_entry: The replacement in the original's kind of descriptor: what is written.
+        new_entry: What is written: the replacement inside the original's kind of descriptor.
         own_names: Names that held the replacement before it was applied, such as the patch's own file.
         previous_marker: Marker that the replacement carried before it was applied, or MISSING.
     """
@@ -37,7 +37,7 @@ class Entry:
 
     @property
     def context(self) -> str:
-        """Who speaks, for error messages."""
+        """The patch and its peer's version, for error messages."""
         return _context(self.patch, self.version)
 
     @property
@@ -68,7 +68,7 @@ def _context(patch: Patch, version: str) -> str:
 
 
 def prepare(patches: tuple[Patch, ...]) -> list[str]:
-    """Check every version, then import every target; takes no lock, since imports take locks of their own."""
+    """Check every version, then import every target; takes no lock, because imports take locks of their own."""
     versions = [patch.check_version() for patch in patches]
     for patch, version in zip(patches, versions, strict=True):
         import_target_module(patch.target, _context(patch, version))
@@ -112,7 +112,7 @@ def _check_binding(patch: Patch, slot: Slot, context: str) -> None:
 
 
 def _check_overlap(entries: list[Entry]) -> None:
-    """Refuse two patches that write one slot, or of which one wraps what the other replaces."""
+    """Refuse two patches that write one slot, and a patch that wraps what another patch replaces."""
     writers: dict[tuple[int, str], Entry] = {}
     for entry in entries:
         other = writers.setdefault(entry.slot.key, entry)
@@ -130,9 +130,9 @@ def _check_overlap(entries: list[Entry]) -> None:
 
 
 def _check_aliases(entries: list[Entry]) -> None:
-    """Refuse functions and classes that other loaded code holds by value, and would go on using unpatched.
+    """Refuse functions and classes that other loaded code holds by value and would go on using unpatched.
 
-    Exempt are slots that the same set patches too, `allow_aliases`, and every holder under `binding_only`.
+    A holder is allowed if the same set patches it too, if `allow_aliases` names it, or if the patch is `binding_only`.
     """
     patched = {entry.slot.key for entry in entries}
     found = find_holders([entry.slot.raw for entry in entries])
@@ -156,7 +156,7 @@ def _check_aliases(entries: list[Entry]) -> None:
 
 
 def _subclasses(value: Any) -> list[str]:
-    """Name the classes that were derived from a class, other than replacements of ours."""
+    """Name the classes derived from a class, without our own replacements."""
     if not isinstance(value, type):
         return []
     derived: list[type] = type.__subclasses__(value)
@@ -164,7 +164,7 @@ def _subclasses(value: Any) -> list[str]:
 
 
 def build(entries: list[Entry]) -> None:
-    """Call every `make` and put the results into the originals' kinds of descriptor."""
+    """Call every `make`, and put each result into the same kind of descriptor as its original."""
     taken = [live.replacement for live in LIVE.values()]
     for entry in entries:
         entry.replacement = _make(entry)

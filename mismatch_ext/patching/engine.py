@@ -2,11 +2,10 @@
 
 - Every check of every patch, and every `make`, runs before the first write. The order of patches in a set
   does not matter: each wraps what was there before the set was applied.
-- One symbol takes one patch. The engine refuses a second one, in the same set or in another that is applied, even when it would
-  reach the symbol through inheritance.
-- When somebody else replaced a symbol after us, the engine leaves it to them, reports it, and still reverts all others.
-- A loaded module that holds the stock symbol by value is an error before applying; one that holds the replacement is an error
-  after reverting.
+- One symbol takes one patch. The engine refuses a second patch, in the same set or in another applied set, even if the second
+  would reach the symbol through inheritance.
+- If other code replaced a symbol after us, the engine leaves it as it is, reports it, and still reverts all other symbols.
+- It is an error if a loaded module holds the stock symbol by value before applying, or the replacement after reverting.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mismatch_ext.patching.patch import MARKER, Patch
 from mismatch_ext.patching.symbols import MISSING, is_mutable_class, locate
 
 LOCK = threading.RLock()
-"""Held while symbols are looked up, written and restored; never while modules are imported, which takes locks of its own."""
+"""Held while symbols are looked up, written and restored; never while modules are imported, because that takes other locks."""
 
 
 class PatchSet:
@@ -89,10 +88,9 @@ class PatchSet:
         """Restore every symbol, in reverse order; has no effect when the set is not applied.
 
         Raises:
-            PatchConflictError: Somebody replaced a symbol after us, so that it was left alone, or a module
-                imported a replacement by value and keeps it. Every other symbol is restored first. A symbol
-                that was left alone counts as patched until a later `revert` finds our replacement there
-                again.
+            PatchConflictError: Other code replaced a symbol after us, so that it was left alone; or a module imported a
+                replacement by value and keeps it. Every other symbol is restored first. A symbol that was left alone counts as
+                patched until a later `revert` finds our replacement there again.
         """
         with LOCK:
             entries = self._entries
@@ -104,11 +102,11 @@ class PatchSet:
             raise PatchConflictError(" ".join(problems))
 
     def verify(self) -> None:
-        """Check again, at any time while applied, that every patch is in place and does its work.
+        """Check again that every patch is in place and does its work; may be called at any time while the set is applied.
 
         Raises:
             PatchError: The set is not applied, or was reverted in part.
-            PatchVerificationError: A patch is not in place any more, or its own check fails.
+            PatchVerificationError: A patch is no longer in place, or its own check fails.
         """
         with LOCK:
             if not self._applied or len(self._entries) != len(self.patches):
@@ -124,7 +122,7 @@ class PatchSet:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over every patch's digest in order of names; equal in every equally patched process.
+        """SHA-256 over the patches' digests in order of their names; processes with the same patches have the same digest.
 
         Raises:
             PatchError: As `describe`.
@@ -135,7 +133,7 @@ class PatchSet:
         """Return {"name", "target", "peer", "version", "digest"} of each patch, sorted by name.
 
         The digest covers the patch's name, the peer's version, the target, the upstream source and the source
-        of `make` with the plain values it closes over. Helpers that `make` calls are not in it.
+        of `make` with the plain values it closes over. It does not cover helpers that `make` calls.
 
         Raises:
             PatchError: The set is not active, or the source of a `make` cannot be read.
@@ -152,9 +150,9 @@ class PatchSet:
 
 @contextlib.contextmanager
 def applied(*patches: Patch) -> Iterator[PatchSet]:
-    """Apply patches for the duration of a block; they are reverted at its end, also when the block raises.
+    """Apply patches for the duration of a block, and revert them at its end, also when the block raises.
 
-    When the revert fails after the block raised, the block's exception is the `__context__` of the revert's.
+    If the block raised and the revert fails too, the block's exception is the `__context__` of the revert's exception.
 
     Args:
         patches: Patches with different names.
@@ -170,10 +168,10 @@ def applied(*patches: Patch) -> Iterator[PatchSet]:
 
 
 def active_patches() -> list[dict[str, str]]:
-    """Describe every patch that is applied in this process, sorted by name, whoever applied it.
+    """Describe every patch that any set has applied in this process, sorted by name.
 
     Raises:
-        PatchConflictError: Somebody replaced a patched symbol.
+        PatchConflictError: Other code replaced a patched symbol.
     """
     with LOCK:
         lost = [describe_lost(entry) for entry in LIVE.values() if not entry.in_place]
@@ -183,7 +181,7 @@ def active_patches() -> list[dict[str, str]]:
 
 
 def write(entry: Entry) -> None:
-    """Put a replacement into its slot, and into `LIVE`."""
+    """Put a replacement into its slot, and its entry into `LIVE`."""
     slot = entry.slot
     if slot.current_entry() is not slot.entry:
         raise PatchConflictError(f"{entry.context}: {slot.target} was changed while it was being patched.")
@@ -201,12 +199,12 @@ def write(entry: Entry) -> None:
 
 
 def _carries_marker(value: Any) -> bool:
-    """Functions and mutable classes carry the marker; anything else is known by its identity."""
+    """Whether a replacement carries the marker: functions and mutable classes do, others are recognised by identity."""
     return isinstance(value, FunctionType) or is_mutable_class(value)
 
 
 def verify(entries: list[Entry]) -> None:
-    """Look every target up afresh, then run the patches' own checks."""
+    """Look up every target again, then run the patches' own checks."""
     for entry in entries:
         slot = entry.slot
         fresh = locate(slot.target, entry.context)
@@ -228,7 +226,7 @@ def verify(entries: list[Entry]) -> None:
 
 
 def undo(entries: list[Entry]) -> list[Entry]:
-    """Restore raw entries in reverse order; return, in order, those that somebody else changed."""
+    """Restore raw entries in reverse order; return, in their order, the entries that other code changed and that were left."""
     lost = []
     for entry in reversed(entries):
         slot = entry.slot
@@ -236,7 +234,7 @@ def undo(entries: list[Entry]) -> list[Entry]:
             if LIVE.get(entry.patch.name) is entry:
                 lost.append(entry)
                 continue
-            # Never written: the entry at which a failing apply stopped.
+            # A failing apply stopped at this entry and never wrote it.
         elif slot.entry is MISSING:
             delattr(slot.owner, slot.attribute)
         else:

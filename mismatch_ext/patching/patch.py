@@ -1,4 +1,4 @@
-"""The declaration of one patch: what it changes, for which versions, why, and when it can go."""
+"""The declaration of one patch: what it changes, for which versions, why, and when it can be deleted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKER = "__mismatch_patch__"
 """Attribute that every replacement carries while it is applied; its value is the name of the patch."""
 
 ANY_VERSION = "any"
-"""What `supports` says of a patch that can only refuse."""
+"""Value of `supports` for a patch that can only refuse."""
 
 _NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -34,32 +34,32 @@ class Patch:
 
     Args:
         name: "peer/what_it_does", unique in the process, for example "trl/colocate_engine_dtype".
-        peer: Key of `versions.PEERS`, or a distribution name, whose version is checked.
+        peer: Key of `versions.PEERS`, or a distribution name; the version of that package is checked.
         supports: PEP 440 range that includes both ends: ">=1.16.0,<=1.16.2" or "==1.16.0"; "!=" may cut out
             versions; `ANY_VERSION` goes with `refuses`. Other versions that the peer accepts (`versions.Peer`) are patched only
-            where digests or a probe tell that the symbol is as it was.
+            if digests or a probe show that the symbol has not changed.
         target: "package.module:Attribute.path" of the symbol. For an object that a module imported by value,
             name the importing module and set `binding_only`.
-        make: Called with the original while everything is still stock; returns a new object that wraps it.
+        make: Called with the original before anything is patched; returns a new object that wraps it.
             For a staticmethod, classmethod, property (its getter) or cached_property it gets the function
-            inside, and the descriptor is rebuilt around its result. For a class it should return a subclass. A `make` with a
-            second parameter gets the handler there.
+            inside, and the descriptor is rebuilt around its result. For a class it should return a subclass. If `make` has a
+            second parameter, it gets the handler there.
         upstream: URL of the upstream issue, pull request or source line.
         reason: What breaks without the patch.
         not_covered: What the patch does not reach.
         remove_when: Condition under which the patch can be deleted.
         source_digests: Digests of the upstream source that the patch was written for, from `current_digest`;
-            a mapping may say which version each belongs to. When empty, the version range and the probe are checked. To
-            give one for a symbol without readable source (a value, a built-in) is an error.
-        probe: Called with the original while everything is still stock; says what about it the patch cannot be put on, or None
-            when it fits. It is for what a digest cannot tell: that a symbol is still the one that upstream calls.
-        verify: Called once everything is applied; when it raises or returns False, everything is rolled back.
+            a mapping may say which version each belongs to. When empty, the version range and the probe are checked. A digest
+            for a symbol without readable source (a value, a built-in) is an error.
+        probe: Called with the original before anything is patched; returns None if the patch fits, otherwise a text that says
+            why it does not. Use it for what a digest cannot show: that upstream still calls this symbol.
+        verify: Called once everything is applied; if it raises or returns False, everything is rolled back.
         allow_aliases: "module" or "module:attribute" names that may keep the stock object.
         binding_only: The target is one module's by-value import, and only that module's use of it changes.
-            The module that defines the object and its other importers stay stock on purpose.
-        refuses: The replacement raises or calls the original, and does nothing else: it may be put on any version.
-        handler: What the replacement calls, given with `calling`; a `make` must not close over it. The digest has its qualified
-            name.
+            The module that defines the object and its other importers stay unpatched on purpose.
+        refuses: The replacement either raises or calls the original, and does nothing else, so it may be applied to any version.
+        handler: The function that the replacement calls, set by `calling`; a `make` must not close over it. Its qualified name
+            is part of the digest.
 
     Raises:
         PatchError: A field is malformed, or the range is open.
@@ -122,28 +122,28 @@ class Patch:
 
     @property
     def takes_handler(self) -> bool:
-        """Whether `make` asks for a handler beside the original."""
+        """Whether `make` takes a handler as well as the original."""
         try:
             parameters = inspect.signature(self.make).parameters.values()
-        except ValueError:  # a built-in that says nothing of itself
+        except ValueError:  # a built-in without a signature
             return False
         return (
             sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1
         )
 
     def calling(self, handler: Any) -> Patch:
-        """Return the same patch with what its replacement calls.
+        """Return the same patch with a handler, which its replacement calls.
 
         Args:
             handler: A function or class at the top of a module, a method, or an object of such a class.
 
         Raises:
-            PatchError: The handler's name does not tell what it does, or `make` takes none.
+            PatchError: The handler's name does not identify it, or `make` takes no handler.
         """
         return replace(self, handler=handler)
 
     def build(self, original: Any) -> Any:
-        """Return the replacement of an original.
+        """Return the replacement for an original.
 
         Raises:
             PatchError: The handler is missing.
@@ -171,7 +171,7 @@ class Patch:
         if self.refuses:
             return version
         told = bool(self.source_digests) or self.probe is not None
-        # Newer than the range alone: its floor, and what it leaves out, were found by running.
+        # Only versions newer than the range may pass: its lower end and its exclusions were found by running.
         newer = in_range(
             version, ",".join(f">{part.version}" for part in SpecifierSet(self.supports) if part.operator[0] == "<")
         )
@@ -185,10 +185,10 @@ class Patch:
         return version
 
     def check_source(self, slot: Slot, context: str) -> None:
-        """Ask the patch's probe about the symbol, and compare its source with the known digests.
+        """Ask the patch's probe about the symbol, and compare the symbol's source with the known digests.
 
         Raises:
-            PatchDriftError: The probe found a change, the source changed, or digests were given for a symbol that has none.
+            PatchDriftError: The probe found a change, the source changed, or digests were given for a symbol without source.
         """
         if self.probe is not None and (change := self.probe(slot.original)) is not None:
             raise PatchDriftError(
@@ -219,13 +219,13 @@ def _name_digests(digests: Mapping[str, str] | Set[str]) -> str:
 
 
 def _require_closed(name: str, supports: str) -> None:
-    """Refuse a range that reaches a version nobody has seen."""
+    """Refuse a range that includes versions that nobody has seen."""
     try:
         specifiers = list(SpecifierSet(supports))
     except InvalidSpecifier as error:
         raise PatchError(f"{name}: supports {supports!r} is not a PEP 440 range: {error}.") from error
     bounds = {op: [s.version for s in specifiers if s.operator == op] for op in (">=", "<=", "==", "!=")}
-    # A wildcard, "~=", "<" and ">" admit releases that do not exist yet, or leave out the tested end.
+    # Wildcards, "~=", "<" and ">" would admit releases that do not exist yet, or exclude the tested end.
     known = all(s.operator in bounds and not s.version.endswith(".*") for s in specifiers)
     if not known or not (bounds["=="] or (bounds[">="] and bounds["<="])):
         raise PatchError(

@@ -1,4 +1,4 @@
-"""Describe the patches of a run: a digest of each, and one of all of them."""
+"""Describe the patches of a run: a digest of each, and one digest of all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(entries: list[Entry]) -> list[dict[str, str]]:
 
 
 def digest_of(rows: list[dict[str, str]]) -> str:
-    """SHA-256 over the digests of described patches, in order of their names; equal in every equally patched process."""
+    """SHA-256 over the digests of described patches, in order of their names; the same patches give the same digest."""
     return _sha256([row["digest"] for row in sorted(rows, key=lambda row: row["name"])])
 
 
@@ -49,7 +49,7 @@ def _digest(entry: Entry) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Tell whether `repr` describes a value completely: a plain one, or a tuple of such."""
+    """Whether `repr` describes a value completely: it is a plain value, or a tuple of plain values."""
     if isinstance(value, tuple):
         return all(_is_plain(item) for item in value)
     return isinstance(value, _PLAIN)

@@ -1,4 +1,4 @@
-"""Digests of upstream source, which tell whether a patch still meets the code that it was written for."""
+"""Digests of upstream source, which show whether a patch still meets the code that it was written for."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DIGEST_LENGTH = 16
 def source_digest(obj: object) -> str:
     """Digest of the source of a function, method, descriptor or class: 16 hexadecimal digits.
 
-    The digest is SHA-256 over the dedented source text, decorators and comments included. A function wrapped
-    with `functools.wraps` is followed to the innermost one, and the name of every wrapper on the way is part
-    of the digest, so that a foreign monkey-patch shows. A class is digested as its whole class statement,
-    without its bases.
+    The digest is SHA-256 over the dedented source text, decorators and comments included. If `functools.wraps`
+    was used, the innermost function's source is taken, and the name of every wrapper around it is part of the
+    digest, so that other people's monkey-patches show. The source of a class is its whole class statement,
+    without the source of its bases.
 
     Args:
         obj: A function, staticmethod, classmethod, property (its getter), cached_property or class.
 
     Raises:
-        PatchDriftError: There is no source to read: a value, a built-in, an extension type or exec'd code.
+        PatchDriftError: There is no source to read, because it is a value, a built-in, an extension type or exec'd code.
     """
     innermost = unwrap_descriptor(obj)
     wrappers = []
@@ -41,10 +41,10 @@ def source_digest(obj: object) -> str:
 
 
 def qualified_name(value: object) -> str:
-    """Return "package.module.Qualified.name" of a function, method or class; of any other object, that of its class.
+    """Return "package.module.Qualified.name" of a function, method or class, or of the class of any other object.
 
     Raises:
-        PatchError: The name does not tell which function it is: a lambda, a nested function, a partial or a built-in.
+        PatchError: The name does not identify it, because it is a lambda, a nested function, a partial or a built-in.
     """
     named: Any = value if hasattr(value, "__qualname__") else type(value)
     name = f"{named.__module__}.{named.__qualname__}"
@@ -57,7 +57,7 @@ def qualified_name(value: object) -> str:
 
 
 def _layer_name(wrapper: Any) -> str:
-    """Name of the code of one wrapper, which functools.wraps does not overwrite."""
+    """Return the name of a wrapper's own code; unlike `__name__`, `functools.wraps` does not overwrite it."""
     code = getattr(wrapper, "__code__", None)
     if code is None:
         return f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
@@ -65,7 +65,7 @@ def _layer_name(wrapper: Any) -> str:
 
 
 def current_digest(target: str) -> str:
-    """Return the digest of what a target names now, to be written into `Patch.source_digests`.
+    """Return the present digest of a target's source, to be written into `Patch.source_digests`.
 
     Args:
         target: "package.module:Attribute.path"; the module is imported.

@@ -1,7 +1,7 @@
 """Patches that come and go within a training step.
 
-All checks of `applied` take a tenth of a second. Here they run when a patch is first used, and run again when its symbol has
-become another object. Between the two, the replacement that was built then is only written and taken away.
+All checks of `applied` take a tenth of a second. Here they run when a patch is first used, and again only after its symbol has
+become another object. In between, the replacement built by then is only written and taken away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mismatch_ext.patching.checks import LIVE, Entry, build, plan, prepare
 from mismatch_ext.patching.engine import LOCK, describe_lost, undo, verify, write
 from mismatch_ext.patching.patch import Patch
 
-_ORDER = threading.RLock()  # of blocks that begin and end in several threads
+_ORDER = threading.RLock()  # blocks may begin and end in several threads
 _KEPT: dict[str, Entry] = {}
 _USERS: Counter[str] = Counter()
 
@@ -27,14 +27,14 @@ _USERS: Counter[str] = Counter()
 def swapped(*patches: Patch) -> Iterator[None]:
     """Put patches in place for the time of a block, as part of a training step.
 
-    The symbols are the whole process's, and blocks of several threads may end in any order: a patch is put in place for the first
-    and taken away after the last. One that is applied already stays so.
+    All threads share the symbols, and their blocks may end in any order. So a patch is put in place for the first block and
+    taken away after the last. A patch that is applied already stays applied.
 
     Args:
         patches: Patches with different names.
 
     Raises:
-        PatchError: As `applied`, before the block; after it, when somebody else replaced a symbol meanwhile.
+        PatchError: As in `applied`, before the block; or after it, if other code replaced a symbol meanwhile.
     """
     entries = _enter(patches)
     try:
@@ -47,14 +47,14 @@ def described(*patches: Patch) -> list[dict[str, str]]:
     """Check patches that will be swapped, and describe them as `PatchSet.describe` does.
 
     Raises:
-        PatchError: As `applied`.
+        PatchError: As in `applied`.
     """
     with _ORDER:
         return provenance.describe(_ready(patches))
 
 
 def _ready(patches: tuple[Patch, ...]) -> list[Entry]:
-    """Return the entries of patches, checked and built: those in place, those kept, and new ones for the rest."""
+    """Return a checked and built entry for each patch: the one in place, or the one kept, or a new one."""
     entries = {patch.name: entry for patch in patches if (entry := _in_place(patch) or _kept(patch)) is not None}
     rest = tuple(patch for patch in patches if patch.name not in entries)
     if rest:
@@ -72,7 +72,7 @@ def _in_place(patch: Patch) -> Entry | None:
 
 
 def _kept(patch: Patch) -> Entry | None:
-    """Return the entry of an earlier block, if the symbol is what it was when that was checked."""
+    """Return the entry of an earlier block, if the symbol has not changed since that entry was checked."""
     entry = _KEPT.get(patch.name)
     if entry is None or entry.patch != patch or patch.name in LIVE:
         return None
@@ -98,7 +98,7 @@ def _enter(patches: tuple[Patch, ...]) -> list[Entry]:
             except BaseException:
                 undo(started)
                 raise
-        # Not counted: what somebody else has applied for longer than this block.
+        # Do not count patches that other code has applied for longer than this block.
         mine = [entry for entry in entries if _KEPT.get(entry.patch.name) is entry]
         _USERS.update(entry.patch.name for entry in mine)
         return mine

@@ -17,7 +17,7 @@ from typing import Any
 from mismatch_ext.errors import PatchDriftError, PatchError
 
 MISSING: Any = object()
-"""Stands for "no such entry"; None is a value that a module may well hold."""
+"""Stands for "no such entry", because a module may hold the value None."""
 
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: built-in and extension types
 
@@ -27,7 +27,7 @@ class Slot:
     """One entry of one module's or class's `__dict__`, as it was when it was looked up.
 
     Args:
-        target: "package.module:Attribute.path", as the patch says it.
+        target: "package.module:Attribute.path", as the patch gives it.
         owner: Module or class that a replacement is written to.
         attribute: Name of the entry.
         entry: The owner's own raw entry; MISSING when inherited or served by a module's `__getattr__`.
@@ -91,7 +91,7 @@ def unwrap_descriptor(raw: Any) -> Any:
 
 
 def is_mutable_class(value: object) -> bool:
-    """Tell classes that accept new attributes from built-in and extension types."""
+    """Whether a value is a class that accepts new attributes, unlike built-in and extension types."""
     return isinstance(value, type) and not value.__flags__ & _IMMUTABLE_TYPE
 
 
@@ -120,7 +120,7 @@ def locate(target: str, context: str) -> Slot:
 
     Args:
         target: "package.module:Attribute.path".
-        context: Who asks, with the version, for error messages.
+        context: Patch and peer version, for error messages.
 
     Raises:
         PatchDriftError: A name on the path does not exist.
@@ -168,7 +168,7 @@ def _look_up(owner: ModuleType | type, attribute: str) -> tuple[Any, Any, Module
 
 
 def _require_writable(slot: Slot, context: str) -> None:
-    """Refuse the slots that Python would not let us restore to what they were."""
+    """Refuse slots that Python would not let us restore exactly."""
     owner = slot.owner
     if isinstance(owner, type) and not is_mutable_class(owner):
         raise PatchError(f"{context}: {slot.target} is on {owner.__name__}, an immutable built-in type.")

@@ -1,4 +1,4 @@
-"""What all plots share: palette, traces, log axes, and the Plotly JSON that the page draws."""
+"""Shared parts of all plots: palette, traces, log axes, and the Plotly JSON that the page draws."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def require_plotly() -> Any:
 
 
 def style(index: int) -> dict[str, str]:
-    """Return colour, Plotly marker and the like-shaped character of the run at an index."""
+    """Return the colour and Plotly marker of the run at an index, and a character of the marker's shape."""
     look = index % len(PALETTE)
     return {"color": PALETTE[look], "marker": MARKERS[look], "glyph": GLYPHS[look]}
 
@@ -88,7 +88,7 @@ def log_axis(traces: Sequence[Mapping[str, Any]], title: str) -> dict[str, Any]:
     margin = max(0.08 * (top - bottom), 0.15)
     axis: dict[str, Any] = {"title": title, "type": "log", "range": [bottom - margin, top + margin]}
     if top - bottom > 1.5:
-        # Plotly draws powers larger than other tick labels.
+        # Smaller font, because Plotly draws powers larger than other tick labels.
         look = {"exponentformat": "power", "tickfont": {"size": 10}, "dtick": math.ceil((top - bottom) / 8)}
         return axis | look
     decades = range(max(-307, math.floor(bottom - margin)), min(307, math.ceil(top + margin)) + 1)
@@ -130,5 +130,5 @@ def figure_of(
         },
     )
     data = json.dumps(figure.to_plotly_json(), allow_nan=False, default=list)
-    # Inside a script element only "<" can end it; JSON may write it as an escape.
+    # The JSON stands in a script element, which only "<" could end; JSON allows "<" as an escape.
     return Figure(id=id, title=title, caption=caption, json=data.replace("<", "\\u003c"))

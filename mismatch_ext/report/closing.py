@@ -1,4 +1,4 @@
-"""What is said when training ends: what was measured, and what happened."""
+"""The summary printed when training ends: what was measured, and what happened."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mismatch_ext.rundata import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.verdicts import APPLY, FAILED, STOP
 
 ALARM_EVENT = "alarm"
-# Where ours is not logged: what a host without a block measures itself.
+# Used if our own metric is not logged: TRL measures this one without a block.
 HOST_ABS_DIFF = MEASURES[ABS_DIFF_MEAN].trl
 
 
 def closing_lines(run: RunData) -> list[str]:
-    """Return the summary of a run over all its segments, a line for each thing that was recorded.
+    """Return the summary of a run over all its segments, one line for each recorded topic.
 
     Args:
-        run: What `mismatch_ext.rundata.read_run` returned.
+        run: The run, from `mismatch_ext.rundata.read_run`.
     """
     lines = [_status(run), *_observed(run)]
     lines += _gap(run) + _alarms(run) + _unwatched(run) + _learning_rate(run) + _loss_scale(run)
@@ -57,7 +57,7 @@ def _status(run: RunData) -> str:
 
 
 def _observed(run: RunData) -> list[str]:
-    """Say what `enforce` would have done to a run that was observed."""
+    """Say what `enforce` would have done in a run that only observed."""
     if level_of_run(run) != "observe":
         return []
     found = observed(run)
@@ -127,7 +127,7 @@ def _alarms(run: RunData) -> list[str]:
 
 
 def _kept(run: RunData, name: str) -> list[EventRecord]:
-    """Return events of a name, without those that came after a checkpoint that a later segment resumed from."""
+    """Return the events of a name, without those of steps that a later segment did again from an earlier checkpoint."""
     resumes = [(h["segment"], h["resume_step"]) for h in run.headers if isinstance(h.get("resume_step"), int)]
     return [
         event
@@ -150,7 +150,7 @@ def _first_and_last(steps: Iterable[int]) -> str:
 
 
 def _unwatched(run: RunData) -> list[str]:
-    """Name the metrics that the block watches and that no log holds: a misspelt one is never out of bounds."""
+    """Name the metrics that the block watches but no log holds: an alarm on a misspelt name never fires."""
     config = run.header.get("config")
     monitor = config.get("monitor") if isinstance(config, dict) else None
     alarms = monitor.get("alarms") if isinstance(monitor, dict) else None

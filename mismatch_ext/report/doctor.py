@@ -1,4 +1,4 @@
-"""What `mismatch-ext doctor` found, as a section of the report and as a page of its own."""
+"""The findings of `mismatch-ext doctor`, as a section of the report or as a separate page."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Why:
     """Why the two sides of a run differ.
 
     Args:
-        name: Folder of the file.
+        name: The folder of doctor.json.
         gap: What was measured, in words.
         parts: Name, share with its interval, and mean size in nats of each part of the gap.
-        causes: What is named, its share, how sure that is, and the lines to change by host.
-        notes: What else was seen.
+        causes: Each named cause with its share, how sure it is, and the lines to change in each host.
+        notes: Other observations.
         verdict: "clean", "explained", "partly" or "unexplained".
         sentence: The verdict as the doctor prints it.
     """
@@ -41,7 +41,7 @@ class Why:
 
     @property
     def advice(self) -> str | None:
-        """The last clause of the report's verdict; None where the doctor has named nothing."""
+        """The last clause of the report's verdict; None if the doctor named no cause."""
         if not self.causes:
             return None
         named = ", and ".join(
@@ -53,10 +53,10 @@ class Why:
 
 
 def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
-    """Read what the doctor has left in a folder, in its direct sub-folders, or in the run directories in those.
+    """Read the doctor's files in a folder, in its direct sub-folders, or in the run directories inside these.
 
     Returns:
-        What was found, and for each file that is none of the doctor's its folder and what is wrong with it.
+        The findings; and for each file that cannot be read as the doctor's, its folder and what is wrong with it.
     """
     found, wrong = [], []
     places = ("", "*/", f"*/{RUN_FOLDER}/")
@@ -71,11 +71,11 @@ def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
 
 
 def why_of(data: Mapping[str, Any], name: str) -> Why:
-    """Return what doctor.json says, as tables show it.
+    """Return what doctor.json says, in the form that the tables show.
 
     Args:
-        data: The file.
-        name: What to call it.
+        data: Contents of doctor.json.
+        name: Its name in the page.
     """
     gap, causes = data["gap"], data["causes"]
     said = {cause["key"]: cause["said"] for cause in causes}

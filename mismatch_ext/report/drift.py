@@ -1,4 +1,4 @@
-"""Numerics and drift in the report: what is known of a run whose rollouts may be of older weights."""
+"""Numerics and drift in the report, for runs whose rollouts may have been sampled with older weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mismatch_ext.rundata import RunData
 from mismatch_ext.staleness import SOURCES
 
 MARK = PREFIX + "staleness_max"
-"""Metric of every log of a run whose rollouts may be of older weights."""
+"""This metric is in every log of a run whose rollouts may have been sampled with older weights."""
 NUMERICS = "numerics/"
 SOURCE_LABELS = {
     "batch": "tokens of the batch",
@@ -24,18 +24,18 @@ SOURCE_LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run's gap is made of, pooled over its steps.
+    """The parts of a run's gap, pooled over its steps; version v of the weights sampled, version w is trained.
 
     Args:
-        numerics: Mean |rollout(v) - train(v)| of tokens of one version, nats; None where no step had any.
-        k3: k3 of the same.
-        drift: Mean |train(v) - train(w)|, nats; None where it was not measured apart.
+        numerics: Mean |rollout(v) - train(v)|, both sides at one version, nats; None if no step could measure it.
+        k3: k3 of the same tokens.
+        drift: Mean |train(v) - train(w)|, nats; None if it was not measured separately.
         total: Mean |rollout(v) - train(w)| of all tokens, nats.
-        stale: The same of stale tokens.
+        stale: The same mean over stale tokens only.
         staleness: Mean number of updates since the tokens were sampled.
-        unknown: Logs without a token of one version.
-        logs: Logs in all.
-        sources: Logs and tokens of each source that gave the figure.
+        unknown: Number of logs without `numerics`.
+        logs: Number of all logs.
+        sources: For each source of `numerics`, the number of logs and of tokens that it gave.
     """
 
     numerics: float | None
@@ -50,7 +50,7 @@ class Parts:
 
 
 def parts(run: RunData) -> Parts | None:
-    """Return what a run's gap is made of; None where its rollouts are of the weights that score them."""
+    """Return the parts of a run's gap; None if its rollouts always come from the weights that score them."""
     logs = run.logs(MARK)[0]
     if not logs:
         return None
@@ -70,7 +70,7 @@ def parts(run: RunData) -> Parts | None:
 
 
 def _sources(run: RunData) -> dict[str, tuple[int, int]]:
-    """Return of each source the logs, of those that are kept whole, whose figure it gave, and the tokens of that figure."""
+    """Return for each source how many of the logs kept in full took numerics from it, and on how many tokens."""
     found: dict[str, tuple[int, int]] = {}
     for record in run.steps:
         number, tokens = (record.metrics.get(f"{PREFIX}{NUMERICS}{name}") for name in ("source", "tokens"))
@@ -82,7 +82,7 @@ def _sources(run: RunData) -> dict[str, tuple[int, int]]:
 
 
 def said_of(known: Parts) -> str:
-    """Say where the numerics of a run is known from: "known of 3 of 4 logs by tokens of the batch in 1 (300 tokens), ..."."""
+    """Say from which sources numerics is known: "numerics is known of 3 of 4 logs by ... in 1 (300 tokens), ..."."""
     by = [
         f"{SOURCE_LABELS[source]} in {known.sources[source][0]} ({known.sources[source][1]:,} tokens)"
         for source in SOURCES
@@ -95,7 +95,7 @@ def said_of(known: Parts) -> str:
 
 
 def figures(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    """Plot numerics, drift, and how old rollouts are; nothing of runs whose rollouts are of the weights that score them."""
+    """Plot numerics, drift and the age of rollouts; nothing if all rollouts come from the weights that score them."""
     found = {name: known for name, run in runs.items() if (known := parts(run)) is not None}
     if not found:
         return ()

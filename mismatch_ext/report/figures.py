@@ -1,4 +1,4 @@
-"""The plots of the report, as Plotly figures serialised to JSON; colours of text and grid belong to the page.
+"""The plots of the report, as Plotly figures serialised to JSON; the page sets the colours of text and grid.
 
 A run has the same colour and marker in every plot. Evaluation splits are dotted and have open markers.
 """
@@ -25,7 +25,7 @@ MAX_SCATTER_POINTS = 1500
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with the figures below it, or a sentence saying why there are none."""
+    """A heading with figures below it, or with a sentence that says why there are none."""
 
     id: str
     title: str
@@ -173,7 +173,7 @@ def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
         pairs = zip(*run.series(PREFIX + "loss_scale"), strict=True)
         known = {step: scale for step, scale in pairs if drawable(scale, log=True)}
         known |= {step: scale for step, scale in fell.items() if drawable(scale, log=True)}
-        if run.older and known:  # not every step is known
+        if run.older and known:  # some steps were thinned out
             known |= {step: known[min(known, key=lambda at: abs(at - step))] for step in steps if step not in known}
         trace = trace_of(name, index, steps, [known.get(step, 1.0) for step in steps])
         look = {"symbol": "x", "size": 10, "color": style(index)["color"]}
@@ -355,7 +355,7 @@ def _difference(rollout: float, trainer: float) -> float:
 
 
 def _points(run: RunData) -> tuple[list[tuple[float, float]], str]:
-    """Return (rollout, trainer) probabilities of the train split, or of the first split that has some."""
+    """Return (rollout, trainer) probabilities of the train split; if it has none, of the first split that has some."""
     split = min((r.split for r in run.scatters), key=lambda s: (s != "train", s), default="train")
     probability: Callable[[float], float] = lambda logprob: math.exp(min(logprob, 0.0))  # noqa: E731
     pairs = [

@@ -14,7 +14,7 @@ MULTIPLIER = PREFIX + "lr_multiplier"
 
 
 def learning_rate(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    """Plot rate and multiplier where a run controls its rate; nothing where none does."""
+    """Plot rate and multiplier of the runs that control their rate; nothing if none does."""
     controlled = {name: run for name, run in runs.items() if run.series(MULTIPLIER)[0]}
     if not controlled:
         return ()

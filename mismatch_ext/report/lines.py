@@ -9,20 +9,20 @@ from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, tr
 from mismatch_ext.rundata import RunData
 
 MAX_POINTS = 2000
-"""Points of a curve that are drawn as they are; of a longer one, the extremes of half as many stretches."""
+"""A curve of up to this many points is drawn unchanged; a longer one is thinned (see `thinned`)."""
 
 
 def over_steps(
     runs: Mapping[str, RunData], id: str, metric: str, title: str, unit: str, caption: str, log: bool = False
 ) -> Figure | None:
-    """Plot one metric, or role, over the steps, a trace per run and split; None where nothing was recorded."""
+    """Plot one metric, or role, over the steps, with one trace per run and split; None if nothing was recorded."""
     traces = step_traces(runs, metric, log=log)
     y = log_axis(traces, unit) if log else {"title": unit}
     return figure_of(id, title, caption, traces, x={"title": "optimizer step"}, y=y, unified=True)
 
 
 def step_traces(runs: Mapping[str, RunData], metric: str, *, log: bool) -> list[dict[str, Any]]:
-    """Return a trace of one metric per run and split that has drawable values."""
+    """Return the traces of one metric: one for each run and split that has drawable values."""
     traces = []
     for index, (name, run) in enumerate(runs.items()):
         for order, split in enumerate(run.splits):
@@ -35,13 +35,14 @@ def step_traces(runs: Mapping[str, RunData], metric: str, *, log: bool) -> list[
 
 
 def thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
-    """Return a curve unchanged, or, when it is long, the points that a reader would see.
+    """Return a curve unchanged or, if it is long, only the points that a reader would see.
 
-    These are the ends and, of each of `MAX_POINTS / 2` stretches of steps, the smallest and the largest value and the first gap.
+    The steps are cut into `MAX_POINTS / 2` stretches. Both ends of the curve are kept and, in each stretch, the smallest value,
+    the largest value and the first gap.
 
     Args:
-        steps: In their order.
-        values: One per step; None is a gap.
+        steps: Steps in ascending order.
+        values: One value per step; None is a gap.
     """
     if len(steps) <= MAX_POINTS:
         return list(steps), list(values)

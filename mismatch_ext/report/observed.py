@@ -1,4 +1,4 @@
-"""What `enforce` would have done in a run that only observed, read from its metrics file."""
+"""Read from the metrics file of a run that only observed what `enforce` would have done."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Observed:
 
     Attributes:
         check: Its name.
-        kind: `stop`, `apply` or `failed`, as of a `mismatch_ext.verdicts.Finding`.
-        first_step: Step of the first.
-        times: How often at least; all that are written say their number.
-        message: What the first says.
+        kind: `stop`, `apply` or `failed`, as in `mismatch_ext.verdicts.Finding`.
+        first_step: Step of the first finding.
+        times: The check found this at least so often: not every finding is written, but each written one says its number.
+        message: Message of the first finding.
     """
 
     check: str
@@ -29,14 +29,14 @@ class Observed:
 
 
 def level_of_run(run: RunData) -> str:
-    """Return `mismatch.level` of a run; headers leave the default out."""
+    """Return `mismatch.level` of a run; a header without it means the default."""
     config = run.header.get("config")
     level = config.get("level") if isinstance(config, Mapping) else None
     return level if isinstance(level, str) else "enforce"
 
 
 def observed(run: RunData) -> list[Observed]:
-    """Return the findings of a run by check and kind, those first that would have stopped it, in the order of steps."""
+    """Return the findings of a run, one per check and kind: first those that would have stopped it, each group by step."""
     found: dict[tuple[str, str], Observed] = {}
     for event in run.events:
         data = event.data
@@ -54,5 +54,5 @@ def observed(run: RunData) -> list[Observed]:
 
 
 def first_stop(run: RunData) -> Observed | None:
-    """Return the check at which `enforce` would have ended a run, or None."""
+    """Return the finding at which `enforce` would have ended a run, or None."""
     return next((one for one in observed(run) if one.kind == STOP), None)

@@ -72,7 +72,7 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
         out: File to write; default is `report.html` in `run_dir`.
 
     Returns:
-        Path of the HTML file, which loads nothing from anywhere.
+        Path of the HTML file, which loads nothing from the network.
 
     Raises:
         RunDirectoryError: There is no run at the path, or the file cannot be written.
@@ -82,7 +82,7 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
-    """Do what `render` does and return the verdict and the numbers as well."""
+    """Do what `render` does, and also return the verdict and the numbers."""
     plotly, template = require_plotly(), _template(TEMPLATE)
     runs = load_runs(run_dir)
     summary = summarise(runs)
@@ -91,7 +91,7 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     page = template.render(
         title=Path(run_dir).resolve().name,
         verdict=sentence,
-        # One copy for all plots, inline: the file must work without a network.
+        # Inline, one copy for all plots, because the file must work without a network.
         plotly_js=plotly.offline.get_plotlyjs(),
         why=why,
         **_context(runs, summary, unread),
@@ -102,7 +102,7 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
 
 
 def build_why(directory: str | Path) -> Path:
-    """Render what the doctor found: as a section of the report where the folder is a run's, else as a page of its own.
+    """Render what the doctor found: as a section of the report if the folder is a run's, otherwise as a separate page.
 
     Args:
         directory: Folder that holds `doctor.json`.
@@ -111,8 +111,8 @@ def build_why(directory: str | Path) -> Path:
         Path of the HTML file.
 
     Raises:
-        RunDirectoryError: The file cannot be written, or what the doctor left cannot be read.
-        PeerVersionError: jinja2, or for a run's report plotly, is not installed.
+        RunDirectoryError: The file cannot be written, or doctor.json cannot be read.
+        PeerVersionError: jinja2 is not installed, or plotly, which a run's report needs.
     """
     folder = Path(directory)
     if (folder / METRICS_FILE).is_file():
@@ -198,7 +198,7 @@ def _column_label(name: str) -> tuple[str, str]:
 
 
 def _write(path: Path, page: str) -> None:
-    """Write beside the target and rename, so that an interrupted run leaves no half report."""
+    """Write to a temporary file beside the target and rename it, so that an interruption leaves no half report."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from mismatch_ext.rundata import RunData
 
 @dataclass(frozen=True, kw_only=True)
 class Pooled:
-    """One profile: per bin a token count, the mean and the largest |Δlogp| (nat), None in empty bins."""
+    """One profile: each bin's token count, mean |Δlogp| and largest |Δlogp| (nat); None in empty bins."""
 
     edges: tuple[float, ...]
     count: tuple[float, ...]
@@ -19,7 +19,7 @@ class Pooled:
 
     @property
     def gap_share(self) -> tuple[float | None, ...]:
-        """Share of the summed |Δlogp| that falls into each bin."""
+        """Each bin's share of the summed |Δlogp|."""
         sums = [n * (m or 0.0) for n, m in zip(self.count, self.mean, strict=True)]
         total = sum(sums)
         return tuple(s / total if total > 0 and n > 0 else None for s, n in zip(sums, self.count, strict=True))
@@ -32,7 +32,7 @@ class Pooled:
         return (sum(self.count[i] for i in below) / total if total else 0.0), gap
 
     def growth(self) -> float | None:
-        """Mean |Δlogp| of the later half of the tokens over that of the earlier half, by whole bins."""
+        """Mean |Δlogp| of the later half of the tokens, divided by that of the earlier half; halves are whole bins."""
         half, seen = sum(self.count) / 2, 0.0
         parts: tuple[list[int], list[int]] = ([], [])
         for index, count in enumerate(self.count):
@@ -49,7 +49,7 @@ def pool_profile(run: RunData, name: str, split: str) -> Pooled | None:
     """Pool the records of one profile over all steps of a split that share the first record's bins.
 
     Returns:
-        The pooled profile, or None when the split has none or all its bins are empty.
+        The pooled profile, or None if the split has no profile or all its bins are empty.
     """
     records = [r.profiles[name] for r in run.profiles if r.split == split and name in r.profiles]
     records = [r for r in records if r["edges"] == records[0]["edges"] and len(r["count"]) == len(records[0]["count"])]

@@ -16,7 +16,7 @@ LAYER = re.compile(re.escape(PREFIX + ROUTING) + r"layer_(\d{1,6})_set_mismatch"
 
 
 def replay(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    """Plot what was measured of routing replay; nothing where none was."""
+    """Plot what was measured about routing replay; nothing if nothing was measured."""
     return present(
         over_steps(
             runs,
@@ -32,7 +32,7 @@ def replay(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
 
 
 def _saved(runs: Mapping[str, RunData]) -> Figure | None:
-    """Plot k3 with and without replay, of the runs that measured both."""
+    """Plot k3 with and without replay, for the runs that measured both."""
     native = PREFIX + NATIVE + "k3_kl"
     both = [native in run.logged() for run in runs.values()]
     traces = []
@@ -57,7 +57,7 @@ def _saved(runs: Mapping[str, RunData]) -> Figure | None:
 
 
 def _layers(runs: Mapping[str, RunData]) -> Figure | None:
-    """Plot the share of tokens with other experts, by layer."""
+    """Plot, by layer, the share of tokens for which engine and trainer chose different experts."""
     traces: list[dict[str, Any]] = []
     for index, (name, run) in enumerate(runs.items()):
         for order, split in enumerate(run.splits):

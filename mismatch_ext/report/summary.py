@@ -1,7 +1,7 @@
 """The numbers of the report: one row per run and split, and ratios between runs.
 
-Each number is pooled over all recorded steps of a split. A mean is weighted by the number of tokens (or sequences) that a step
-measured, where the stream says it, so that it is the mean over all tokens. A maximum is the maximum of all steps.
+Each number is pooled over all recorded steps of a split. Means of steps are weighted by the number of tokens (or sequences) that
+each step measured, if the stream records it, so that the result is the mean over all tokens. A maximum is taken over all steps.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
 COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq")
 STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl", "drift/" + ABS_DIFF_MEAN)
-"""Columns of runs whose rollouts may be of older weights."""
+"""Columns of runs whose rollouts may have been sampled with older weights."""
 RATIO_COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "k3_kl", "seq_kl", "seq_k3_kl")
-# Up to this many runs every pair is compared; beyond it each is compared with the run of the smallest gap.
+# With up to this many runs, every pair is compared; with more, each run is compared with the run of the smallest gap.
 MAX_PAIRED_RUNS = 4
-# Steps averaged at either end for "reward first -> last", fewer where a run is shorter than twice this.
+# Number of steps averaged at either end for "reward first -> last"; fewer if a run is shorter than twice this.
 REWARD_WINDOW = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run and split: `values` by metric name without prefix, None where nothing finite was recorded."""
+    """One run and split: `values` by metric name without prefix; None if nothing finite was recorded."""
 
     run: str
     split: str
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Numbers of one run over those of another, same split."""
+    """Numbers of one run divided by those of another, for the same split."""
 
     split: str
     run: str
@@ -76,7 +76,7 @@ class Summary:
 def load_runs(directory: str | Path) -> dict[str, RunData]:
     """Read every run at a path, keyed by the name the report shows.
 
-    The name is the one in the run's header, or the folder's where the header has none or two runs share it.
+    The name is the one in the run's header; or the folder's, if the header has none or two runs share it.
 
     Raises:
         RunDirectoryError: The path holds no run.

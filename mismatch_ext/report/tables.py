@@ -22,7 +22,7 @@ MAX_PROBLEMS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class SideRow:
-    """One setting: a (trainer, engine) pair per run, None where a side does not say."""
+    """One setting: a (trainer, engine) pair per run; None for a side that does not report it."""
 
     key: str
     pairs: tuple[tuple[str | None, str | None], ...]
@@ -142,7 +142,7 @@ def _event_row(run: str, event: EventRecord, steps: str, message: str) -> EventR
 
 
 def missing(runs: Mapping[str, RunData], summary: Summary) -> list[tuple[str, str]]:
-    """Say, per run, what a complete report would have and this one does not."""
+    """Say for each run what a complete report would show and this one cannot."""
     found: list[tuple[str, str]] = []
     for name, run in runs.items():
         found += [(name, text) for text in run.problems[:MAX_PROBLEMS]]
@@ -189,5 +189,5 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
 
 
 def _has(run: RunData, key: str) -> bool:
-    # Without any header, reading has already said so.
+    # If there is no header at all, reading the run has already said so.
     return not run.headers or bool(run.header.get(key))

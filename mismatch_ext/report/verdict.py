@@ -8,10 +8,10 @@ Thresholds on the mean |log-probability difference| per token (nat) and on k3 (n
     STALE_ABS_DIFF    0.1   Limit of slime's CI; TRL issue #5312 measured 0.201 with stale weights.
     HEALTHY_K3        1e-3  NeMo RL's documentation asks for a KL below 1e-3.
     LARGE_K3          1e-2  The tinker cookbook asks for a KL (v1) below 0.01.
-    PHANTOM           0.03  Share of tokens, of the built-in alarm: arms that learnt late had 5 to 15 % (docs/stability.md).
+    PHANTOM           0.03  A share of tokens, as in the built-in alarm: runs that learnt late had 5 to 15 % (docs/stability.md).
 
 The profiles tell what dominates. Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
-|difference|. When k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
+|difference|. If k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
 in a mixture-of-experts router.
 """
 
@@ -36,12 +36,12 @@ HEALTHY_K3 = 1e-3
 LARGE_K3 = 1e-2
 PHANTOM = 0.03
 FEW_TOKENS = 8.0
-# Tokens dominate when they hold this share of the gap, and this many times their share of all tokens.
+# A group of tokens dominates if it holds this share of the gap, and at least this many times its share of all tokens.
 DOMINANT_SHARE = 0.6
 DOMINANT_LIFT = 1.5
-# The gap grows along the response when the mean of its later half is this many times that of the earlier.
+# The gap grows along the response if the mean of the later half is this many times the mean of the earlier half.
 POSITION_GROWTH = 1.5
-# A ratio between two runs worth a recommendation.
+# From this ratio between two runs on, one is recommended.
 CLEAR_RATIO = 2.0
 
 SAME, SMALL, ELEVATED, LARGE, UNKNOWN, MIXED = "same", "small", "elevated", "large", "unknown", "mixed"
@@ -78,7 +78,7 @@ NO_PRECISION = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunVerdict:
-    """Judgement of one run: its level by the worst split, and the facts that the sentence uses."""
+    """Judgement of one run: the level of its worst split, and the facts that the sentence uses."""
 
     run: str
     level: str
@@ -108,7 +108,7 @@ def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
 
 
 def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
-    """Judge one run by its worst split; where rollouts may be of older weights, training by its numerics alone."""
+    """Judge one run by its worst split; if rollouts may be stale, the train split is judged only by its numerics."""
     known = parts(run)
     rows = [row if known is None or row.split != "train" else _of_numerics(row, known) for row in summary.rows]
     rows = [row for row in rows if row.run == name and row.values.get(ABS_DIFF_MEAN) is not None]
@@ -154,7 +154,7 @@ def run_status(run: RunData) -> str:
 
 
 def side_dtype(side: Any) -> str | None:
-    """Return the dtype a side computes in: its autocast or model dtype, else the one of all its weights."""
+    """Return the dtype a side computes in: its autocast or model dtype, otherwise the one dtype of all its weights."""
     if not isinstance(side, dict):
         return None
     for key in ("compute_dtype", "autocast_dtype", "model_dtype", "dtype"):
@@ -166,7 +166,7 @@ def side_dtype(side: Any) -> str | None:
 
 
 def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
-    """Name a cause that makes the size of the gap beside the point, worst first."""
+    """Name the worst known cause that makes the size of the gap meaningless, if there is one."""
     stale = [event.step for event in run.events if event.name == "weight_sync" and event.level != "info"]
     if stale:
         return f"the weight-sync check failed at step {stale[0]}, so fix the weight sync first"
@@ -197,7 +197,7 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
     Args:
         runs: By name.
         summary: Their numbers.
-        why: What the doctor found; of one run, it is what to do.
+        why: What the doctor found; with a single run, its advice ends the sentence.
     """
     judged = [judge(name, run, summary) for name, run in runs.items()]
     measured = [v for v in judged if v.level in LEVELS]
@@ -221,7 +221,7 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
 
 
 def _drifts(known: Parts) -> bool:
-    """Tell whether most of the whole gap is drift, and it is more than healthy runs have in all."""
+    """Whether the whole gap is larger than in healthy runs, and most of it is drift."""
     total = known.total or 0.0
     return total > HEALTHY_ABS_DIFF and total >= CLEAR_RATIO * (known.numerics or 0.0)
 
@@ -260,14 +260,14 @@ def _join(names: Sequence[str]) -> str:
 
 
 def _best_alternative(measured: Sequence[RunVerdict], worst: RunVerdict) -> RunVerdict | None:
-    """Pick the closest other run, if possible in half precision: float32 is an oracle, not a setting."""
+    """Pick the other run with the smallest gap, if possible one in half precision: float32 is a reference, not a setting."""
     others = [v for v in measured if v is not worst and v.mean and not v.cause]
     half = [v for v in others if v.trainer_dtype in ("float16", "bfloat16")]
     return min(half or others, key=lambda v: v.mean or 0.0, default=None)
 
 
 def dominates(run: RunData, v: RunVerdict) -> str | None:
-    """Say what the gap of a run is made of, or None where no profile and no k3 can tell."""
+    """Say what dominates the gap of a run; None if neither a profile nor k3 can tell."""
     split = v.split
     probability = pool_profile(run, "probability", split)
     position = pool_profile(run, "position", split)
@@ -278,7 +278,7 @@ def dominates(run: RunData, v: RunVerdict) -> str | None:
         model_type = run_block.get("model_type", "") if isinstance(run_block, dict) else ""
         return "few tokens carry the gap" + (", as when experts flip" if "moe" in str(model_type) else "")
     if v.parts is not None:
-        return None  # the profiles are of the whole gap
+        return None  # the profiles describe the whole gap
     if position is not None and (growth := position.growth()) is not None and growth >= POSITION_GROWTH:
         return f"the gap grows along the response ({quantity(growth, 2)} times from early to late tokens)"
     return "the gap is spread over all tokens, as rounding is" if probability is not None else None

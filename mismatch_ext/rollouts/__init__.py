@@ -1,4 +1,4 @@
-"""Logged rollouts: files that hosts write, for `mismatch-ext doctor --rollouts`; one module per format."""
+"""Reads rollout files that hosts have logged, for `mismatch-ext doctor --rollouts`; one module per format."""
 
 from mismatch_ext.rollouts.logged import Logged, LoggedResponse, LoggedRoutes
 from mismatch_ext.rollouts.own import write_rollouts

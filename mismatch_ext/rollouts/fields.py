@@ -1,4 +1,4 @@
-"""Strict reading of a response's fields: what is missing or of another kind is named with its place in the file."""
+"""Strict reading of a response's fields: an error names a missing or malformed field and its place in the file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def ensure_keys(row: Mapping[str, Any], needed: Iterable[str], where: str, says:
 
     Args:
         row: The row.
-        needed: Keys that it must have, with another value than None.
-        where: Its place.
-        says: What it should hold, and how to have it; the end of the message.
+        needed: Keys that it must have, with a value other than None.
+        where: Its place in the file.
+        says: The end of the message: what the row should hold, and how to get it.
 
     Raises:
-        RecordError: A key is missing; names them all.
+        RecordError: Keys are missing; names them all.
     """
     missing = sorted(key for key in needed if row.get(key) is None)
     if missing:
@@ -30,7 +30,7 @@ def token_ids(row: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     """Return a field's token ids.
 
     Raises:
-        RecordError: It is no list of integers >= 0.
+        RecordError: The field is not a list of integers >= 0.
     """
     found = row[key]
     if not isinstance(found, list) or not all(type(token) is int and token >= 0 for token in found):
@@ -42,7 +42,7 @@ def flags(row: Mapping[str, Any], key: str, where: str) -> tuple[bool, ...]:
     """Return a field's mask.
 
     Raises:
-        RecordError: It is no list of true and false, or of ones and zeros.
+        RecordError: The field is not a list of true and false, or of ones and zeros.
     """
     found = row[key]
     if not isinstance(found, list) or not all(value in (0, 1) for value in found):
@@ -54,7 +54,7 @@ def logprobs(row: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
     """Return a field's log-probabilities, NaN for null.
 
     Raises:
-        RecordError: It is no list of numbers and nulls.
+        RecordError: The field is not a list of numbers and nulls.
     """
     found = row[key]
     if not isinstance(found, list) or not all(value is None or type(value) in (int, float) for value in found):

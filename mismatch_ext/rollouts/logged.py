@@ -1,4 +1,4 @@
-"""Rollouts as a host logged them, before a model is known that they are to be scored with.
+"""Rollouts as a host logged them, before the model that will score them is loaded.
 
 Shapes: R rows (tokens with a recorded route), L layers, K experts per token.
 """
@@ -27,9 +27,9 @@ class LoggedRoutes:
 
     Args:
         experts: Expert ids `[R, L, K]`, of the MoE layers or of all layers.
-        start: Position in the sequence of row 0.
-        layers: Absolute indices of the MoE layers; None where the file does not say.
-        num_experts: Experts per layer; None where the file does not say.
+        start: Position of row 0 in the sequence.
+        layers: Absolute indices of the MoE layers; None if the file does not say.
+        num_experts: Number of experts per layer; None if the file does not say.
     """
 
     experts: NDArray[np.integer[Any]]
@@ -38,15 +38,15 @@ class LoggedRoutes:
     num_experts: int | None = None
 
     def trace(self, shape: RoutingShape, tokens: tuple[int, ...], where: str) -> RoutingTrace:
-        """Return the routes as those of a model.
+        """Return the routes as a trace for a model.
 
         Args:
-            shape: The model's.
+            shape: The model's routing shape.
             tokens: Ids of prompt and response.
             where: Name of the response, for messages.
 
         Raises:
-            RoutingError: They are of another model, or of other tokens.
+            RoutingError: The routes belong to another model or to other tokens.
         """
         for name, mine, theirs in (
             ("MoE layers", self.layers, shape.layers),
@@ -74,13 +74,13 @@ class LoggedResponse:
 
     Args:
         where: Its place in the file, for messages.
-        prompt_ids: Token ids of what stood before the first sampled token.
-        response_ids: Token ids from there on `[T]`.
+        prompt_ids: Ids of the tokens before the first sampled token.
+        response_ids: Ids of the first sampled token and all tokens after it `[T]`.
         mask: True where the policy sampled a token `[T]`.
         logprobs: The engine's log-probabilities in nats `[T]`; NaN where there is none.
-        versions: Versions of the weights that sampled it; none where the file does not say.
-        settings: What the file says of its sampling, such as `temperature` and `dtype`.
-        routes: The engine's experts; None where the file has none.
+        versions: Versions of the weights that sampled it; empty if the file does not say.
+        settings: Its sampling settings in the file, such as `temperature` and `dtype`.
+        routes: The engine's experts; None if the file has none.
     """
 
     where: str
@@ -94,7 +94,7 @@ class LoggedResponse:
 
     @property
     def version(self) -> str:
-        """The version of its weights; those of a response that more than one sampled are joined by a plus."""
+        """The version of the weights that sampled it; several versions are joined by a plus."""
         return "+".join(dict.fromkeys(self.versions)) or UNKNOWN
 
 
@@ -104,9 +104,9 @@ class Logged:
 
     Args:
         path: The file, for messages.
-        host: Whose format it is.
-        responses: Those with tokens that the policy sampled.
-        left_out: How many had none, such as aborted ones.
+        host: The host that writes this format.
+        responses: The responses that have tokens sampled by the policy.
+        left_out: How many responses were dropped, for example because they were aborted and have no sampled token.
     """
 
     path: str
@@ -116,10 +116,10 @@ class Logged:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the file says of the sampling of all responses.
+        """The sampling settings in the file, which must be the same for all responses.
 
         Raises:
-            RecordError: It differs between responses; names the setting and both responses.
+            RecordError: A setting differs between responses; names the setting and both responses.
         """
         found: dict[str, tuple[Any, str]] = {}
         for response in self.responses:
@@ -136,10 +136,10 @@ class Logged:
         """Return the responses that one version of the weights sampled.
 
         Args:
-            version: The version; None where all are of one.
+            version: The version; None if all responses have the same version.
 
         Raises:
-            RecordError: There are several versions and none is chosen, or none of the one chosen.
+            RecordError: There are several versions and none was chosen, or no response has the chosen one.
         """
         counts = Counter(response.version for response in self.responses)
         said = ", ".join(f"{name} ({count} responses)" for name, count in sorted(counts.items()))
@@ -161,11 +161,11 @@ class Logged:
         """Return what the doctor compares.
 
         Args:
-            shape: Of the model's routes; None for a model without experts.
+            shape: The model's routing shape; None for a model without experts.
 
         Raises:
-            RecordError: Some responses have routes and others none; or as in `Sample`.
-            RoutingError: The routes are not of this model.
+            RecordError: Some responses have routes and others have none; or as in `Sample`.
+            RoutingError: The routes do not belong to this model.
         """
         routed = [response for response in self.responses if response.routes is not None]
         if routed and len(routed) != len(self.responses):
@@ -190,10 +190,10 @@ class Logged:
         )
 
     def said(self, experts: bool) -> str:
-        """Return a sentence on what was read.
+        """Return a sentence that says what was read.
 
         Args:
-            experts: Whether the model has some.
+            experts: Whether the model has experts.
         """
         versions = sorted({response.version for response in self.responses} - {UNKNOWN})
         settings = [f"{name}={value}" for name, value in self.settings.items()]
@@ -214,14 +214,14 @@ def split(
     Args:
         tokens: Ids of the sequence `[S]`.
         mask: True at sampled tokens `[S]`.
-        logprobs: In nats `[S]`; what stands at other tokens does not matter.
+        logprobs: Log-probabilities in nats `[S]`; values at other tokens do not matter.
         where: Name of the response, for messages.
 
     Returns:
-        Fields of a `LoggedResponse`; None where no token was sampled.
+        Fields of a `LoggedResponse`; None if no token was sampled.
 
     Raises:
-        RecordError: Lengths differ, or nothing stands before the first sampled token.
+        RecordError: Lengths differ, or there is no token before the first sampled one.
     """
     if len({len(tokens), len(mask), len(logprobs)}) != 1:
         raise RecordError(

@@ -1,9 +1,8 @@
-"""NeMo-RL's `train_data_step*.jsonl`: a line of JSON a sequence, padded on the right.
+"""NeMo-RL's `train_data_step*.jsonl`: one line of JSON per sequence, padded on the right.
 
-Written by `Logger.log_batched_dict_as_jsonl` of `nemo_rl/utils/logger.py` with what `grpo_train` of
-`nemo_rl/algorithms/grpo.py` gives it (NVIDIA-NeMo/RL, commit 7ea279abfbeb698b092856d0dab61e7cf39bc909): a line is a
-batch of one, so that every field is a list with one entry in it. `generation_logprobs` has a 0 at tokens that were not
-sampled.
+`Logger.log_batched_dict_as_jsonl` of `nemo_rl/utils/logger.py` writes it, from what `grpo_train` of
+`nemo_rl/algorithms/grpo.py` passes (NVIDIA-NeMo/RL, commit 7ea279abfbeb698b092856d0dab61e7cf39bc909). A line is a
+batch of one, so every field is a list with one entry. `generation_logprobs` has a 0 at tokens that were not sampled.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ NEEDED = ("token_ids", "token_loss_mask", "generation_logprobs", "input_lengths"
 
 
 def is_nemo_rls(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row is one of NeMo-RL's."""
+    """Whether a row is in NeMo-RL's format."""
     return row.keys() >= {"token_loss_mask", "input_lengths", "idx"}
 
 
 def read_row(row: Mapping[str, Any], where: str) -> LoggedResponse | None:
-    """Read one sequence; None where no token of it was sampled.
+    """Read one sequence; None if none of its tokens was sampled.
 
     Raises:
-        RecordError: Something is missing, or malformed; names it.
+        RecordError: A field is missing or malformed; names it.
     """
     ensure_keys(row, NEEDED, where, "NeMo-RL's GRPO logs them; its distillation has none")
     one: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""This package's format: a line of JSON a response, which any host can write.
+"""This package's own format, which any host can write: one line of JSON per response.
 
     {"prompt_ids": [5, 12], "response_ids": [7, 1], "rollout_logprobs": [-0.1, -2.3], "response_mask": [true, true]}
 
-The mask may be left out where the policy sampled every token. `provenance` holds the fields of `Provenance`, of which only
-those that are known need to be there; `routes` holds the engine's experts, in base64.
+The mask may be left out if the policy sampled every token. `provenance` holds the fields of `Provenance`; unknown ones may be
+left out. `routes` holds the engine's experts, in base64.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def write_rollouts(records: Iterable[RolloutRecord], path: Path, *, routes: bool
     Args:
         records: The rollouts.
         path: The file.
-        routes: Whether to write the experts of each token, where they were recorded: a byte or two for each layer and expert
-            per token, and a third more in base64.
+        routes: Whether to write the experts of each token, if they were recorded. They take a byte or two for each token, layer
+            and expert, plus a third for base64.
 
     Raises:
         RunDirectoryError: The file cannot be written.
@@ -53,7 +53,7 @@ def _of_record(record: RolloutRecord, routes: bool) -> dict[str, Any]:
     found = {
         "prompt_ids": list(map(int, record.prompt_ids)),
         "response_ids": list(map(int, record.response_ids)),
-        # A token that a tool put has no log-probability.
+        # A token that a tool inserted has no log-probability.
         "rollout_logprobs": [
             float(value) if kept else None
             for value, kept in zip(record.rollout_logprobs, record.response_mask, strict=True)
@@ -79,7 +79,7 @@ def _of_trace(trace: RoutingTrace) -> dict[str, Any]:
 
 
 def is_own(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row is meant to be of this format."""
+    """Whether a row is meant to be in this format."""
     return "prompt_ids" in row and "response_ids" in row
 
 
@@ -87,7 +87,7 @@ def read_row(row: Mapping[str, Any], where: str) -> LoggedResponse:
     """Read one response.
 
     Raises:
-        RecordError: Something is missing, or malformed; names it.
+        RecordError: A field is missing or malformed; names it.
     """
     ensure_keys(row, NEEDED, where, "a line holds prompt_ids, response_ids and rollout_logprobs")
     prompt, response = token_ids(row, "prompt_ids", where), token_ids(row, "response_ids", where)

@@ -1,11 +1,11 @@
-"""prime-rl's `rollouts/step_N/train/*/traces.jsonl`: a line of JSON an episode, whose traces are graphs of messages.
+"""prime-rl's `rollouts/step_N/train/*/traces.jsonl`: one line of JSON per episode; its traces are graphs of messages.
 
-Written by `FileMonitor.log_episodes` of `src/prime_rl/monitors/file.py` (PrimeIntellect-ai/prime-rl, commit
-559b44772e471d1538537b8805cc77f3824a5e64) with `Episode.to_record` of `verifiers/v1/episode.py`
-(PrimeIntellect-ai/verifiers, commit a60a606ecc4d309247edf9ff92c3eabca362781f). A path from a root to a leaf is one
-sequence, and a message that several share is trained on in the first of them (`iter_trainable_branches` of
-`src/prime_rl/orchestrator/trajectories.py`). The log-probabilities of a message are those of its sampled tokens alone,
-`policy` has the versions of the weights at its start and end, and routes stay on the wire.
+`FileMonitor.log_episodes` of `src/prime_rl/monitors/file.py` (PrimeIntellect-ai/prime-rl, commit
+559b44772e471d1538537b8805cc77f3824a5e64) writes it, with `Episode.to_record` of `verifiers/v1/episode.py`
+(PrimeIntellect-ai/verifiers, commit a60a606ecc4d309247edf9ff92c3eabca362781f). Each path from a root to a leaf is one
+sequence. If several paths share a message, it is trained on only in the first of them (`iter_trainable_branches` of
+`src/prime_rl/orchestrator/trajectories.py`). A message has log-probabilities only for its sampled tokens. `policy` holds
+the versions of the weights at the episode's start and end. Routes are not written to the file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ HOST = "prime-rl"
 
 
 def is_prime_rls(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row is an episode of prime-rl's."""
+    """Whether a row is an episode in prime-rl's format."""
     return row.keys() >= {"env", "task", "traces"}
 
 
 def read_row(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
-    """Read the sequences of one episode that the policy sampled; None stands for a trace that has none.
+    """Read the sequences that the policy sampled in one episode; None stands for a trace without any.
 
     Raises:
-        RecordError: Something is missing, or malformed; names trace and field.
+        RecordError: A field is missing or malformed; names trace and field.
     """
     if not isinstance(row["traces"], list):
         raise RecordError(f"{where}: traces must be a list.")
@@ -38,7 +38,7 @@ def read_row(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
         place = f"{where}, trace {number}"
         if not isinstance(trace, dict) or not isinstance(trace.get("nodes"), list):
             raise RecordError(f"{place} has no list of nodes, as verifiers' traces have.")
-        # A judge's tokens are another model's.
+        # The tokens of a judge come from another model.
         mine = _table(trace, "agent").get("trainable", True)
         sequences = list(_sequences(trace, _versions(row), place)) if mine else []
         found += sequences or [None]
@@ -56,7 +56,7 @@ def _versions(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _settings(trace: Mapping[str, Any], path: list[int]) -> dict[str, Any]:
-    """Return what the first model call of a path was sampled with."""
+    """Return the sampling settings of the first model call on a path."""
     for call in trace.get("calls") or []:
         if isinstance(call, dict) and call.get("node") in path:
             sampling = _table(call, "sampling")
@@ -92,7 +92,7 @@ def _node(node: Any, where: str, number: int) -> dict[str, Any]:
     parent = node.get("parent")
     if parent is not None and not (type(parent) is int and 0 <= parent < number):
         raise RecordError(f"{where}: parent {parent!r} must be the number of a node before it.")
-    # Empty lists are left out of nodes that no renderer tokenised.
+    # If no renderer tokenised a node, its empty lists are not in the file.
     filled = {key: node.get(key) or [] for key in ("token_ids", "mask", "logprobs")}
     tokens, mask = token_ids(filled, "token_ids", where), flags(filled, "mask", where)
     given = logprobs(filled, "logprobs", where)

@@ -1,4 +1,4 @@
-"""Whose file it is, by what is in it."""
+"""Recognises the host that wrote a file by the file's content, and reads it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
 
     Args:
         path: The file; its name does not matter.
-        version: Of the weights that are to be compared; None where the file holds those of one.
+        version: Weight version whose responses are compared; None if the file holds only one.
 
     Raises:
-        RecordError: It is damaged, of a host that logs no token ids and no log-probabilities, or of several versions; names what.
+        RecordError: The file is damaged or holds several versions, or its host logs no token ids and log-probabilities.
         RunDirectoryError: The file cannot be read.
     """
     try:

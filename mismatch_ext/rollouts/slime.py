@@ -1,9 +1,9 @@
-"""slime's `--save-debug-rollout-data PATH` (and `--dump-details`): one file of `torch.save` a rollout.
+"""slime's `--save-debug-rollout-data PATH` (and `--dump-details`): one file per rollout, made by `torch.save`.
 
-Written by `save_debug_rollout_data` of `slime/observability/rollout_data_utils.py`, with `Sample.to_dict` of
+`save_debug_rollout_data` of `slime/observability/rollout_data_utils.py` writes it, with `Sample.to_dict` of
 `slime/utils/types.py` (THUDM/slime, commit 624b824a898ab0ec1fcb4d373004c7f3852bf515): `{"rollout_id": ..., "samples":
-[...]}`. `tokens` are those of prompt and response, and `loss_mask`, `rollout_log_probs` of the response alone;
-`rollout_routed_experts` has a row `[layers, K]` of every decoder layer for each token but the last.
+[...]}`. `tokens` covers prompt and response; `loss_mask` and `rollout_log_probs` cover only the response.
+`rollout_routed_experts` has, for each token but the last, a row `[layers, K]` over all decoder layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mismatch_ext.rollouts.logged import Logged, LoggedResponse, LoggedRoutes
 
 HOST = "slime"
 MAGIC = b"PK\x03\x04"
-# A reward is often a number of numpy's, which holds no code that a file could choose.
+# Rewards are often numpy numbers; unpickling these cannot run code from the file.
 NUMBERS: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, codecs.encode]
 NUMBERS += [type(np.dtype(kind)) for kind in ("bool", "int32", "int64", "float32", "float64")]
 
@@ -31,8 +31,8 @@ def read(path: str) -> Logged:
     """Read a file; objects in it that could run code are not unpickled.
 
     Raises:
-        RecordError: It is damaged, no file of slime's, holds other objects than numbers, texts and tensors, or lacks what the
-            doctor needs; names sample and field.
+        RecordError: The file is damaged, is not slime's, holds objects other than numbers, texts and tensors, or lacks what
+            the doctor needs; names sample and field.
     """
     try:
         with torch.serialization.safe_globals(NUMBERS):

@@ -1,8 +1,8 @@
-"""TRL's `log_completions`: a parquet file a step, with texts and no token ids.
+"""TRL's `log_completions`: one parquet file per step, with texts but no token ids.
 
-Written by `GRPOTrainer.log` of `trl/trainer/grpo_trainer.py` (1.16.0): the columns `step`, `prompt`, `completion`,
+`GRPOTrainer.log` of `trl/trainer/grpo_trainer.py` (1.16.0) writes the columns `step`, `prompt`, `completion`,
 `advantage`, one for each reward, and those that a reward function gives to `log_extra`. AsyncGRPO prints completions
-and writes none.
+but writes none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEYS = {"step", "prompt", "completion", "advantage"}
 
 
 def refuse(path: str) -> NoReturn:
-    """Say what is missing in a parquet file, and whose it is.
+    """Say which host wrote a parquet file, and what it lacks.
 
     Raises:
         RecordError: Always.

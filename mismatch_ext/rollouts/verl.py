@@ -1,8 +1,8 @@
-"""verl's `trainer.rollout_data_dir` and `validation_data_dir`: a line of JSON a response, with texts and no token ids.
+"""verl's `trainer.rollout_data_dir` and `validation_data_dir`: one line of JSON per response, with texts but no token ids.
 
-Written by `_write_generations` of `verl/trainer/ppo/ray_trainer.py` and of `verl/trainer/ppo/v1/trainer_base.py`
-(0.9.1): the keys `input`, `output`, `gts`, `score`, `step` and those of the reward function; texts are decoded without
-special tokens, so that no tokenizer gives the ids back, and the engine's log-probabilities are in none of them.
+`_write_generations` of `verl/trainer/ppo/ray_trainer.py` and of `verl/trainer/ppo/v1/trainer_base.py` (0.9.1) writes
+the keys `input`, `output`, `gts`, `score`, `step` and those of the reward function. The texts are decoded without
+special tokens, so no tokenizer can recover the ids. The engine's log-probabilities are not in the files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ KEYS = {"input", "output", "score", "step"}
 
 
 def is_verls(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row is one of verl's."""
+    """Whether a row is in verl's format."""
     return row.keys() >= KEYS
 
 
 def refuse(where: str) -> NoReturn:
-    """Say what is missing.
+    """Say what the file lacks.
 
     Raises:
         RecordError: Always.

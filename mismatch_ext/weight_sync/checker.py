@@ -1,35 +1,37 @@
 """Tells stale or garbled engine weights from numerics after each weight update.
 
 Both sides score a fixed set of probe tokens; N sequences, T tokens. The gap is the mean of |engine - trainer|
-over the probes. Evidence, strongest first, and why it decides:
+over the probes. The rules, strongest evidence first, and why each decides:
 
-1. An engine log-probability that is not finite: garbled. No rounding makes one from finite weights.
-2. Tensors that both sides hold under one name and layout (embeddings, norms), compared bit by bit after
-   rounding to the engine's dtype. One that differs but equals the trainer's previous version is stale, for
-   chance does not do that. One that differs otherwise is stale if the engine's probes say so, else garbled.
+1. An engine log-probability is not finite: garbled. Rounding cannot make one from finite weights.
+2. Tensors that both sides hold under one name and layout (embeddings, norms) are compared bit by bit after
+   rounding to the engine's dtype. A tensor that differs but equals the trainer's previous version is stale,
+   because that does not happen by chance. Any other difference is stale if rule 3 or 4 holds, or if the engine's
+   probes have not changed in a bit although the trainer's weights have; otherwise it is garbled.
 3. The engine's probes have not changed in a bit while the trainer's moved by more than the movement floor:
    stale. Movement is counted from when the engine's probes last changed, so that small steps add up.
-4. The engine is nearer than half the gap to the probes of an older trainer version that lies beyond the
-   movement floor: stale. This catches engines whose numerics are not reproducible, which rule 3 does not.
-5. The gap exceeds `max(factor * baseline, floor)`, or the ceiling: garbled. The baseline is this model's own
-   gap between two sides with the same weights, the smaller of the one before the first update and the one
-   after it: the first is wrong if the trainer's model is not the one on disk, the second if the first update
-   garbles. Rounding errors grow with the logits, so the baseline grows with the spread of the probes.
+4. The engine's probes are nearer than half the gap to those of an older trainer version that lies beyond the
+   movement floor: stale. Unlike rule 3, this also catches engines whose numerics are not reproducible.
+5. The gap exceeds `max(factor * baseline, floor)`, or the ceiling: garbled, or stale if the engine's probes have
+   not changed in a bit although the trainer's weights have. The baseline is this model's own gap between two
+   sides with the same weights: the smaller of the gap before the first update and the gap after it. The gap
+   before is wrong if the trainer's model is not the one on disk, the gap after if the first update garbles.
+   Rounding errors grow with the logits, so the baseline grows with the spread of the probes.
 
 The floors and ceilings come from measured gaps (one vLLM, seven models, dense and MoE, same weights):
 float32 1e-7 to 7e-6, float16 9e-5 to 2e-2, bfloat16 7e-4 to 0.2. The floor is one unit in the last place of a
 log-probability of size 1 for the half dtypes, and 14 times the largest gap for float32; the ceilings are far
-above the largest. A dtype's own range spans a factor of 200 over models, hence a baseline per model instead
-of one threshold. The errors to be caught: MoE weights left unpacked by an update, 1.1e-2 on a model with gaps
-of 1e-7 (float32) to 8e-4 (bfloat16); a sleep mode that loses weights, 0.201 after 0.015 (bfloat16). Both
-exceed the factor of 10.
+above the largest gap. Within one dtype the gaps of models differ by a factor of 200, so each model has a
+baseline of its own instead of one threshold. The errors to be caught: an update that left MoE weights unpacked,
+1.1e-2 on a model with gaps of 1e-7 (float32) to 8e-4 (bfloat16); a sleep mode that loses weights, 0.201 after
+0.015 (bfloat16). Both exceed the factor of 10.
 
-The probes are scored as prompts, by prefill, of which a verdict here is. What the engine decodes with is held to its prefill by
-`decoding.py`.
+The engine scores the probes as prompts, so a verdict here is about its prefill. `decoding.py` compares what the engine decodes
+with its prefill.
 
-Known limits: a change of the weights that moves the probes by less than the floor of movement cannot be told
-from numerics by log-probabilities. Rule 3 sees it once it has added up; until then only the exact comparison
-of tensors does.
+Known limits: if a change of the weights moves the probes by less than the movement floor, log-probabilities
+cannot tell it from numerics. Rule 3 sees such changes once they have added up; until then only the exact
+comparison of tensors sees them.
 """
 
 from __future__ import annotations
@@ -49,8 +51,7 @@ Status = Literal["in_sync", "unchanged", "stale", "garbled", "stale_decode"]
 FACTOR = 10.0
 FLOOR = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
 CEILING = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
-# float32 weights change in some bit at any step, so there even a small movement should have reached the
-# engine.
+# Every step changes some bit of float32 weights, so in float32 even a small movement should have reached the engine.
 MOVEMENT_FLOOR = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}
 HISTORY = 8
 STATE_VERSION = 1
@@ -63,9 +64,8 @@ class TensorComparison:
     Args:
         name: Its name.
         equal: Whether the two are equal in every bit.
-        max_abs_diff: Largest difference; 0 when equal, None where it is not known.
-        matches_previous: Whether the engine's equals the trainer's version before this update; None when
-            unknown.
+        max_abs_diff: Largest difference; 0 when equal, None when unknown.
+        matches_previous: Whether the engine's tensor equals the trainer's before this update; None when unknown.
     """
 
     name: str
@@ -76,11 +76,11 @@ class TensorComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncObservation:
-    """What is seen after one weight update.
+    """The measurements after one weight update.
 
     Args:
         engine_logprobs: `[N, T]` log-probabilities of the probe tokens, by the engine's prefill.
-        trainer_logprobs: `[N, T]` the same by the trainer, under its present weights.
+        trainer_logprobs: `[N, T]` log-probabilities of the same tokens, by the trainer under its present weights.
         trainer_changed: Whether the trainer's weights differ from those at the previous observation.
         comparisons: Exact comparisons of tensors; may be empty.
     """
@@ -97,15 +97,14 @@ class SyncVerdict:
 
     Args:
         status: "in_sync"; "unchanged" (the trainer had nothing new, and the engine still agrees); "stale";
-            "garbled"; "stale_decode" (prefill is in sync, and what the engine decodes is not of its weights).
-        gap_mean: Mean |engine - trainer| over the probes, nats per token; infinity if the engine's are not
-            finite.
-        gap_max: The largest.
+            "garbled"; "stale_decode" (prefill is in sync, but the engine decodes with older weights).
+        gap_mean: Mean |engine - trainer| over the probes, nats per token; infinity if a value of the engine is not finite.
+        gap_max: Largest |engine - trainer| over the probes.
         baseline: Gap between two sides with the same weights, scaled to the present spread of the probes.
         threshold: Gap above which the weights count as garbled.
-        movement: How far the trainer's probes moved since the engine's last changed, mean over the probes.
+        movement: Mean change of the trainer's probes since the engine's probes last changed.
         message: One sentence with the figures, and what to do when the status is bad.
-        decode_gap: Mean |decode - prefill| of tokens that the engine sampled, nats; None where it was not asked for.
+        decode_gap: Mean |decode - prefill| of tokens that the engine sampled, nats; None when the engine did not decode.
     """
 
     status: Status
@@ -129,12 +128,12 @@ class WeightSyncChecker:
     Args:
         dtype: Compute dtype of the engine.
         trainer_dtype: Compute dtype of the trainer; None if it is the engine's or finer. The coarser of the
-            two sets the limits, since it sets the gap.
-        factor: How many baselines of gap are still numerics.
+            two sets the limits, because it sets the gap.
+        factor: A gap of up to this many baselines still counts as numerics.
 
     Raises:
         ConfigError: `factor` is below 1.
-        PrecisionError: A name is no compute dtype.
+        PrecisionError: A name is not a compute dtype.
     """
 
     def __init__(
@@ -148,14 +147,14 @@ class WeightSyncChecker:
         if not factor >= 1:
             raise ConfigError(f"weight-sync check: factor={factor!r} is not allowed; allowed: a number >= 1.")
         self.factor = factor
-        self._baseline: tuple[float, float] | None = None  # gap, and spread of the trainer's probes with it
+        self._baseline: tuple[float, float] | None = None  # gap, and the spread of the trainer's probes then
         self._observations = 0
         self._engine: Tensor | None = None  # engine's probes at the last look
-        self._anchor: Tensor | None = None  # trainer's probes when the engine's took that value
+        self._anchor: Tensor | None = None  # trainer's probes when the engine's last changed
         self._versions: list[Tensor] = []  # trainer's probes: the first and the latest few
 
     def baseline(self, engine_logprobs: Tensor, trainer_logprobs: Tensor) -> None:
-        """Note the gap before the first update, when the engine holds what training starts from.
+        """Note the gap before the first update, when the engine holds the weights that training starts from.
 
         Args:
             engine_logprobs: `[N, T]`, by the engine.
@@ -173,7 +172,7 @@ class WeightSyncChecker:
         """Judge one weight update.
 
         Raises:
-            RecordError: The shapes differ from each other or from those before.
+            RecordError: The shapes differ from each other or from earlier ones.
             NonFiniteLogprobError: A trainer's log-probability is not finite.
         """
         engine, trainer = _checked(observation.engine_logprobs, observation.trainer_logprobs)
@@ -245,7 +244,7 @@ class WeightSyncChecker:
         """Refuse to go on with an engine that does not hold the trainer's weights.
 
         Raises:
-            WeightSyncError: The verdict is none of a good update; the message has the figures and what to do.
+            WeightSyncError: The verdict is bad; the message has the figures and says what to do.
         """
         if verdict.status == "stale_decode":
             raise WeightSyncError(verdict.message)
@@ -273,7 +272,7 @@ class WeightSyncChecker:
         return gap * max(1.0, float(trainer.std(correction=0)) / spread) if spread > 0 else gap
 
     def _nearest_version(self, engine: Tensor, trainer: Tensor, gap: float, floor: float) -> float | None:
-        """Return the distance to the nearest older version, if so near that the engine must hold that one."""
+        """Return the distance to the nearest older version if it is so small that the engine must hold that version."""
         distances = [_mean_abs(engine - version) for version in self._versions if _mean_abs(trainer - version) > floor]
         nearest = min(distances, default=math.inf)
         return nearest if nearest < gap / 2 else None
@@ -284,12 +283,12 @@ class WeightSyncChecker:
             finite = bool(torch.isfinite(engine).all())
             self._engine, self._anchor = (engine, trainer) if finite else (None, None)
         if changed or not self._versions:
-            # The first version stays: an engine that never got an update is near it, however old it is.
+            # Keep the first version: an engine that never got an update stays near it.
             self._versions = self._versions[:1] + [*self._versions[1:], trainer][-HISTORY:]
 
     @property
     def begun(self) -> bool:
-        """Whether there is a baseline, or an update, to judge the next one by."""
+        """Whether a baseline or an update is known, by which the next update can be judged."""
         return bool(self._versions)
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,7 +307,7 @@ class WeightSyncChecker:
         """Restore the state.
 
         Raises:
-            WeightSyncError: The state is of another version or was kept for another dtype.
+            WeightSyncError: The state is of another version or another dtype.
         """
         if state.get("version") != STATE_VERSION or state.get("dtype") != self.dtype:
             raise WeightSyncError(

@@ -1,26 +1,27 @@
-"""Holds an engine's decode to its own prefill: do both compute with the same weights, and over a cache of those?
+"""Compares an engine's decode with its own prefill: do both use the same weights, and a cache made with those weights?
 
 After an update the engine samples a few tokens, one after the other, at temperature 1 and without truncation, and reports their
-log-probabilities; then its prefill scores the same tokens. Prefill is what the trainer is compared with, and it computes each
-sequence anew. Captured graphs, packed copies of weights or a prefix cache that kept what they had leave prefill as it is, and
-move what is decoded. N sequences, L tokens each; the first of them is left out, because the prompt's own pass has made it.
+log-probabilities; then its prefill scores the same tokens. The trainer is compared with prefill, which computes each sequence
+anew. If captured graphs, packed copies of weights or a prefix cache are stale, prefill is still right, and only decode is wrong.
+N sequences, L tokens each; each sequence's first token is left out, because the pass over the prompt computed it.
 Evidence, strongest first:
 
 1. A reported log-probability that is not finite.
-2. What was decoded, tokens and log-probabilities, has not changed in a bit since an update, while prefill's scores of the same
+2. The decoded tokens and their log-probabilities have not changed in a bit since an update, while prefill's scores of the same
    tokens moved by more than the movement floor. Movement adds up until the decode changes.
-3. Where the same tokens follow the same tokens as after an older update, the decode is nearer than half the gap to prefill's
-   scores of then, which lie beyond the movement floor.
-4. The gap exceeds `max(factor * noise, floor)`, or the ceiling. The noise is this engine's own gap when first asked, before
-   the first update or after it, and no more than the gap between prefill and trainer on the probes: two passes of one engine are
-   no further apart than two engines, and a decode that was wrong from the start is not its own measure.
+3. On tokens that agree, with all tokens before them, with those of an older update, the decode is nearer than half the gap to
+   prefill's scores of that time, and these lie beyond the movement floor.
+4. The gap exceeds `max(factor * noise, floor)`, or the ceiling. The noise is this engine's own gap before the first update, or
+   after it if that is smaller, and at most the gap between prefill and trainer on the probes: two passes of one engine differ by
+   no more than two engines do, and a decode that was wrong from the start must not be its own measure.
 
-Gaps and movements are means without the largest tenth of the tokens: a token that took another expert in one of the two passes is
-no stale copy, which moves most tokens. Floors and ceilings are the checker's. Seeds and prompts are the same each time, so that
-rules 2 and 3 have the same tokens to go by; an engine that draws by chance leaves rule 4.
+Gaps and movements are means without the largest tenth of the tokens: a token that took another expert in one of the two passes
+is no sign of a stale copy, because a stale copy moves most tokens. Floors and ceilings are those of `checker.py`. Seeds and
+prompts are the same each time, so that rules 2 and 3 see the same tokens; if an engine's sampling is not reproducible, these two
+rules find nothing.
 
-Known limits: a copy that is stale in part, such as one expert's, moves few tokens, and passes until it moves enough of them. A
-part of the decode that only other shapes use (graphs that were captured for larger batches) is not asked for.
+Known limits: a copy that is stale in part, such as one expert's, moves few tokens, and passes until it moves enough of them. Code
+that runs only for other shapes, such as graphs captured for larger batches, is not tested.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from mismatch_ext.weight_sync.checker import CEILING, FACTOR, FLOOR, HISTORY, MO
 
 STATE_VERSION = 1
 LEFT_OUT = 0.1
-"""Share of the tokens, those that differ most, that a mean leaves out."""
+"""A mean leaves out this share of the tokens: those that differ most."""
 COMPARABLE = 0.25
-"""Share of the tokens that have to be those of an older update for the two to be compared."""
+"""Two updates are compared if at least this share of their tokens is the same."""
 CURE = (
     "The engine's decode path does not compute with the weights that its prefill has. Captured graphs and packed copies of "
     "weights have to be made anew after each update, and the prefix cache to be reset: let it run without captured graphs "
@@ -57,11 +58,12 @@ NAN_CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """What an engine sampled after given prompts, one token after the other.
+    """Tokens that an engine sampled after given prompts, one after the other.
 
     Args:
-        tokens: The prompts, each with what was sampled after it `[N, P+L]`, int64.
-        logprobs: What the engine reported of the sampled tokens `[N, L]`, in nats, at temperature 1 over the whole vocabulary.
+        tokens: The prompts, each followed by its sampled tokens `[N, P+L]`, int64.
+        logprobs: Log-probabilities of the sampled tokens `[N, L]` as the engine reported them, in nats, at temperature 1 over the
+            whole vocabulary.
     """
 
     tokens: Tensor
@@ -73,10 +75,10 @@ class DecodeVerdict:
     """Judgement of an engine's decode after a weight update.
 
     Args:
-        ok: Whether it computes as prefill does.
-        gap: Mean |decode - prefill| without the largest tenth, nats per token; infinity if the decode's are not finite.
-        threshold: Gap above which it is no noise.
-        message: One sentence with the figures, and what to do where it is not ok.
+        ok: Whether decode computes as prefill does.
+        gap: Mean |decode - prefill| without the largest tenth, nats per token; infinity if a decoded value is not finite.
+        threshold: A gap above this is not noise.
+        message: One sentence with the figures, and what to do when it is not ok.
     """
 
     ok: bool
@@ -87,7 +89,7 @@ class DecodeVerdict:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The sampled tokens after one update `[N, L-1]`, with the decode's and prefill's log-probabilities of them."""
+    """The tokens sampled after one update `[N, L-1]`, and their log-probabilities by decode and by prefill."""
 
     tokens: Tensor
     decode: Tensor
@@ -102,16 +104,16 @@ class DecodeChecker:
 
     Args:
         dtype: The engine's compute dtype.
-        factor: How many times its own noise is still noise.
+        factor: A gap of up to this many times the engine's own noise still counts as noise.
 
     Raises:
-        PrecisionError: The name is no compute dtype.
+        PrecisionError: The name is not a compute dtype.
     """
 
     def __init__(self, dtype: str | torch.dtype, *, factor: float = FACTOR) -> None:
         self.dtype = canonical(dtype)
         self.factor = factor
-        self._noise: tuple[float, float] | None = None  # gap, and spread of prefill's scores with it
+        self._noise: tuple[float, float] | None = None  # gap, and the spread of prefill's scores then
         self._observations = 0
         self._seen: list[_Seen] = []  # after the first and the latest few updates
 
@@ -136,7 +138,7 @@ class DecodeChecker:
         Args:
             decoded: What the engine sampled.
             prefill: Prefill's log-probabilities of the sampled tokens `[N, L]`.
-            numerics: Gap between prefill and the trainer's same weights, nats per token.
+            numerics: Gap between prefill and trainer when both hold the same weights, nats per token.
 
         Raises:
             RecordError: The shapes do not fit each other.
@@ -159,17 +161,17 @@ class DecodeChecker:
         return DecodeVerdict(ok=not why, gap=gap, threshold=threshold, message=message)
 
     def _judge(self, now: _Seen, gap: float, noise: float, threshold: float) -> str:
-        """Return what is wrong, by the rules at the top of the file in their order; "" if nothing is."""
+        """Apply the rules at the top of the file in their order; return what is wrong, or "" if nothing is."""
         if math.isinf(gap):
             return "Log-probabilities of decoded tokens are not finite."
-        # Two passes of prefill, each with noise of its own, are apart by less.
+        # Two passes of prefill, each with its own noise, differ by less than this.
         floor = max(MOVEMENT_FLOOR[self.dtype], 2 * noise)
         if self._seen and _same(self._seen[-1], now):
             moved = _mean(now.prefill - self._seen[-1].prefill)
             if moved > floor:
                 return f"What the engine decodes has not changed in a bit, while its prefill's scores of it moved by {moved:.3g}."
         for older in self._seen:
-            # A token's log-probability depends on those before it.
+            # A token's log-probability depends on the tokens before it.
             common = (now.tokens == older.tokens).long().cumprod(1).bool()
             if older.tokens.shape != now.tokens.shape or common.float().mean() < COMPARABLE:
                 continue
@@ -182,10 +184,10 @@ class DecodeChecker:
         return ""
 
     def _remember(self, now: _Seen) -> None:
-        # A decode that has not changed keeps prefill's scores of when it last did: small movements add up.
+        # While the decode does not change, keep prefill's scores from its last change, so that small movements add up.
         held = bool(self._seen) and _same(self._seen[-1], now)
         if not held and math.isfinite(_mean(now.decode - now.prefill)):
-            # The first stays: a decode that never got an update is near it, however old it is.
+            # Keep the first: a decode that never got an update stays near it.
             self._seen = self._seen[:1] + [*self._seen[1:], now][-HISTORY:]
 
     def _offer(self, now: _Seen) -> None:
@@ -210,7 +212,7 @@ class DecodeChecker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Judge on from a state; one that was kept for another dtype begins anew.
+        """Continue from a saved state; a state of another dtype is ignored, and the check begins anew.
 
         Raises:
             WeightSyncError: The state is of another version of this package.
@@ -231,7 +233,7 @@ class DecodeChecker:
 
 
 def _seen(decoded: Decoded, prefill: Tensor) -> _Seen:
-    """Return what can be compared, as float64 on the CPU: all but each row's first token."""
+    """Return all but each row's first token, which cannot be compared, as float64 on the CPU."""
     logprobs = decoded.logprobs
     sampled = decoded.tokens[:, decoded.tokens.shape[1] - logprobs.shape[1] :]
     if not (sampled.shape == logprobs.shape == prefill.shape) or logprobs.shape[1] < 2:
@@ -248,7 +250,7 @@ def _same(one: _Seen, other: _Seen) -> bool:
 
 
 def _mean(difference: Tensor) -> float:
-    """Return the mean size without the largest tenth; infinity where one is not finite."""
+    """Return the mean absolute difference without the largest tenth; infinity if one is not finite."""
     sizes = difference.abs().flatten()
     if not bool(torch.isfinite(sizes).all()):
         return math.inf

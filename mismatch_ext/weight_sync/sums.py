@@ -1,8 +1,8 @@
-"""Comparing a tensor that lies in pieces on several processes with another's pieces, by integer sums and without moving it.
+"""Compares two tensors that lie in pieces on several processes, by integer sums and without moving the tensors.
 
-Of every tensor that both sides hold, each process adds up the bits of its piece, plainly and weighted by position in the whole
-tensor, modulo 2^64. The sums of the pieces add up to those of the whole, however it is cut, and a tensor that each of k
-processes holds whole has k times the sums.
+For every tensor that both sides hold, each process adds up the bits of its piece, plainly and weighted by position in the whole
+tensor, modulo 2^64. The sums of the pieces add up to those of the whole tensor, however it is cut. If each of k processes holds
+the whole tensor, the sums are k times as large.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from mismatch_ext.weight_sync.checker import TensorComparison
 
 SAMPLED_ROWS = 1024
-"""Rows of a tensor that enter, about."""
+"""About this many rows of a tensor enter the sums."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
 
 Sums = tuple[int, int, int]
-"""Elements, the sum of their bits, and the sum weighted by position."""
+"""Number of elements, the sum of their bits, and that sum weighted by position."""
 Shape = tuple[int, ...]
 
 
@@ -31,7 +31,7 @@ class Piece:
 
     Args:
         values: Its elements, flat, in the order of the whole tensor.
-        start: Place of the first in the whole tensor.
+        start: Index of the first element in the whole tensor.
         shape: Shape of the whole tensor.
     """
 
@@ -42,7 +42,7 @@ class Piece:
 
 @torch.no_grad()
 def sums_of(piece: Piece, dtype: torch.dtype) -> Sums:
-    """Add up the bits of a piece, after rounding to a dtype; of a matrix about a thousand rows enter.
+    """Add up the bits of a piece, after rounding to a dtype; about a thousand rows of a matrix enter the sums.
 
     Args:
         piece: The piece.
@@ -74,12 +74,12 @@ def sums_of(piece: Piece, dtype: torch.dtype) -> Sums:
         bits = cast.view(_BITS[cast.element_size()]).to(torch.int64)
         count += bits.numel()
         plain += int(bits.sum())
-        weighted += int((bits * (2 * places + 1)).sum())  # odd: no bit is lost
+        weighted += int((bits * (2 * places + 1)).sum())  # an odd weight loses no bit
     return count, plain % _MODULUS, weighted % _MODULUS
 
 
 def _layout(shape: Shape) -> tuple[int, int]:
-    """Return the columns of a tensor, and the step between the rows that enter."""
+    """Return the number of columns of a tensor, and the step between the rows that enter the sums."""
     if len(shape) < 2:
         return 1, 1
     columns = 1
@@ -104,13 +104,13 @@ def compare_sums(
     """Compare what an engine holds with what was sent to it.
 
     Args:
-        held: Sums of the engine's processes together.
-        sent: Sums of the trainer's processes together, of the weights that the last update sent.
-        before: The same of the update before.
+        held: Sums over all of the engine's processes.
+        sent: Sums over all of the trainer's processes, for the weights that the last update sent.
+        before: Sums for the weights that the update before sent.
         shapes: Shapes of the whole tensors.
 
     Returns:
-        One comparison per tensor that both sides hold whole, once or several times; the difference's size is not known.
+        One comparison per tensor that both sides hold whole, once or several times; the size of a difference is not known.
     """
     compared = []
     for name in sent:

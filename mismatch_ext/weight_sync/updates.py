@@ -1,4 +1,4 @@
-"""Weight updates of a plain loop, each verified; the adapters of engines say how weights are sent."""
+"""Verified weight updates of a plain training loop; each engine's adapter says how weights are sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Updating(TypedDict):
 class VerifiedUpdates(ABC):
     """Sends the trainer's weights, and checks each time that the engine computes with them.
 
-    Both sides score fixed probe tokens; `mismatch_ext.weight_sync` says how stale and garbled weights are told from numerics.
+    Both sides score fixed probe tokens; `weight_sync/checker.py` says how stale and garbled weights are told from numerics.
     The engine must hold the trainer's weights when this is built.
 
     Args:
@@ -42,8 +42,9 @@ class VerifiedUpdates(ABC):
         probes: Probe tokens `[N, T]`, int64.
         dtype: The engine's dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
-        version: Number of updates that were begun on the engine.
-        decode_tokens: Tokens that the engine decodes in the place of each probe's last ones, held to its prefill; 0 for none.
+        version: Number of updates begun so far.
+        decode_tokens: The engine decodes this many tokens instead of each probe's last ones, and they are compared with its
+            prefill; 0 for none.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class VerifiedUpdates(ABC):
 
         Raises:
             WeightSyncError: The engine holds stale or garbled weights.
-            MismatchError: What the engine's `update_weights` raises.
+            MismatchError: The engine's `update_weights` raised it.
         """
         self.version += 1
         return self.verifier.verify(self._send())
 
     def verify(self) -> SyncVerdict:
-        """Judge whether the engine holds the trainer's present weights, however they came there; raises nothing."""
+        """Judge whether the engine holds the trainer's present weights, whoever sent them; a bad verdict raises nothing."""
         return self.verifier.judge()
 
 

@@ -1,8 +1,8 @@
-"""Verifies weight updates: asks both sides for the same probes, judges, writes an event, raises as `monitor.weight_sync` says.
+"""Verifies weight updates: both sides score the same probes; a bad verdict writes an event and may raise (`monitor.weight_sync`).
 
 probes = draw_probes(vocabulary, monitor, longest=engine_context)
 verifier = WeightVerifier(trainer, engine, monitor, probes, dtype="bfloat16")
-verifier.begin()                      # the engine holds what training starts from
+verifier.begin()                      # the engine holds the weights that training starts from
 ...                                   # an optimizer step; the weights are sent
 verdict = verifier.verify()
 """
@@ -32,29 +32,30 @@ EVENT = "weight_sync"
 
 
 class Trained(Protocol):
-    """What is asked of the trainer; `mismatch_ext.run.TrainerSide` has it."""
+    """The methods that are called on the trainer; `mismatch_ext.run.TrainerSide` has them."""
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return log-probabilities `[N, T-1]` at temperature 1 of tokens `[N, T]` after the first."""
+        """Return log-probabilities `[N, T-1]`, at temperature 1, of all tokens `[N, T]` but each row's first."""
 
     def fingerprint(self) -> str:
         """Return a digest of the present weights."""
 
 
 class Sampled(Protocol):
-    """What is asked of the engine; `mismatch_ext.run.RolloutSide` has it."""
+    """The methods that are called on the engine; `mismatch_ext.run.RolloutSide` has them."""
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return prefill's log-probabilities `[N, T-1]` as the trainer's `score` does."""
+        """Return what the trainer's `score` returns, `[N, T-1]`, by the engine's prefill."""
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Sample `count` tokens after each prompt of `[N, P]`, the same ones as long as the weights are the same.
+        """Sample `count` tokens after each prompt of `[N, P]`; the same weights give the same tokens.
 
-        At temperature 1, without truncation, beyond tokens that end a text; its own random numbers are left as they are.
+        Sampling is at temperature 1, without truncation, and goes on after a token that ends a text. It must not advance the
+        engine's own random numbers.
         """
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Compare tensors just sent, and those before, with what the engine holds; none out of reach."""
+        """Compare what the engine holds with the tensors just sent and those sent before; leave out what it cannot reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Look:
     """The trainer's weights at one moment, as the probes see them.
 
     Args:
-        logprobs: `[N, T-1]`, of the probes.
+        logprobs: Log-probabilities of the probes `[N, T-1]`.
         fingerprint: Digest of the weights.
     """
 
@@ -71,15 +72,15 @@ class Look:
 
 
 def draw_probes(vocabulary: Tensor, monitor: MonitorConfig, longest: int | None = None) -> Tensor:
-    """Draw the fixed probe sequences; every token id is as likely, so that rare embeddings are probed too.
+    """Draw the fixed probe sequences; all token ids are equally likely, so that rare embeddings are probed too.
 
     Args:
         vocabulary: Token ids `[V]` that probes may use, int64; the probes lie on its device.
-        monitor: The `monitor` section, for number and length.
-        longest: Tokens that the engine can score in one sequence; None if that is no limit.
+        monitor: The `monitor` section; it gives number and length of the probes.
+        longest: The most tokens that the engine can score in one sequence; None for no limit.
 
     Returns:
-        Token ids `[N, T]`, int64, the same in every run of this vocabulary and section.
+        Token ids `[N, T]`, int64, the same in every run with this vocabulary and section.
     """
     length = monitor.weight_sync_probe_length
     length = length if longest is None else min(length, longest)
@@ -98,17 +99,17 @@ class WeightVerifier:
         probes: Probe tokens `[N, T]`, int64.
         dtype: The engine's compute dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
-        event: Writes what is wrong with an update: level, name, message. None writes nothing.
-        name: The engine's name in that message, where there are several.
+        event: Called with level, name and message when an update went wrong; None writes nothing.
+        name: The engine's name in that message, when there are several engines.
 
     Attributes:
-        checker: What judges the engine's prefill.
-        decoding: What judges its decode.
+        checker: Judges the engine's prefill.
+        decoding: Judges the engine's decode.
         verdict: The last verdict; None before the first.
 
     Raises:
-        PrecisionError: A name is no compute dtype.
-        ConfigError: The engine's decode is to be held to its prefill, and the engine has no `decode`.
+        PrecisionError: A name is not a compute dtype.
+        ConfigError: The section asks for decoded tokens, and the engine has no `decode`.
     """
 
     def __init__(
@@ -137,10 +138,10 @@ class WeightVerifier:
             )
 
     def begin(self) -> None:
-        """Note the gap before the first update, while the engine holds what training starts from.
+        """Note the gap before the first update, while the engine holds the weights that training starts from.
 
-        Where it does not (its weights are random until the first update), leave this out: the first update's gap is then the
-        only baseline, and one that garbles goes unnoticed up to the ceiling.
+        Do not call this if the engine's weights are random until the first update. The first update's gap is then the only
+        baseline, and garbled weights go unnoticed up to the ceiling.
 
         Raises:
             RecordError: The sides' answers differ in shape.
@@ -153,7 +154,7 @@ class WeightVerifier:
         self._fingerprint = self.trainer.fingerprint()
 
     def look(self) -> Look:
-        """Ask the trainer alone, where the two sides take turns on a device; `verify` takes it when the engine is awake."""
+        """Ask only the trainer; when the sides take turns on a device, pass the result to `verify` once the engine is awake."""
         return Look(fingerprint=self.trainer.fingerprint(), logprobs=self.trainer.score(self.probes))
 
     def moved(self) -> bool:
@@ -161,11 +162,11 @@ class WeightVerifier:
         return self.trainer.fingerprint() != self._fingerprint
 
     def judge(self, sent: Mapping[str, Any] | None = None, look: Look | None = None) -> SyncVerdict:
-        """Judge whether the engine holds the trainer's present weights, however they came there; writes and raises nothing.
+        """Judge whether the engine holds the trainer's present weights, whoever sent them; a bad verdict is only returned.
 
         Args:
             sent: Samples of the tensors that the last update sent, for the engine's `compare`; None compares none.
-            look: What the trainer has said of its present weights; None asks it.
+            look: What `look` returned for the present weights; None asks the trainer now.
 
         Raises:
             RecordError: The sides' answers differ in shape.
@@ -188,33 +189,33 @@ class WeightVerifier:
         if decoded is not None:
             decode = self.decoding.observe(*decoded, numerics=self.verdict.baseline)
             self.verdict = replace(self.verdict, decode_gap=decode.gap)
-            # Where prefill is wrong already, that is the cause to name.
+            # If prefill is wrong too, that is the cause to name.
             if self.verdict.ok and not decode.ok:
                 self.verdict = replace(self.verdict, status="stale_decode", message=decode.message)
         return self.verdict
 
     @property
     def prompts(self) -> Tensor:
-        """Prompts `[N, P]` after which the engine decodes: the probes but for as many tokens as it is to decode."""
+        """Prompts `[N, P]` after which the engine decodes: the probes without their last `decoded` tokens."""
         return self.probes[:, : self.probes.shape[1] - self.decoded]
 
     @property
     def decoded(self) -> int:
-        """How many tokens the engine decodes after each prompt; 0 where its decode is not held to its prefill."""
+        """Number of tokens that the engine decodes after each prompt; 0 when decode is not checked."""
         return min(self.monitor.weight_sync_decode_tokens, self.probes.shape[1] - 1)
 
     def _ask(self) -> tuple[Tensor, tuple[Decoded, Tensor] | None]:
-        """Return prefill's scores of the probes, and what the engine decodes with prefill's scores of it."""
+        """Return prefill's scores of the probes, and the decoded tokens with prefill's scores of them."""
         count = self.decoded
         if count == 0:
             return self.rollout.score(self.probes), None
-        # Before anything is scored, so that it meets whatever a cache still has of these prompts.
+        # Decode before anything is scored, so that decoding meets whatever a cache still holds for these prompts.
         decoded = self.rollout.decode(self.prompts, count)
         scores = self.rollout.score(torch.cat([self.probes, decoded.tokens.to(self.probes.device)]))
         return scores[: len(self.probes)], (decoded, scores[len(self.probes) :, -count:])
 
     def verify(self, sent: Mapping[str, Any] | None = None, look: Look | None = None) -> SyncVerdict:
-        """Judge the last update as `judge` does; write an event of a bad one, and raise if the block says so.
+        """Judge the last update as `judge` does; if it is bad, write an event, and raise if the block says so.
 
         Raises:
             WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
@@ -230,14 +231,14 @@ class WeightVerifier:
         return verdict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run judges on with, as JSON-able data."""
+        """Return the state that a resumed run continues from, as JSON-able data."""
         return self.checker.state_dict() | {"decode": self.decoding.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Judge on from what `state_dict` returned.
+        """Continue from what `state_dict` returned, if it was kept under the same settings.
 
         Returns:
-            Why the check begins anew instead, where other settings would make nonsense of what was kept; None if it does not.
+            A sentence that says why the check begins anew, when the settings differ; None when it continues.
 
         Raises:
             WeightSyncError: The state is of another version of this package.
@@ -245,7 +246,7 @@ class WeightVerifier:
         kept = state.get("versions")
         shape = [len(self.probes), self.probes.shape[1] - 1]
         if state.get("version") == STATE_VERSION and not kept:
-            return None  # of a run that verified nothing
+            return None  # a run that verified nothing left this state
         if state.get("version") == STATE_VERSION and state.get("dtype") != self.checker.dtype:
             changed = f"it was kept for {state.get('dtype')}, and the sides compute in {self.checker.dtype}"
         elif kept and [len(kept[0]), len(kept[0][0])] != shape:
