@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.worker.ranks import gathered
 from torch import Tensor
 
 from mismatch_ext.config import RoutingConfig
+from mismatch_ext.ranks import gathered
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.agreement import Agreement, agreement
 from mismatch_ext.routing.ingest import storage_dtype

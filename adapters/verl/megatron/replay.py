@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from mismatch_ext.adapters.verl.megatron.agreement import Layers, RouteAgreement
 from mismatch_ext.adapters.verl.megatron.passes import PassGuard
-from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
 from mismatch_ext.adapters.verl.worker.samples import ALTERED, altered, lengths, names, routes
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
@@ -26,6 +25,7 @@ from verl.utils.megatron.router_replay_utils import (
 from verl.utils.megatron_utils import unwrap_model
 
 from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.ranks import agree, gathered
 from mismatch_ext.routing import RoutingTrace
 
 FLAG = "enable_routing_replay"

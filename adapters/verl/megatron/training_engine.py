@@ -17,7 +17,6 @@ from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.megatron.agreement import RouteAgreement
 from mismatch_ext.adapters.verl.megatron.settings import registered, replayed_others
 from mismatch_ext.adapters.verl.worker.lr import MegatronRate
-from mismatch_ext.adapters.verl.worker.ranks import gathered
 from mismatch_ext.adapters.verl.worker.state import read_state, write_state
 from mismatch_ext.adapters.verl.worker.training_engine import VENDOR
 from torch.optim import Optimizer
@@ -27,6 +26,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.ranks import gathered
 from mismatch_ext.routing import OTHER_PASSES
 
 

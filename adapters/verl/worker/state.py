@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
 from verl.utils.fs import copy_to_local
 
 from mismatch_ext import checkpoint
 from mismatch_ext.checkpoint import STATE_FILE
 from mismatch_ext.errors import MismatchError, RecordError
+from mismatch_ext.ranks import agree, gathered
 
 
 def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
