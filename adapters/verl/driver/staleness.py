@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.verl.driver.batch_checks import told_of, without_routes
-from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.settings.modes import SYNC
 from mismatch_ext.adapters.verl.worker.forward_hooks import FURTHER, NATIVE
@@ -22,6 +21,7 @@ from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.lr import numerics_statistics
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import StaleGap
+from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin as _Host

@@ -8,6 +8,7 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +31,6 @@ from mismatch_ext.adapters.verl.driver.reports import merged
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
-from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
 from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
@@ -46,6 +46,7 @@ from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.watchdog import STARTING, Watchdog
 
 
 class MismatchTrainer(
@@ -96,13 +97,14 @@ class MismatchTrainer(
 
     def _new_watchdog(self) -> Watchdog:
         """Return what ends a run that hangs, or under `observe` says that enforce would have."""
+        watchdog = partial(Watchdog, self._block.monitor.stall_timeout, host="verl", logs="Ray's worker logs")
         if not self._verdicts.observes:
-            return Watchdog(self._block.monitor.stall_timeout, self._release_waiting)
+            return watchdog(self._release_waiting)
 
         def stalled() -> None:
             self._verdicts.found("stall", self._watchdog.message or "")
 
-        return Watchdog(self._block.monitor.stall_timeout, stalled, end=lambda _: None, grace=0.0)
+        return watchdog(stalled, end=lambda _: None, grace=0.0)
 
     def _init_resource_pool_mgr(self) -> None:
         """Map verl's roles as it does, with our worker where it has its own."""

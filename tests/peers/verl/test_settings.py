@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +25,6 @@ import verl.trainer.constants_ppo
 import verl.utils.config
 from hydra import compose, initialize_config_module
 from mismatch_ext.adapters.verl import block, plugin
-from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.settings import prepare as settings
 from mismatch_ext.adapters.verl.settings.modes import unsupported
 from omegaconf import DictConfig, OmegaConf
@@ -38,7 +36,6 @@ from mismatch_ext.errors import (
     MismatchError,
     PeerVersionError,
     SeamError,
-    StallError,
     UntestedVersionWarning,
 )
 from mismatch_ext.patching import active_patches
@@ -628,49 +625,6 @@ def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: 
 )
 def test_a_command_line_that_asks_for_a_block(arguments: list[str], asked: bool) -> None:
     assert plugin.asked_for(arguments if not arguments[0].startswith("--") else arguments[:1]) is asked
-
-
-def test_a_stalled_phase_is_released_then_ended() -> None:
-    released, ended = threading.Event(), threading.Event()
-    watchdog = Watchdog(0.2, released.set, end=lambda code: ended.set(), grace=0.2)
-    with watchdog.watching():
-        watchdog.phase("waiting for nobody")
-        assert released.wait(10) and ended.wait(10)
-    assert watchdog.message is not None and "while it was waiting for nobody" in watchdog.message
-
-
-def test_a_trainer_that_polls_gets_the_error_and_nothing_is_killed() -> None:
-    released = threading.Event()
-    watchdog = Watchdog(0.3, released.set, end=lambda code: None, grace=0.2)
-    with watchdog.watching():
-        watchdog.phase("polling for rollouts")
-        with pytest.raises(StallError, match="while it was polling for rollouts"):
-            for _ in range(200):
-                watchdog.polled()
-                released.wait(0.05)
-        assert not released.is_set()
-        # What it does about that is watched like any phase.
-        assert released.wait(10)
-
-
-def test_servers_have_longer_to_start_than_a_phase_of_a_step_may_take() -> None:
-    released = threading.Event()
-    watchdog = Watchdog(0.2, released.set, end=lambda code: None, grace=0.2)
-    watchdog.phase("starting", at_least=600.0)
-    with watchdog.watching():
-        assert not released.wait(1.0)
-        watchdog.phase("waiting for nobody")
-        assert released.wait(10)
-
-
-def test_phases_that_follow_one_another_are_no_stall() -> None:
-    released = threading.Event()
-    watchdog = Watchdog(0.5, released.set, end=lambda code: None)
-    with watchdog.watching():
-        for number in range(8):
-            watchdog.phase(f"step {number}")
-            assert not released.wait(0.1)
-    assert watchdog.message is None
 
 
 EVERY_SECTION = (
