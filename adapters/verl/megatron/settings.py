@@ -186,7 +186,7 @@ def megatron_report(engine: Any) -> dict[str, Any]:
         scale = {"class": type(optimizer).__name__, "enabled": True, "scale": float(optimizer.get_loss_scale())}
         reading = replace(reading, scaler=scale)
     mode = engine.engine_config.router_replay.mode
-    rate, checks = getattr(engine, "mismatch_lr", None), registered()
+    rate, checks = getattr(engine, "_rate", None), registered()
     return {
         "engine": type(engine).__name__,
         "strategy": engine.engine_config.strategy,
