@@ -12,7 +12,6 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.verl.block import active_block
-from mismatch_ext.adapters.verl.megatron.agreement import RouteAgreement
 from mismatch_ext.adapters.verl.megatron.settings import registered, replayed_others
 from mismatch_ext.adapters.verl.worker.lr import MegatronRate
 from mismatch_ext.adapters.verl.worker.steered import SteeredMixin, register
@@ -23,6 +22,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.ranks import gathered
 from mismatch_ext.routing import OTHER_PASSES
+from mismatch_ext.routing.stages import RouteAgreement
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
