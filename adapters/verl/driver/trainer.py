@@ -23,7 +23,7 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
 )
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.examining import ExaminingMixin
-from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin
+from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
@@ -283,16 +283,9 @@ class MismatchTrainer(
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
         if self._draws is None or not self._draws.native_gap():
             return
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        given, batch.extra_info = (
-            batch.extra_info,
-            {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, NATIVE: True},
-        )
-        try:
-            with self._without_routes(batch), self._measuring(batch, NATIVE_GROUP):
-                self.actor_rollout_wg.compute_log_prob(batch)
-        finally:
-            batch.extra_info = given
+        flags = flags_of_scoring(self.config.actor_rollout_ref.rollout.temperature, NATIVE)
+        with asking(batch, flags), self._without_routes(batch), self._measuring(batch, NATIVE_GROUP):
+            self.actor_rollout_wg.compute_log_prob(batch)
         groups, _ = self._collected(batch)
         self._log.merge("train", groups.state_dict()[NATIVE_GROUP], native=True)
 
