@@ -1,10 +1,13 @@
-"""The processes that train together, as whatever measures over all of them asks for them."""
+"""The processes that train together, as whatever measures over all of them asks for them, and what they must agree on."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch.distributed as dist
 from torch import Tensor
+
+from mismatch_ext.errors import MismatchError
 
 
 @runtime_checkable
@@ -42,3 +45,54 @@ class OneProcess:
 
 
 ONE_PROCESS = OneProcess()
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks; all ranks must call this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(error: MismatchError | None) -> None:
+    """Raise on every rank what failed on one, for which the others would wait in a collective; all ranks must call this.
+
+    Args:
+        error: What failed on this rank, if anything.
+
+    Raises:
+        MismatchError: This rank's error, or else one of the class of the first other rank's, which names that rank.
+    """
+    for rank, found in enumerate(gathered(error)):
+        if found is not None:
+            raise error if error is not None else type(found)(f"rank {rank}: {found}")
+
+
+class WorldRanks:
+    """`Ranks` of the processes of torch.distributed's world."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's value, in the order of their ranks; all of them must call it."""
+        return gathered(value)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes; all of them must call it."""
+        total = values.clone()
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+
+WORLD = WorldRanks()

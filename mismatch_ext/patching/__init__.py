@@ -12,10 +12,11 @@ from mismatch_ext.patching.engine import PatchSet, active_patches, applied
 from mismatch_ext.patching.patch import ANY_VERSION, MARKER, Patch
 from mismatch_ext.patching.provenance import digest_of
 from mismatch_ext.patching.sources import current_digest, source_digest
-from mismatch_ext.patching.swap import described, swapped
+from mismatch_ext.patching.swap import Given, described, swapped
 
 __all__ = [
     "ANY_VERSION",
+    "Given",
     "MARKER",
     "Patch",
     "PatchSet",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 from mismatch_ext.errors import PatchConflictError
 from mismatch_ext.patching import provenance
@@ -21,6 +22,7 @@ from mismatch_ext.patching.patch import Patch
 _ORDER = threading.RLock()  # blocks may begin and end in several threads
 _KEPT: dict[str, Entry] = {}
 _USERS: Counter[str] = Counter()
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -41,6 +43,32 @@ def swapped(*patches: Patch) -> Iterator[None]:
         yield
     finally:
         _leave(entries)
+
+
+class Given(Generic[F]):
+    """Functions that a patch's replacement calls, each for the time of a block."""
+
+    def __init__(self) -> None:
+        self._open: list[F] = []
+
+    @property
+    def last(self) -> F | None:
+        """The function of the last block that is open; None where none is."""
+        return self._open[-1] if self._open else None
+
+    @contextmanager
+    def during(self, function: F, patch: Patch) -> Iterator[None]:
+        """Give a function, and put the patch in place, for the time of a block.
+
+        Raises:
+            PatchError: As `swapped`.
+        """
+        self._open.append(function)
+        try:
+            with swapped(patch):
+                yield
+        finally:
+            self._open.remove(function)
 
 
 def described(*patches: Patch) -> list[dict[str, str]]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
-from mismatch_ext.patching import Patch, swapped
+from mismatch_ext.patching import Given, Patch
 
 Score = Callable[..., Tensor | None]
 """Takes hidden states `[N, H]`, weight `[V, H]`, bias or None, labels `[N]`, and by keyword temperature, scale and softcap;
 returns log-probabilities `[N]`, or None to leave TRL's."""
 
-_SCORES: list[Score] = []  # of the contexts that are open
+_SCORES: Given[Score] = Given()
 _TAKEN = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
@@ -28,10 +28,10 @@ def _make(original: Any) -> Any:
         @classmethod
         def apply(cls, *args: Any) -> Any:
             found = original.apply(*args)
-            if not _SCORES:
+            if (score := _SCORES.last) is None:
                 return found
             given = dict(zip(_TAKEN[1:], args, strict=True))
-            logprobs = _SCORES[-1](
+            logprobs = score(
                 *(given[name] for name in ("hidden", "weight", "bias", "targets")),
                 temperature=given["temperature"],
                 scale=given["logit_scale"],
@@ -73,8 +73,7 @@ FUSED_HEAD = Patch(
 )
 
 
-@contextmanager
-def scoring_with(score: Score) -> Iterator[None]:
+def scoring_with(score: Score) -> AbstractContextManager[None]:
     """Take the log-probabilities of TRL's fused head from a function, for the time of a block.
 
     Args:
@@ -83,9 +82,4 @@ def scoring_with(score: Score) -> Iterator[None]:
     Raises:
         PatchError: TRL's fused head is not what it was.
     """
-    _SCORES.append(score)
-    try:
-        with swapped(FUSED_HEAD):
-            yield
-    finally:
-        _SCORES.remove(score)
+    return _SCORES.during(score, FUSED_HEAD)

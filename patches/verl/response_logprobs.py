@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from mismatch_ext.patching import Patch, swapped
+from mismatch_ext.patching import Given, Patch
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """Takes logits over the temperature `[N, V]` and the ids of the next tokens `[N]`, and returns log-probabilities `[N]`."""
 
-_SCORES: list[Score] = []  # of the contexts that are open
+_SCORES: Given[Score] = Given()
 _TAKEN = ("logits", "labels", "inplace_backward")
 
 
 def _make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        if not _SCORES:
+        if (score := _SCORES.last) is None:
             return original(logits, labels, inplace_backward=inplace_backward)
-        return _SCORES[-1](logits, labels)
+        return score(logits, labels)
 
     return logprobs_from_logits
 
@@ -56,8 +56,7 @@ RESPONSE_LOGPROBS = Patch(
 )
 
 
-@contextmanager
-def scoring_with(score: Score) -> Iterator[None]:
+def scoring_with(score: Score) -> AbstractContextManager[None]:
     """Take the log-probabilities of verl's FSDP engine from a function, for the time of a block.
 
     Args:
@@ -66,9 +65,4 @@ def scoring_with(score: Score) -> Iterator[None]:
     Raises:
         PatchError: verl's function is not what it was.
     """
-    _SCORES.append(score)
-    try:
-        with swapped(RESPONSE_LOGPROBS):
-            yield
-    finally:
-        _SCORES.remove(score)
+    return _SCORES.during(score, RESPONSE_LOGPROBS)

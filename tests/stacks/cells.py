@@ -171,7 +171,7 @@ IN_VERL: dict[str, tuple[str, ...]] = {
         f"{VERL}/test_main_ppo.py::test_every_section_is_active_in_one_run",
         f"{VERL}/test_main_ppo.py::test_every_section_of_a_dense_model_by_the_example",
     ),
-    "core": (f"{VERL}/test_settings.py",),
+    "core": (f"{VERL}/test_settings.py", f"{VERL}/test_refusals.py"),
 }
 IN_SGLANG, HALF = f"{ENGINES}/test_sglang.py", "tests/evidence/test_sglang_half.py"
 VERL_WITH_SGLANG: dict[str, tuple[str, ...]] = {

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.verl.driver.batch_checks import sampled_rows
 from mismatch_ext.adapters.verl.driver.measuring import Measured
 from mismatch_ext.adapters.verl.driver.reports import Checked
-from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis
@@ -15,6 +14,7 @@ from mismatch_ext.errors import RecordError
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.run.doctor import rows_within
 from mismatch_ext.run.log import RunLog
+from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host

@@ -51,6 +51,26 @@ class Measured:
     truncated: Tensor
 
 
+def flags_of_scoring(temperature: float, *marks: str) -> dict[str, Any]:
+    """Return what a batch asks of a pass that scores it and does nothing else.
+
+    Args:
+        temperature: Of the rollout.
+        *marks: What else it asks for, by the names of its entries.
+    """
+    return {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, **dict.fromkeys(marks, True)}
+
+
+@contextmanager
+def asking(batch: Any, flags: dict[str, Any]) -> Iterator[None]:
+    """Let a batch ask for these flags, and no others, for the time of a block."""
+    given, batch.extra_info = batch.extra_info, flags
+    try:
+        yield
+    finally:
+        batch.extra_info = given
+
+
 class MeasuringMixin(_Host):
     """Asks verl's workers for what they measure of a batch."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.driver.batch_checks import sampled_rows
+from mismatch_ext.adapters.verl.driver.measuring import asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.reports import merged
 from mismatch_ext.adapters.verl.settings.correction import settings_of
 from mismatch_ext.adapters.verl.settings.kl import coefficient
@@ -99,13 +100,8 @@ class ObservingMixin(_Host):
 
     def _compare_routes(self, batch: Any) -> dict[str, float]:
         """Let the workers score a batch once more, comparing the rollout's routes with their own; return the agreement."""
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        flags = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, OBSERVED: True}
-        given, batch.extra_info = batch.extra_info, flags
-        try:
+        with asking(batch, flags_of_scoring(self.config.actor_rollout_ref.rollout.temperature, OBSERVED)):
             self.actor_rollout_wg.compute_log_prob(batch)
-        finally:
-            batch.extra_info = given
         return merged(self.actor_rollout_wg.mismatch_metrics())
 
     def _collect_findings(self) -> None:

@@ -17,7 +17,6 @@ from mismatch_ext.adapters.verl.driver.reports import (
 )
 from mismatch_ext.adapters.verl.driver.saving import Note
 from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
-from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights
 
 from mismatch_ext.config import MismatchConfig
@@ -30,6 +29,7 @@ from mismatch_ext.records import SamplingSettings
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.watchdog import Watchdog
 from mismatch_ext.weight_sync.verifier import draw_probes
 
 if TYPE_CHECKING:

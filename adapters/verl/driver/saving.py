@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
 from mismatch_ext.adapters.verl.driver.whole import resumable
 from mismatch_ext.adapters.verl.settings.modes import SYNC
@@ -27,6 +26,7 @@ from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.verl.driver.batch_checks import told_of, without_routes
-from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
+from mismatch_ext.adapters.verl.driver.measuring import flags_of_scoring
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.settings.modes import SYNC
 from mismatch_ext.adapters.verl.worker.forward_hooks import FURTHER, NATIVE
@@ -22,6 +22,7 @@ from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.lr import numerics_statistics
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import StaleGap
+from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin as _Host
@@ -177,9 +178,8 @@ def flags_of_pass(block: MismatchConfig, temperature: float) -> dict[str, Any]:
         block: The run's.
         temperature: Of the rollout.
     """
-    flags = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, FURTHER: True}
     records = block.routing is not None and block.routing.mode == "R2"
-    return {**flags, NATIVE: True} if records else flags
+    return flags_of_scoring(temperature, FURTHER, *([NATIVE] if records else []))
 
 
 def enough_rows(rows: Sequence[Row], tokens: int, unit: int, *, filling: Sequence[Row] = ()) -> list[Row]:

@@ -8,6 +8,7 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
 )
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.examining import ExaminingMixin
-from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin
+from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
@@ -30,7 +31,6 @@ from mismatch_ext.adapters.verl.driver.reports import merged
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
-from mismatch_ext.adapters.verl.driver.watchdog import STARTING, Watchdog
 from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
@@ -46,6 +46,7 @@ from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.watchdog import STARTING, Watchdog
 
 
 class MismatchTrainer(
@@ -96,13 +97,14 @@ class MismatchTrainer(
 
     def _new_watchdog(self) -> Watchdog:
         """Return what ends a run that hangs, or under `observe` says that enforce would have."""
+        watchdog = partial(Watchdog, self._block.monitor.stall_timeout, host="verl", logs="Ray's worker logs")
         if not self._verdicts.observes:
-            return Watchdog(self._block.monitor.stall_timeout, self._release_waiting)
+            return watchdog(self._release_waiting)
 
         def stalled() -> None:
             self._verdicts.found("stall", self._watchdog.message or "")
 
-        return Watchdog(self._block.monitor.stall_timeout, stalled, end=lambda _: None, grace=0.0)
+        return watchdog(stalled, end=lambda _: None, grace=0.0)
 
     def _init_resource_pool_mgr(self) -> None:
         """Map verl's roles as it does, with our worker where it has its own."""
@@ -281,16 +283,9 @@ class MismatchTrainer(
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
         if self._draws is None or not self._draws.native_gap():
             return
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        given, batch.extra_info = (
-            batch.extra_info,
-            {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, NATIVE: True},
-        )
-        try:
-            with self._without_routes(batch), self._measuring(batch, NATIVE_GROUP):
-                self.actor_rollout_wg.compute_log_prob(batch)
-        finally:
-            batch.extra_info = given
+        flags = flags_of_scoring(self.config.actor_rollout_ref.rollout.temperature, NATIVE)
+        with asking(batch, flags), self._without_routes(batch), self._measuring(batch, NATIVE_GROUP):
+            self.actor_rollout_wg.compute_log_prob(batch)
         groups, _ = self._collected(batch)
         self._log.merge("train", groups.state_dict()[NATIVE_GROUP], native=True)
 

@@ -11,9 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from mismatch_ext.adapters.verl.megatron.agreement import Layers, RouteAgreement
 from mismatch_ext.adapters.verl.megatron.passes import PassGuard
-from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
 from mismatch_ext.adapters.verl.worker.samples import ALTERED, altered, lengths, names, routes
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
@@ -26,7 +24,9 @@ from verl.utils.megatron.router_replay_utils import (
 from verl.utils.megatron_utils import unwrap_model
 
 from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.ranks import agree, gathered
 from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing.stages import Layers, RouteAgreement
 
 FLAG = "enable_routing_replay"
 """What verl's worker writes into a batch: whether the actor's replay is meant to work on it."""

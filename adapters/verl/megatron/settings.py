@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers import read_trainer
+from mismatch_ext.adapters.verl.settings.refusals import refuse_first
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
@@ -42,10 +43,9 @@ def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
         ConfigError: The block asks for what this release cannot do with verl's Megatron engine; names the setting.
     """
     _check_block(block)
-    if _get(config, f"{MODEL}.use_fused_kernels"):
-        raise _refused(
-            f"{MODEL}.use_fused_kernels", True, "False", "its fused head was not run with this package's loss"
-        )
+    fused = f"{MODEL}.use_fused_kernels"
+    if OmegaConf.select(config, fused):
+        raise _refused(fused, True, "False", "its fused head was not run with this package's loss")
     lines = [] if block.lr is None else _keep_schedule(config)
     return lines if block.routing is None else lines + _set_replay(config, block.routing)
 
@@ -64,11 +64,10 @@ def _keep_schedule(config: DictConfig) -> list[str]:
 def _set_replay(config: DictConfig, routing: RoutingConfig) -> list[str]:
     _check_model(config)
     name, switch = f"{ACTOR}.megatron.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
-    if _get(config, name) not in (None, "disabled", routing.mode):
-        raise _refused(
-            name, _get(config, name), repr(routing.mode), f"it contradicts mismatch.routing.mode={routing.mode!r}"
-        )
-    if routing.mode == "R2" and _get(config, switch):
+    given = OmegaConf.select(config, name)
+    if given not in (None, "disabled", routing.mode):
+        raise _refused(name, given, repr(routing.mode), f"it contradicts mismatch.routing.mode={routing.mode!r}")
+    if routing.mode == "R2" and OmegaConf.select(config, switch):
         raise _refused(switch, True, "False", "verl would replay the rollout's routes in the place of the actor's own")
     with open_dict(config):
         OmegaConf.update(config, name, routing.mode)
@@ -81,39 +80,28 @@ def _set_replay(config: DictConfig, routing: RoutingConfig) -> list[str]:
 
 
 def _check_block(block: MismatchConfig) -> None:
-    for setting, refused, shown, allowed, why in (
-        ("mismatch.precision", block.precision is not None, "set", "to leave it out",
+    routing, sync = block.routing, block.monitor.weight_sync
+    refuse_first(
+        _refused,
+        ("mismatch.precision", "set", block.precision is not None, "to leave it out",
          "dtypes and loss scale of verl's Megatron engine are set elsewhere"),
-        ("mismatch.monitor.weight_sync", block.monitor.weight_sync != "off", block.monitor.weight_sync, "'off'",
-         "the actor's weights are probed in FSDP2 models alone"),
-        ("mismatch.routing.reference", block.routing is not None and block.routing.reference, True, "False",
+        ("mismatch.monitor.weight_sync", sync, sync != "off", "'off'", "the actor's weights are probed in FSDP2 models alone"),
+        ("mismatch.routing.reference", True, routing is not None and routing.reference, "False",
          "verl never replays its reference engine"),
-        ("mismatch.routing.native_gap_rate", block.routing is not None and block.routing.native_gap_rate > 0, "> 0", "0",
+        ("mismatch.routing.native_gap_rate", "> 0", routing is not None and routing.native_gap_rate > 0, "0",
          "its Megatron engine has no pass of the actor without replay"),
-    ):  # fmt: skip
-        if refused:
-            raise _refused(setting, shown, allowed, why)
+    )  # fmt: skip
 
 
 def _check_model(config: DictConfig) -> None:
-    if not _get(config, f"{MODEL}.use_remove_padding"):
-        raise _refused(
-            f"{MODEL}.use_remove_padding",
-            False,
-            "True",
-            "verl packs routes without padding, so that those of a padded batch are other tokens'",
-        )
-    if _get(config, f"{MODEL}.mtp.enable"):
-        raise _refused(
-            f"{MODEL}.mtp.enable",
-            True,
-            "False",
-            "routers that predict further tokens have no routes, and would choose for themselves",
-        )
-
-
-def _get(config: DictConfig, name: str) -> Any:
-    return OmegaConf.select(config, name)
+    packed, mtp = f"{MODEL}.use_remove_padding", f"{MODEL}.mtp.enable"
+    refuse_first(
+        _refused,
+        (packed, False, not OmegaConf.select(config, packed), "True",
+         "verl packs routes without padding, so that those of a padded batch are other tokens'"),
+        (mtp, True, bool(OmegaConf.select(config, mtp)), "False",
+         "routers that predict further tokens have no routes, and would choose for themselves"),
+    )  # fmt: skip
 
 
 def _refused(setting: str, value: object, allowed: str, why: str) -> ConfigError:
@@ -186,7 +174,7 @@ def megatron_report(engine: Any) -> dict[str, Any]:
         scale = {"class": type(optimizer).__name__, "enabled": True, "scale": float(optimizer.get_loss_scale())}
         reading = replace(reading, scaler=scale)
     mode = engine.engine_config.router_replay.mode
-    rate, checks = getattr(engine, "mismatch_lr", None), registered()
+    rate, checks = getattr(engine, "_rate", None), registered()
     return {
         "engine": type(engine).__name__,
         "strategy": engine.engine_config.strategy,

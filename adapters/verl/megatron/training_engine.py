@@ -6,28 +6,23 @@ parent does.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.verl.block import active_block
-from mismatch_ext.adapters.verl.megatron.agreement import RouteAgreement
 from mismatch_ext.adapters.verl.megatron.settings import registered, replayed_others
 from mismatch_ext.adapters.verl.worker.lr import MegatronRate
-from mismatch_ext.adapters.verl.worker.ranks import gathered
-from mismatch_ext.adapters.verl.worker.state import read_state, write_state
-from mismatch_ext.adapters.verl.worker.training_engine import VENDOR
+from mismatch_ext.adapters.verl.worker.steered import SteeredMixin, register
 from torch.optim import Optimizer
-from verl.utils.device import get_device_name
-from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.ranks import gathered
 from mismatch_ext.routing import OTHER_PASSES
+from mismatch_ext.routing.stages import RouteAgreement
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -70,17 +65,18 @@ def _refused(optimizer: Any, why: str, allowed: str) -> ConfigError:
     )
 
 
-class MismatchMegatronEngine(MegatronEngineWithLMHead):
+class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
     """verl's Megatron engine with the block.
 
     Args:
         block: The block; None takes the one of the run that this process belongs to, if there is one.
     """
 
+    _rate: MegatronRate | None = None
+
     def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block = active_block() if block is None else block
-        self.mismatch_lr: MegatronRate | None = None
         self.mismatch_routes: RouteAgreement | None = None
 
     def initialize(self) -> None:
@@ -93,7 +89,7 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
         if self.block is None or self.engine_config.forward_only:
             return
         if self.block.lr is not None:
-            self.mismatch_lr = MegatronRate(self.block.lr, torch_optimizers(self.optimizer), self.lr_scheduler)
+            self._rate = MegatronRate(self.block.lr, torch_optimizers(self.optimizer), self.lr_scheduler)
         checks = registered()
         if self.block.routing is not None and checks is not None:
             rank = parallel_state.get_tensor_model_parallel_rank()
@@ -101,73 +97,35 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
             self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
             checks.guard.agreement = self.mismatch_routes
 
-    def optimizer_step(self) -> Any:
-        """Step as the parent does, which raises an error where a step is skipped.
-
-        Raises:
-            ConfigError: The rate was to be led by statistics that nobody gave.
-        """
-        if self.mismatch_lr is None:
-            return super().optimizer_step()
-        self.mismatch_lr.before_step()
-        norm = super().optimizer_step()
-        self.mismatch_lr.after_step(float(norm))
-        return norm
-
     def lr_scheduler_step(self) -> Any:
         """Move the schedule on, and return the rate that the update applied; stock verl returns the next one."""
-        if self.mismatch_lr is None:
+        if self._rate is None:
             return super().lr_scheduler_step()
-        applied = self.mismatch_lr.rate
+        applied = self._rate.rate
         super().lr_scheduler_step()
-        self.mismatch_lr.moved()
+        self._rate.moved()
         return applied
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save as the parent does, and beside it learning-rate control and which batches' routes are compared."""
-        parts = {"lr": self.mismatch_lr, "routing": self.mismatch_routes}
-        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        if state and local_path is not None:
-            # First: a checkpoint that verl has finished must not lack our part of it.
-            write_state(local_path, state, rank=dist.get_rank())
-        super().save_checkpoint(local_path, *args, **kwargs)
+    def _kept(self) -> dict[str, Any] | None:
+        """Return learning-rate control, and which batches' routes are compared."""
+        parts = {"lr": self._rate, "routing": self.mismatch_routes}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None} or None
 
-    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Load as the parent does, and learning-rate control where optimizer and schedule are loaded too.
+    @property
+    def _resumes(self) -> bool:
+        ours = self._rate is not None or self.mismatch_routes is not None
+        return ours and bool(self.checkpoint_mananager.should_load_optimizer)
 
-        Raises:
-            RecordError: Its state is damaged, of another rule, or of another update than the schedule.
-        """
-        super().load_checkpoint(local_path, *args, **kwargs)
-        if local_path is None or not self.checkpoint_mananager.should_load_optimizer:
-            return
-        parts = (self.mismatch_lr, self.mismatch_routes)
-        state = {} if parts == (None, None) else read_state(local_path, rank=dist.get_rank()) or {}
-        if self.mismatch_lr is not None:
-            self.mismatch_lr.put_on()
-            self.mismatch_lr.load_state_dict(state.get("lr"))
+    def _resume(self, state: Mapping[str, Any], folder: str) -> None:
+        if self._rate is not None:
+            self._rate.put_on()
+            self._rate.load_state_dict(state.get("lr"))
         if self.mismatch_routes is not None and state.get("routing") is not None:
             self.mismatch_routes.load_state_dict(state["routing"])
 
-    def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
-        """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
-
-        Args:
-            *earlier: Statistics of batches that no step of the rule has counted yet.
-            **statistics: Of the batch, as `LrController.update` takes them; none where `mismatch.lr` watches nothing.
-
-        Raises:
-            RecordError: The trigger's statistic is missing or not finite.
-        """
-        if self.mismatch_lr is None:
-            return {}
-        for found in (*earlier, statistics):
-            self.mismatch_lr.collect(**found)
-        return self.mismatch_lr.lead()
-
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what is to be logged of the last update, without prefix; all ranks must call this."""
-        found = {} if self.mismatch_lr is None else self.mismatch_lr.metrics()
+        found = {} if self._rate is None else self._rate.metrics()
         if self.block is not None and self.block.routing is not None:
             # A pass counts once, however many ranks share its tokens.
             found[OTHER_PASSES] = float(max(gathered(replayed_others())))
@@ -177,9 +135,4 @@ class MismatchMegatronEngine(MegatronEngineWithLMHead):
 
 def register_megatron_engine() -> None:
     """Put the engine into verl's registry, once."""
-    known = EngineRegistry._engines.get("language_model", {}).get("megatron", {})
-    for device in {"cuda", get_device_name(), os.environ.get("VERL_ENGINE_DEVICE") or "cuda"}:
-        if (device, VENDOR) not in known:
-            EngineRegistry.register(model_type="language_model", backend="megatron", device=device, vendor=VENDOR)(
-                MismatchMegatronEngine
-            )
+    register(MismatchMegatronEngine, "megatron")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import active_block, digest
-from mismatch_ext.adapters.vllm.engine import quantization_of
+from mismatch_ext.adapters.vllm.engine import reading_of
 from mismatch_ext.adapters.vllm.routing import records_routing
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from mismatch_ext.errors import EngineError
 from mismatch_ext.patching import active_patches, digest_of
-from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import canonical
-from mismatch_ext.versions import on_cpu_build, require
+from mismatch_ext.versions import on_cpu_build
 from mismatch_ext.weight_sync.sums import Piece, Sums, sums_of
 
 
@@ -31,24 +28,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return dtypes and modes that this worker really uses, and the block that it knows."""
-        runner = self.model_runner
-        config = runner.vllm_config
-        counts: Counter[str] = Counter()
-        for parameter in runner.model.parameters():
-            if parameter.numel():
-                counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-        caches = [cache for cache in getattr(runner, "kv_caches", []) if hasattr(cache, "dtype")]
-        asked = str(config.cache_config.cache_dtype)
-        held = str(caches[0].dtype).removeprefix("torch.") if caches else canonical(config.model_config.dtype)
-        reading = EngineReading(
-            engine="vllm",
-            version=require("vllm"),
-            model_dtype=canonical(config.model_config.dtype),
-            parameter_dtypes=dict(counts),
-            kv_cache_dtype=asked if held == "uint8" and asked != "auto" else held,
-            logprobs_mode=str(config.model_config.logprobs_mode),
-            quantization=quantization_of(runner.model, config.model_config.quantization),
-        )
+        config = self.model_runner.vllm_config
         block = active_block()
         if block is not None and block.level == "enforce":
             compat.check(("vllm",), block.features, {"verl", "vllm", *(["cpu"] if on_cpu_build() else [])})
@@ -56,7 +36,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
             "block": digest(block),
             "records_routing": records_routing(config),
             "patch_digest": digest_of(active_patches()),
-            "reading": asdict(reading),
+            "reading": asdict(reading_of(self.model_runner, config)),
         }
 
     @property

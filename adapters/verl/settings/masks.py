@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mismatch_ext.adapters.verl.settings.refusals import FSDP, LOOPS
+from mismatch_ext.adapters.verl.settings.refusals import FSDP, LOOPS, refuse_first
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
@@ -33,41 +31,40 @@ def set_masks(config: DictConfig, block: MismatchConfig) -> None:
     mode = given.get("logprobs_mode") or rollout.get("logprobs_mode")
     manager = OmegaConf.select(rollout, "agent.agent_loop_manager_class")
     fused, drafts = bool(group.model.get("use_fused_kernels")), bool(OmegaConf.select(rollout, "mtp.enable_rollout"))
-    refusals: tuple[tuple[str, Any, bool, str, str], ...] = (
+    refuse_first(
+        _refused,
         (
-            "actor_rollout_ref.rollout.name", rollout.name, rollout.name != "vllm",
-            "SGLang reports probabilities among all tokens, also of those that it has cut off", "'vllm'",
+            "actor_rollout_ref.rollout.name", rollout.name, rollout.name != "vllm", "'vllm'",
+            "SGLang reports probabilities among all tokens, also of those that it has cut off",
         ),
         (
-            "actor_rollout_ref.actor.strategy", group.actor.strategy, group.actor.strategy not in FSDP,
-            "its engine takes log-probabilities from shards of the vocabulary, where masks are not replayed", "'fsdp' or 'fsdp2'",
+            "actor_rollout_ref.actor.strategy", group.actor.strategy, group.actor.strategy not in FSDP, "'fsdp' or 'fsdp2'",
+            "its engine takes log-probabilities from shards of the vocabulary, where masks are not replayed",
         ),
         (
-            "actor_rollout_ref.model.use_fused_kernels", fused, fused,
-            "a fused head returns log-probabilities over the whole vocabulary, and no logits", "False",
+            "actor_rollout_ref.model.use_fused_kernels", fused, fused, "False",
+            "a fused head returns log-probabilities over the whole vocabulary, and no logits",
         ),
         (
-            "actor_rollout_ref.rollout.logprobs_mode", mode, mode != PROCESSED,
-            "masks are read off what truncation has left", repr(PROCESSED),
+            "actor_rollout_ref.rollout.logprobs_mode", mode, mode != PROCESSED, repr(PROCESSED),
+            "masks are read off what truncation has left",
         ),
         (
-            "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager, manager not in (None, LOOPS),
-            "masks are joined to rollouts in this package's", repr(LOOPS),
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager, manager not in (None, LOOPS), repr(LOOPS),
+            "masks are joined to rollouts in this package's",
         ),
+        ("actor_rollout_ref.rollout.mtp.enable_rollout", drafts, drafts, "False", "masks of drafted tokens were not run"),
         (
-            "actor_rollout_ref.rollout.mtp.enable_rollout", drafts, drafts,
-            "masks of drafted tokens were not run", "False",
-        ),
-        (
-            "mismatch.monitor.doctor", block.monitor.doctor, block.monitor.doctor is not None,
-            "the doctor scores batches without masks", "none",
+            "mismatch.monitor.doctor", block.monitor.doctor, block.monitor.doctor is not None, "none",
+            "the doctor scores batches without masks",
         ),
     )  # fmt: skip
-    for name, value, wrong, why, allowed in refusals:
-        if wrong:
-            raise ConfigError(f"mismatch.sampling_mask with {name}={value!r}: {why}; allowed: {allowed}.")
     asked = block.sampling_mask.asked(_sampling(rollout))
     engine.vllm = OmegaConf.merge(given, {"max_logprobs": _most(given.get("max_logprobs"), asked)})
+
+
+def _refused(setting: str, value: object, allowed: str, why: str) -> ConfigError:
+    return ConfigError(f"mismatch.sampling_mask with {setting}={value!r}: {why}; allowed: {allowed}.")
 
 
 def _sampling(rollout: DictConfig) -> SamplingSettings:

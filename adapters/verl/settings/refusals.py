@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from mismatch_ext.adapters.verl.settings.modes import MODES, SYNC, run_mode, unsupported
 from omegaconf import DictConfig, OmegaConf
@@ -51,6 +53,23 @@ REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 def refused(setting: str, value: object, allowed: str, why: str, instead: str = "Change it") -> ConfigError:
     """Return the error that names a setting, its value, why it is refused, what is allowed and what to do."""
     return ConfigError(f"{setting}={value!r} with a mismatch block: {why}; allowed: {allowed}. {instead}.")
+
+
+def refuse_first(
+    error: Callable[[str, object, str, str], ConfigError], *rows: tuple[str, object, bool, str, str]
+) -> None:
+    """Refuse the first setting that is wrong.
+
+    Args:
+        error: Makes the error of a setting, its value, what is allowed, and why.
+        *rows: The same of each setting, and whether it is wrong behind its value.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for setting, value, wrong, allowed, why in rows:
+        if wrong:
+            raise error(setting, value, allowed, why)
 
 
 def check_host(config: DictConfig, block: MismatchConfig) -> None:
@@ -107,14 +126,13 @@ def _check_doctor(config: DictConfig, when: str) -> None:
     )
     qat = bool(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"))
     strategy, mode = config.actor_rollout_ref.actor.strategy, run_mode(config).name
-    for setting, value, allowed, wrong, why in (
-        ("actor.strategy", strategy, "'fsdp' or 'fsdp2'", strategy not in FSDP, "it does not gather such an engine's weights"),
-        ("trainer_mode", mode, repr(SYNC), mode != SYNC, "rollouts may be of older weights than those that are at hand"),
-        ("model.lora_rank", lora, "0", lora > 0, "the rollout is sent adapters, and no weights that they are merged into"),
-        ("fsdp_config.qat.enable", qat, "False", qat, "the rollout is sent quantised weights"),
-    ):  # fmt: skip
-        if wrong:
-            raise _without_doctor(when, setting, value, allowed, why)
+    refuse_first(
+        partial(_without_doctor, when),
+        ("actor.strategy", strategy, strategy not in FSDP, "'fsdp' or 'fsdp2'", "it does not gather such an engine's weights"),
+        ("trainer_mode", mode, mode != SYNC, repr(SYNC), "rollouts may be of older weights than those that are at hand"),
+        ("model.lora_rank", lora, lora > 0, "0", "the rollout is sent adapters, and no weights that they are merged into"),
+        ("fsdp_config.qat.enable", qat, qat, "False", "the rollout is sent quantised weights"),
+    )  # fmt: skip
 
 
 def _without_doctor(when: str, setting: str, value: object, allowed: str, why: str) -> ConfigError:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.torch.kept import KeptWeights
+from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.doctor_in_run import unexaminable
 from mismatch_ext.adapters.transformers.scoring import Autocast
@@ -19,9 +21,8 @@ from mismatch_ext.adapters.verl.worker.doctor import examined, fetched, sent_wei
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
 from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, device_of_rank, fields_of, measured
-from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.verl.worker.spread import Group, kl_of, looked_at
-from mismatch_ext.adapters.verl.worker.staleness import STALE, KeptWeights, fields_of_stale, stale_gap
+from mismatch_ext.adapters.verl.worker.staleness import STALE, fields_of_stale, stale_gap
 from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import nn

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.verl.worker import samples
-from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
 from mismatch_ext.adapters.verl.worker.replay import FIELD, TOKENS, TRAIN, EngineReplay, SampleRoutes
 from mismatch_ext.adapters.verl.worker.ulysses import Share
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.ranks import agree, gathered
 from mismatch_ext.routing.replaying import REFERENCE
 from mismatch_ext.verdicts import Verdicts
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.verl.rollout.masks import IDS, SIZES, support_of
 from mismatch_ext.adapters.verl.worker import samples
-from mismatch_ext.adapters.verl.worker.ranks import WORLD, agree
 from mismatch_ext.adapters.verl.worker.ulysses import Share
 from mismatch_ext.patches.verl.response_logprobs import scoring_with
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
 from mismatch_ext.errors import MismatchError, RecordError, ReplayError
+from mismatch_ext.ranks import WORLD, agree
 from mismatch_ext.sampling_mask import TokenSupport, join, support_logprobs
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
-from mismatch_ext.adapters.verl.worker.ranks import WORLD, agree
 from mismatch_ext.adapters.verl.worker.ulysses import Share
 from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.ranks import WORLD, agree
 from mismatch_ext.routing import RoutingTrace, align, align_packed
 from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.routing.tokens import PADDING, TokenRows

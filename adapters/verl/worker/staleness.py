@@ -1,16 +1,12 @@
-"""What a rank says of stale rollouts in its part of a batch, and the weights of older versions that it keeps for that."""
+"""What a rank says of stale rollouts in its part of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from mismatch_ext.adapters.verl.rollout.client import FIELD
 from mismatch_ext.adapters.verl.worker.measuring import MASK, ROLLOUT
-from mismatch_ext.adapters.verl.worker.shards import reshard
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.errors import MismatchError, RecordError
@@ -86,46 +82,3 @@ def segments_of(extra: Mapping[str, Any], prompt: int) -> list[Segment]:
     if noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span and all(at >= prompt for _, at in noted):
         return [Segment(version, start - prompt) for version, start in noted]
     return segments_of_span(*span)
-
-
-class KeptWeights:
-    """Copies of this rank's shards, in host memory, one for each of the last versions."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, dict[str, Tensor]] = {}
-
-    @property
-    def versions(self) -> list[int]:
-        """Versions that are kept."""
-        return sorted(self._kept)
-
-    def keep(self, model: nn.Module, version: int, count: int) -> None:
-        """Copy the present weights, and forget those that are older than the last few.
-
-        Args:
-            model: Wrapped by FSDP1 or FSDP2.
-            version: Of the present weights.
-            count: Older versions to keep beside it.
-        """
-        reshard(model)
-        # A copy also where the weights lie on the host: `.cpu()` would be the weights themselves, which go on.
-        self._kept[version] = {name: _local(p).to("cpu", copy=True) for name, p in model.named_parameters()}
-        for older in self.versions[: -count - 1]:
-            del self._kept[older]
-
-    def use(self, model: nn.Module, version: int) -> None:
-        """Put a kept version in the place of the present weights, which must be kept too.
-
-        Raises:
-            RecordError: It is not kept.
-        """
-        if version not in self._kept:
-            raise RecordError(f"weights of version {version} are not kept; kept are {self.versions}.")
-        reshard(model)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                _local(parameter).copy_(self._kept[version][name])
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()

@@ -6,27 +6,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.verl.worker.ranks import agree, gathered
 from verl.utils.fs import copy_to_local
 
 from mismatch_ext import checkpoint
 from mismatch_ext.checkpoint import STATE_FILE
 from mismatch_ext.errors import MismatchError, RecordError
+from mismatch_ext.ranks import WORLD, agree, gathered
 
 
-def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
+def write_state(folder: str, state: Mapping[str, Any]) -> None:
     """Write the state into a checkpoint's folder, in one go; rank 0 writes, and all ranks must call this.
 
     Args:
         folder: The folder that verl saves an actor in; made where it is missing.
         state: JSON-able data.
-        rank: This rank.
 
     Raises:
         RunDirectoryError: The folder or the file cannot be written.
     """
     error: MismatchError | None = None
-    if rank == 0:
+    if WORLD.rank == 0:
         try:
             checkpoint.write_state(Path(folder) / STATE_FILE, state)
         except MismatchError as failure:
@@ -34,14 +33,14 @@ def write_state(folder: str, state: Mapping[str, Any], *, rank: int) -> None:
     agree(error)
 
 
-def read_state(folder: str, *, rank: int) -> dict[str, Any] | None:
+def read_state(folder: str) -> dict[str, Any] | None:
     """Return what rank 0 finds in a checkpoint, on all ranks, which must all call this; None where there is nothing of ours.
 
     Raises:
         RecordError: The file is damaged, or of another version of this package.
     """
     state, error = None, None
-    if rank == 0:
+    if WORLD.rank == 0:
         try:
             state = _read(folder)
         except RecordError as failure:

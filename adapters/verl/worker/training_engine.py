@@ -7,7 +7,6 @@ verl's registry looks engines up by device and vendor first, so that `VERL_ENGIN
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import ItemsView, Mapping
 from typing import Any
@@ -25,25 +24,21 @@ from mismatch_ext.adapters.verl.worker.scaler import (
     scaler_metrics,
     scaler_report,
 )
-from mismatch_ext.adapters.verl.worker.state import read_state, write_state
+from mismatch_ext.adapters.verl.worker.steered import SteeredMixin, register
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.verl.response_logprobs import RESPONSE_LOGPROBS
 from verl.utils.device import get_device_name
-from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.lr import RateControl
 from mismatch_ext.patching import described
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
-VENDOR = "mismatch"
 
-
-class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, FSDPEngineWithLMHead):
+class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithLMHead):
     """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
 
     Args:
@@ -62,7 +57,6 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, FSDPEngineWithL
         self.verdicts = Verdicts("enforce" if given is None else given.level)
         self.block = None if self.verdicts.observes else given
         self.watched = given if self.verdicts.observes else None
-        self._rate: RateControl | None = None
         self._steps = self._skipped = self._updates = 0
         self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
         self._behind = 0  # skipped ones beside others of their step, by which the schedule is behind
@@ -173,13 +167,9 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, FSDPEngineWithL
         """
         if self.block is None:
             return super().optimizer_step()  # type: ignore[no-any-return]
-        if self._rate is not None:
-            self._rate.before_step()
         before = self._steps
         norm = float(super().optimizer_step())
         self._skipped += self._steps == before
-        if self._rate is not None:
-            self._rate.after_step(norm)
         return norm
 
     def lr_scheduler_step(self) -> float:
@@ -206,61 +196,32 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, FSDPEngineWithL
     def _scales(self) -> bool:
         return self.block is not None and self.scaler is not None
 
-    def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
-        """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
-
-        Args:
-            *earlier: Statistics of batches that no step of the rule has counted yet.
-            **statistics: Of the batch, as `LrController.update` takes them; none where `mismatch.lr` watches nothing.
-
-        Raises:
-            RecordError: The trigger's statistic is missing or not finite.
-        """
-        if self._rate is None:
-            return {}
-        for found in (*earlier, statistics):
-            self._rate.collect(**found)
-        return self._rate.lead()
-
     # Checkpoints
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save as the parent does, and beside it loss scale, learning-rate control and the choice of measured passes."""
-        if self.block is not None and self._trains and local_path is not None:
-            state = {
-                "loss_scale": self.scaler.state_dict() if self.scaler is not None else None,
-                "lr": self._rate.state_dict() if self._rate is not None else None,
-                **({"updates": {"behind": self._behind}} if self._behind else {}),
-                "routing": self._replay.state_dict() if self._replay is not None else None,
-            }
-            # First: a checkpoint that verl has finished must not lack our part of it.
-            write_state(local_path, state, rank=self.rank)
-        super().save_checkpoint(local_path, *args, **kwargs)
+    def _kept(self) -> dict[str, Any] | None:
+        """Return loss scale, learning-rate control and the choice of measured passes."""
+        if self.block is None or not self._trains:
+            return None
+        return {
+            "loss_scale": self.scaler.state_dict() if self.scaler is not None else None,
+            "lr": self._rate.state_dict() if self._rate is not None else None,
+            **({"updates": {"behind": self._behind}} if self._behind else {}),
+            "routing": self._replay.state_dict() if self._replay is not None else None,
+        }
 
-    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Load as the parent does, and loss scale and learning-rate control where the schedule is loaded too.
+    @property
+    def _resumes(self) -> bool:
+        return self.block is not None and self._trains and bool(self.checkpoint_manager.should_load_extra)
 
-        Raises:
-            RecordError: Their state is damaged, or of another rule.
-            LossScaleError: The scaler's state is damaged.
-        """
-        super().load_checkpoint(local_path, *args, **kwargs)
-        if (
-            self.block is None
-            or not self._trains
-            or local_path is None
-            or not self.checkpoint_manager.should_load_extra
-        ):
-            return
-        state = read_state(local_path, rank=self.rank) or {}
+    def _resume(self, state: Mapping[str, Any], folder: str) -> None:
         self._behind = int((state.get("updates") or {}).get("behind", 0))
         if self.scaler is not None:
             if state.get("loss_scale") is not None:
                 self.scaler.load_state_dict(state["loss_scale"])
             elif self.rank == 0:
                 warnings.warn(
-                    f"{local_path} holds no loss-scaler state; the loss scale starts at {self.scaler.get_scale():g}.",
-                    stacklevel=2,
+                    f"{folder} holds no loss-scaler state; the loss scale starts at {self.scaler.get_scale():g}.",
+                    stacklevel=3,
                 )
         if self._rate is not None:
             self._rate.load_state_dict(state.get("lr"))
@@ -338,13 +299,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, FSDPEngineWithL
 
 def register_engine() -> None:
     """Put the engine into verl's registry, once."""
-    for backend in ("fsdp", "fsdp2"):
-        known = EngineRegistry._engines.get("language_model", {}).get(backend, {})
-        for device in {"cuda", get_device_name(), os.environ.get("VERL_ENGINE_DEVICE") or "cuda"}:
-            if (device, VENDOR) not in known:
-                EngineRegistry.register(model_type="language_model", backend=backend, device=device, vendor=VENDOR)(
-                    MismatchFSDPEngine
-                )
+    register(MismatchFSDPEngine, "fsdp", "fsdp2")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,84 +1,30 @@
-"""From the block to verl's own configuration, in the driver: what is set, what is refused, and a package that does not load."""
+"""From the block to verl's own configuration, in the driver: what is set, what is observed, and a package that does not load."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import threading
-import types
-from collections.abc import Callable, Iterator
-from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("verl")  # part of `make setup`
 
-import pyarrow
-import pyarrow.parquet
-import ray
 import verl.trainer.constants_ppo
 import verl.utils.config
-from hydra import compose, initialize_config_module
 from mismatch_ext.adapters.verl import block, plugin
-from mismatch_ext.adapters.verl.driver.watchdog import Watchdog
 from mismatch_ext.adapters.verl.settings import prepare as settings
-from mismatch_ext.adapters.verl.settings.modes import unsupported
 from omegaconf import DictConfig, OmegaConf
 
-from mismatch_ext import versions
 from mismatch_ext.config import KlConfig, LrConfig, MismatchConfig
-from mismatch_ext.errors import (
-    ConfigError,
-    MismatchError,
-    PeerVersionError,
-    SeamError,
-    StallError,
-    UntestedVersionWarning,
-)
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import active_patches
-from tests.planted import planted
+from tests.peers.verl.prepared import configured, prepared, prepared_megatron
 
 ROOT = Path(__file__).resolve().parents[3]
-KNOWN_WRONG = versions.KNOWN_WRONG
-# Importing the adapter has loaded it: every process that collects this file would keep its patches.
-plugin.unload()
-GRPO = (
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.actor.strategy=fsdp2",
-    "actor_rollout_ref.ref.strategy=fsdp2",
-    "actor_rollout_ref.rollout.name=vllm",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hydra() -> Iterator[None]:
-    plugin.load()
-    with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
-        yield
-    plugin.unload()  # other tests of this process look at what is patched
-
-
-@pytest.fixture(autouse=True)
-def as_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what is known to be wrong with vLLM on a CPU alone, as older vLLM's routes are: settings are the same there."""
-    monkeypatch.setattr(versions, "KNOWN_WRONG", tuple(wrong for wrong in KNOWN_WRONG if wrong.condition != "on a CPU"))
-
-
-def configured(*overrides: str) -> DictConfig:
-    """Return verl's default configuration for GRPO with FSDP2 and vLLM, with overrides."""
-    return compose("ppo_trainer", overrides=[*GRPO, *overrides])
-
-
-def prepared(*overrides: str) -> DictConfig:
-    config = configured(*overrides)
-    settings.prepare(config)
-    return config
+pytestmark = pytest.mark.usefixtures("hydra", "as_with_a_gpu")
 
 
 def test_the_smallest_block_changes_trainer_environment_and_what_it_enters_by_alone() -> None:
@@ -164,22 +110,6 @@ def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
     assert config.actor_rollout_ref.actor.use_kl_loss
 
 
-def test_a_program_that_starts_ray_without_verls_check_is_refused() -> None:
-    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-
-    get_ppo_ray_runtime_env(configured())
-    with pytest.raises(ConfigError, match="would train without it"):
-        get_ppo_ray_runtime_env(configured("+mismatch={}"))
-    get_ppo_ray_runtime_env(prepared("+mismatch={}"))
-
-
-MEGATRON = (
-    "model_engine=megatron",
-    "actor_rollout_ref.model.use_remove_padding=True",
-    "+mismatch.monitor.weight_sync=off",
-)
-
-
 def test_a_megatron_actor_keeps_verls_own_replay() -> None:
     config = prepared_megatron("+mismatch.routing.mode=R3")
     assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
@@ -194,27 +124,6 @@ def test_a_megatron_actors_rate_is_led_and_its_schedule_resumed(capsys: pytest.C
     assert OmegaConf.select(config, name) is True
     assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
     assert f"{name}=True: with mismatch.lr" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "refused",
-    [
-        "+mismatch.precision.dtype=bfloat16",
-        "mismatch.monitor.weight_sync=warn",
-        "actor_rollout_ref.model.use_fused_kernels=True",
-        "+mismatch.sampling_mask={max_support:8}",
-    ],
-)
-def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
-    with pytest.raises(ConfigError, match="strategy='megatron'"):
-        prepared_megatron(refused)
-
-
-def prepared_megatron(*overrides: str) -> DictConfig:
-    plain = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm")
-    config = compose("ppo_trainer", overrides=[*plain, *MEGATRON, *overrides])
-    settings.prepare(config)
-    return config
 
 
 def test_preparing_twice_is_preparing_once() -> None:
@@ -240,19 +149,6 @@ def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "trainer", ["one_step_off_policy.main_ppo", "fully_async_policy.fully_async_main", "separation.ray_trainer"]
-)
-def test_verls_other_trainers_are_refused(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"verl.experimental.{trainer}"
-    assert Path(verl.__path__[0], "experimental", *trainer.split(".")).with_suffix(".py").is_file()
-    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    with pytest.raises(
-        ConfigError, match=rf"trainer='verl.experimental.{trainer.partition('.')[0]}.*verl.trainer.main_ppo"
-    ):
-        prepared("+mismatch.precision.dtype=float16")
-
-
-@pytest.mark.parametrize(
     ("given", "limit"), [((), 24), (("max_logprobs=20",), 24), (("max_logprobs=64",), 64), (("max_logprobs=-1",), -1)]
 )
 def test_vllm_may_be_asked_for_as_many_tokens_as_masks_are_read_off(given: tuple[str, ...], limit: int) -> None:
@@ -265,13 +161,6 @@ def test_vllm_may_be_asked_for_as_many_tokens_as_masks_are_read_off(given: tuple
     assert OmegaConf.select(config, f"{engine}.max_logprobs") == limit
     untouched = prepared("+mismatch.precision.dtype=float16", "actor_rollout_ref.rollout.top_k=8")
     assert OmegaConf.select(untouched, f"{engine}.max_logprobs") is None
-
-
-def test_asynchronous_modes_run_with_vllm_alone() -> None:
-    sglang = "actor_rollout_ref.rollout.name=sglang"
-    found = unsupported(configured("trainer.v1.trainer_mode=colocate_async", sglang))
-    assert found is not None and found[:2] == ("actor_rollout_ref.rollout.name", "sglang")
-    assert unsupported(configured(sglang)) is None
 
 
 @pytest.mark.parametrize(
@@ -293,126 +182,6 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
     assert block.active_mode() == block.RunMode(name=mode, updates=updates)
     settings.prepare(config)  # twice is once
     assert config.trainer.v1.trainer_mode == name
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (("trainer.use_v1=False",), "trainer.use_v1=False"),
-        (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
-        (("trainer.v1.trainer_mode=mismatch_separate_async",), "trainer.v1.trainer_mode='mismatch_separate_async'"),
-        (("trainer.v1.trainer_mode=separate_async",), "actor_rollout_ref.hybrid_engine=True"),
-        (("actor_rollout_ref.hybrid_engine=False",), "actor_rollout_ref.hybrid_engine=False"),
-        (
-            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.hybrid_engine=False"),
-            "actor_rollout_ref.hybrid_engine=False",
-        ),
-        (
-            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
-            "actor_rollout_ref.actor.strategy='megatron'",
-        ),
-        (("+mismatch.monitor.keep_weights=1",), "mismatch.monitor.keep_weights=1"),
-        *(
-            (("+mismatch.monitor.doctor=first_batch", *overrides), f"mismatch.monitor.doctor='first_batch' with {why}")
-            for overrides, why in (
-                (("trainer.v1.trainer_mode=colocate_async",), "trainer_mode='colocate_async'"),
-                (("actor_rollout_ref.model.lora_rank=8",), "model.lora_rank=8"),
-                (
-                    ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"),
-                    "actor.strategy='megatron'",
-                ),
-                (("algorithm.rollout_correction.bypass_mode=True",), "rollout_correction.bypass_mode=True"),
-            )
-        ),
-        (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
-        (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
-        (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),
-        (("+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=x.Y",), "worker_extension_cls='x.Y'"),
-        (("+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}",), "param_dtype='bf16'"),
-        (("actor_rollout_ref.rollout.dtype=float32",), "actor_rollout_ref.rollout.dtype='float32'"),
-        (("actor_rollout_ref.actor.fsdp_config.qat.enable=True",), "fsdp_config.qat.enable=True"),
-        (("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",), "backend='delta_sharded'"),
-        (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
-        (
-            (
-                "+mismatch.precision.quantized.weights=fp8_per_channel",
-                "actor_rollout_ref.rollout.quantization=fp8_per_channel",
-            ),
-            "engine's own name of a format as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization",
-        ),
-        (
-            (
-                "+mismatch.precision.quantized.weights=fp8",
-                "actor_rollout_ref.rollout.quantization=fp8",
-                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
-            ),
-            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel'",
-        ),
-        (("+mismatch.precision.quantized.weights=fp8_per_channel",), "allowed: 'fp8_per_channel'"),
-        (
-            (
-                "+mismatch.precision.quantized.weights=fp8_per_channel",
-                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
-                "++actor_rollout_ref.rollout.mtp.enable_rollout=True",
-            ),
-            "rollout.mtp.enable_rollout=True",
-        ),
-        (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
-        (
-            (
-                "trainer.v1.trainer_mode=colocate_async",
-                "+mismatch.monitor.keep_weights=1",
-                "algorithm.rollout_correction.bypass_mode=True",
-            ),
-            "mismatch.monitor.keep_weights=1 with a mismatch block: bypass mode",
-        ),
-        *(
-            (
-                ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8", *overrides),
-                f"mismatch.sampling_mask with {why}",
-            )
-            for overrides, why in (
-                (("actor_rollout_ref.model.use_fused_kernels=True",), "actor_rollout_ref.model.use_fused_kernels=True"),
-                (
-                    ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",),
-                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
-                ),
-                (
-                    ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
-                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
-                ),
-                (
-                    ("++actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",),
-                    "actor_rollout_ref.rollout.agent.agent_loop_manager_class='my.Manager'",
-                ),
-                (
-                    ("++actor_rollout_ref.rollout.mtp.enable_rollout=True",),
-                    "actor_rollout_ref.rollout.mtp.enable_rollout=True",
-                ),
-                (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor='first_batch'"),
-                (("actor_rollout_ref.rollout.top_k=-1",), "top_p=1, top_k=0 and min_p=0"),
-            )
-        ),
-        (
-            ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_p=0.9"),
-            "mismatch.sampling_mask.max_support is absent, with top_k=0",
-        ),
-        (("+mismatch.kl.preset=trl",), "mismatch.kl.preset='trl'"),
-        (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
-        (("+mismatch.rooting.mode=R3",), "rooting"),
-        (("actor_rollout_ref.ref.strategy=megatron",), "actor_rollout_ref.ref.strategy='megatron'"),
-        (("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.routing={mode:R2}"), "mismatch.routing.mode='R2'"),
-        (
-            ("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.lr={trigger:f_tau}"),
-            "mismatch.lr.trigger='f_tau'",
-        ),
-        (("+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}",), "VERL_ENGINE_VENDOR='acme'"),
-    ],
-)
-def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], named: str) -> None:
-    with pytest.raises(ConfigError, match="mismatch") as caught:
-        prepared("+mismatch.precision.dtype=float16", *overrides)
-    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -450,153 +219,6 @@ def test_the_hydra_group_is_found_in_the_package() -> None:
     assert OmegaConf.create(done.stdout).mismatch == {"monitor": {"profile_every": 2}}
 
 
-SGLANG = ("actor_rollout_ref.rollout.name=sglang", "+mismatch.routing.mode=R3")
-
-
-@pytest.fixture
-def installed_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that lets the metadata say which version of a distribution is installed."""
-    real = metadata.version
-
-    def install(distribution: str, version: str) -> None:
-        monkeypatch.setattr(metadata, "version", lambda name: version if name == distribution else real(name))
-
-    return install
-
-
-@pytest.fixture
-def sglang_is(installed_is: Callable[[str, str], None]) -> Callable[[str], None]:
-    """Return a function that lets the metadata say which SGLang is installed: this environment has none."""
-    return partial(installed_is, "sglang")
-
-
-def test_r3_is_refused_before_ray_starts_where_vllms_routes_are_known_to_be_wrong(
-    installed_is: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(versions, "KNOWN_WRONG", KNOWN_WRONG)
-    installed_is("vllm", "0.24.0")
-    with pytest.raises(
-        PeerVersionError, match=r"vllm 0\.24\.0: mismatch\.routing\.R3 is known to be wrong on a CPU.*all zero"
-    ):
-        prepared("+mismatch.routing.mode=R3")
-    assert prepared("+mismatch.routing.mode=R2", "+mismatch.kl={}") is not None
-    assert not ray.is_initialized()
-
-
-def test_a_version_of_vllm_below_the_oldest_is_refused_before_ray_starts(
-    installed_is: Callable[[str, str], None],
-) -> None:
-    installed_is("vllm", "0.23.0")
-    config = configured("+mismatch.monitor={}")
-    with pytest.raises(PeerVersionError, match="vllm 0.23.0 is outside the supported range"):
-        # verl's driver calls it by this name before it starts Ray.
-        verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
-    assert not ray.is_initialized()
-
-
-def test_a_version_that_nobody_has_run_is_prepared_for_with_one_warning(
-    installed_is: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = ("+mismatch.routing.mode=R3", "+mismatch.precision.dtype=float16")
-    known = prepared(*blocks)
-    monkeypatch.setattr("mismatch_ext.versions._TOLD", set())
-    installed_is("vllm", "0.99.0")
-    with pytest.warns(UntestedVersionWarning, match=r"untested with vllm 0.99.0; the \d+ seams in use hold") as told:
-        assert prepared(*blocks) == known == prepared(*blocks)
-    assert len(told) == 1
-    with pytest.raises(PeerVersionError, match="weight_sync='off' with vllm 0.99.0"):
-        prepared(*blocks, "+mismatch.monitor.weight_sync='off'")
-
-
-def test_a_seam_that_has_changed_refuses_its_section_before_ray_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renamed = {"outputs.py": [("routed_experts", "expert_routes")]}
-    monkeypatch.syspath_prepend(str(planted(tmp_path / "front", "vllm", renamed)))
-    # A package that is imported is looked for where it was imported from.
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    config = configured("+mismatch.routing.mode=R3")
-    with pytest.raises(SeamError, match=r"mismatch.routing.mode='R3': vllm \S+ has changed vllm/routes"):
-        verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
-    assert not ray.is_initialized()
-    prepared("+mismatch.routing.mode=R2")
-
-
-def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:
-    sglang_is("0.5.18")
-    config = prepared(*SGLANG)
-    assert "vllm" not in (config.actor_rollout_ref.rollout.engine_kwargs or {}) or not (
-        config.actor_rollout_ref.rollout.engine_kwargs.vllm or {}
-    ).get("worker_extension_cls")
-    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-
-
-@pytest.mark.parametrize(
-    ("version", "override", "named"),
-    [
-        ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23 under verl"),
-        ("0.5.12.post1", "trainer.nnodes=1", "sglang 0.5.12.post1 is outside the supported range"),
-        ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
-        ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
-        ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
-        ("0.5.18", "+mismatch.sampling_mask={}", "mismatch.sampling_mask with actor_rollout_ref.rollout.name='sglang'"),
-        (
-            "0.5.18",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size=16",
-            "a replica of 16 x 1 ranks .* has several nodes of 8",
-        ),
-    ],
-)
-def test_what_sglang_cannot_do_under_verl_is_refused(
-    sglang_is: Callable[[str], None], version: str, override: str, named: str
-) -> None:
-    sglang_is(version)
-    with pytest.raises(MismatchError) as error:
-        prepared(*SGLANG, override)
-    assert re.search(named, str(error.value))
-    if "tensor_model" in override:
-        prepared(*SGLANG, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
-        prepared(*SGLANG, override, "trainer.n_gpus_per_node=16")
-
-
-def test_sglang_is_quantised_as_verl_quantises_what_it_sends(sglang_is: Callable[[str], None]) -> None:
-    sglang_is("0.5.18")
-    own = "+actor_rollout_ref.rollout.engine_kwargs.sglang.quantization=fp8"
-    asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,quantized:{weights:fp8}}")
-    with pytest.raises(
-        ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* allowed: .*rollout\.quantization='fp8'"
-    ):
-        prepared(*asked, own)
-    for rest in ((), (own,)):
-        prepared(*asked, "actor_rollout_ref.rollout.quantization=fp8", *rest)
-
-
-@pytest.mark.parametrize(
-    ("column", "suffix"), [("images", "parquet"), ("videos", "parquet"), ("audios", "jsonl"), ("pictures", "jsonl")]
-)
-def test_routing_for_data_with_images_is_refused_before_ray(tmp_path: Path, column: str, suffix: str) -> None:
-    rows = {"prompt": [[{"role": "user", "content": "<image>What?"}]], column: [["one.png"]]}
-
-    def written(name: str, table: dict[str, Any]) -> str:
-        file = tmp_path / f"{name}.{suffix}"
-        if suffix == "parquet":
-            pyarrow.parquet.write_table(pyarrow.table(table), file)
-        else:
-            file.write_text(json.dumps({key: value[0] for key, value in table.items()}) + "\n")
-        return str(file)
-
-    text, empty = written("text", {"prompt": rows["prompt"]}), written("empty", {**rows, column: [[]]})
-    images = written("images", rows)
-    key = ("data.image_key=pictures",) if column == "pictures" else ()
-    for setting, mode in (("train_files", "R2"), ("val_files", "R3")):
-        with pytest.raises(ConfigError) as refusal:
-            prepared(*key, f"data.{setting}=[{text},{images}]", f"+mismatch.routing.mode={mode}")
-        said = str(refusal.value)
-        assert f"mismatch.routing.mode='{mode}'" in said and f"data.{setting} has '{column}'" in said and images in said
-    prepared(*key, f"data.train_files=[{text},{empty},/nowhere/else.{suffix}]", "+mismatch.routing.mode=R3")
-    prepared(*key, f"data.train_files={images}", "+mismatch={}")
-
-
 def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ImportError("no such thing")
@@ -628,49 +250,6 @@ def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: 
 )
 def test_a_command_line_that_asks_for_a_block(arguments: list[str], asked: bool) -> None:
     assert plugin.asked_for(arguments if not arguments[0].startswith("--") else arguments[:1]) is asked
-
-
-def test_a_stalled_phase_is_released_then_ended() -> None:
-    released, ended = threading.Event(), threading.Event()
-    watchdog = Watchdog(0.2, released.set, end=lambda code: ended.set(), grace=0.2)
-    with watchdog.watching():
-        watchdog.phase("waiting for nobody")
-        assert released.wait(10) and ended.wait(10)
-    assert watchdog.message is not None and "while it was waiting for nobody" in watchdog.message
-
-
-def test_a_trainer_that_polls_gets_the_error_and_nothing_is_killed() -> None:
-    released = threading.Event()
-    watchdog = Watchdog(0.3, released.set, end=lambda code: None, grace=0.2)
-    with watchdog.watching():
-        watchdog.phase("polling for rollouts")
-        with pytest.raises(StallError, match="while it was polling for rollouts"):
-            for _ in range(200):
-                watchdog.polled()
-                released.wait(0.05)
-        assert not released.is_set()
-        # What it does about that is watched like any phase.
-        assert released.wait(10)
-
-
-def test_servers_have_longer_to_start_than_a_phase_of_a_step_may_take() -> None:
-    released = threading.Event()
-    watchdog = Watchdog(0.2, released.set, end=lambda code: None, grace=0.2)
-    watchdog.phase("starting", at_least=600.0)
-    with watchdog.watching():
-        assert not released.wait(1.0)
-        watchdog.phase("waiting for nobody")
-        assert released.wait(10)
-
-
-def test_phases_that_follow_one_another_are_no_stall() -> None:
-    released = threading.Event()
-    watchdog = Watchdog(0.5, released.set, end=lambda code: None)
-    with watchdog.watching():
-        for number in range(8):
-            watchdog.phase(f"step {number}")
-            assert not released.wait(0.1)
-    assert watchdog.message is None
 
 
 EVERY_SECTION = (

@@ -127,5 +127,5 @@ def _plant_faults(module: Any) -> None:
 
 
 AfterImport("mismatch_ext.adapters.verl.driver.staleness", _dump_truth)
-AfterImport("mismatch_ext.adapters.verl.worker.staleness", _keep_all)
+AfterImport("mismatch_ext.adapters.torch.kept", _keep_all)
 AfterImport("verl.workers.engine_workers", _plant_faults)

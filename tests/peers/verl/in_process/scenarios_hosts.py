@@ -68,7 +68,7 @@ def resumed_by_a_worker(out: str, files: dict[str, str]) -> dict[str, Told]:
         (folder / STATE_FILE).write_text(text)
         error = ""
         try:
-            worker_state.read_state(str(folder), rank=0)
+            worker_state.read_state(str(folder))
         except MismatchError as refused:
             error = f"{type(refused).__name__}: {refused}"
         found[name] = told(None, error, folder / STATE_FILE)

@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.torch.shards import named_pieces, named_shards
 from mismatch_ext.adapters.transformers.routing import moe_layout
-from mismatch_ext.adapters.verl.worker.shards import named_pieces, named_shards
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor

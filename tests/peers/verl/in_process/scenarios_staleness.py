@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.torch.kept import KeptWeights
 from mismatch_ext.adapters.verl.driver.staleness import enough_rows, flags_of_pass
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
-from mismatch_ext.adapters.verl.worker.staleness import KeptWeights, segments_of, stale_gap
+from mismatch_ext.adapters.verl.worker.staleness import segments_of, stale_gap
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack
 from verl.utils import tensordict_utils as tu

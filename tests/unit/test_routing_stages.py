@@ -1,15 +1,15 @@
-"""How far replayed routes differ from the model's own, over the layers and ranks of verl's Megatron engine."""
+"""How far replayed routes differ from the model's own, over the layers and ranks of a pipeline."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from mismatch_ext.adapters.verl.megatron.agreement import RouteAgreement, of_stages
 from torch import Tensor
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.agreement import Agreement, agreement
+from mismatch_ext.routing.stages import RouteAgreement, of_stages
 
 LAYERS, EXPERTS = (1, 3), 8
 

@@ -1,4 +1,4 @@
-"""What a rank holds of the actor under verl's FSDP1 and FSDP2 engines: its shards by the weights' own names."""
+"""What a rank holds of a model that FSDP1 or FSDP2 of torch has wrapped: its shards, by the weights' own names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from mismatch_ext.weight_sync.sums import Piece
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
+def local(parameter: Tensor) -> Tensor:
+    """Return what this rank holds of a parameter, without its gradient."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's part of each weight, under the name that the checkpoint has for it; nothing is gathered.
 
@@ -27,7 +32,7 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(parameter, FlatParameter):
             yield from _parts(name, parameter)
         elif parameter.numel():
-            yield _plain(name), (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+            yield _plain(name), local(parameter)
 
 
 def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
@@ -59,9 +64,9 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
                 _, offsets = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
-                local = parameter.to_local().detach()
-                start = offsets[0] * (local[:1].numel() if local.numel() else 0)
-                yield _plain(name), Piece(values=local.reshape(-1), start=start, shape=tuple(parameter.shape))
+                values = local(parameter)
+                start = offsets[0] * (values[:1].numel() if values.numel() else 0)
+                yield _plain(name), Piece(values=values.reshape(-1), start=start, shape=tuple(parameter.shape))
         else:
             yield _plain(name), Piece(values=parameter.detach().reshape(-1), start=0, shape=tuple(parameter.shape))
 

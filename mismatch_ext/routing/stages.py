@@ -1,6 +1,6 @@
-"""How far the routes that verl's Megatron engine replays differ from those that the model would have chosen.
+"""How far replayed routes differ from those that the model would have chosen, where a rank has a stage of a pipeline.
 
-A rank has the layers of its pipeline stage, and of a layer the tokens of its data shard; what is logged is over all of them.
+It has the layers of its stage, and of a layer the tokens of its data shard; what is logged is over all of them.
 
 Shapes: T tokens of a forward pass on this rank, K experts per token.
 """
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.worker.ranks import gathered
 from torch import Tensor
 
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.ranks import gathered
 from mismatch_ext.routing.agreement import Agreement, agreement
 from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.replaying import MeasuredPasses
+from mismatch_ext.routing.trace import RoutingTrace
 
 Layers = tuple[int, ...]
 
@@ -40,7 +40,7 @@ class RouteAgreement:
     def __init__(self, config: RoutingConfig, seed: int, *, twin: bool = False) -> None:
         self.draws = MeasuredPasses(config, seed)
         self.active = False
-        self._twin, self._records = twin, config.mode == "R2"
+        self._twin = twin
         self._passes: dict[Layers, dict[int, tuple[Tensor, Tensor, Tensor]]] = {}
         self._found: dict[Layers, Agreement] = {}
 

@@ -1,4 +1,4 @@
-"""A run of verl that hangs, because a worker failed where nobody waits for it, ended with an error."""
+"""A run that hangs, because a worker failed where nobody waits for it, ended with an error."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ GRACE = 30.0
 class Watchdog:
     """Watches a training from a thread of its own: a phase that takes too long is taken for a hang.
 
-    verl's weight update waits for ever for a rollout worker that has failed, and so does its sampling. A trainer that waits by
-    polling gets the error in its next poll, while its workers live, so that it can save what it has trained; one that does not
-    is released by ending what it waits for.
+    A host may wait for ever for a rollout worker that has failed: verl does in its weight update, and in its sampling. A trainer
+    that waits by polling gets the error in its next poll, while its workers live, so that it can save what it has trained; one
+    that does not is released by ending what it waits for.
 
     Args:
         timeout: Seconds that one phase may take where it names no longer time; 0 watches nothing.
         release: Ends what the trainer may be waiting for, so that its call fails.
+        host: Name of what makes no progress, as the message has it.
+        logs: Where else the errors of the host's workers are, as the message has it.
         end: Ends this process where that did not help.
         grace: Seconds before it does.
     """
@@ -41,12 +43,15 @@ class Watchdog:
         timeout: float,
         release: Callable[[], None],
         *,
+        host: str,
+        logs: str,
         end: Callable[[int], None] = os._exit,
         grace: float = GRACE,
     ) -> None:
         self.timeout = timeout
         self.message: str | None = None
         self._release, self._end, self._grace = release, end, grace
+        self._host, self._logs = host, logs
         self._phase, self._since, self._limit = "start", time.monotonic(), timeout
         self._stop = threading.Event()
         self._polled, self._raise, self._raised = -math.inf, False, False
@@ -91,9 +96,9 @@ class Watchdog:
             if waited < self._limit:
                 continue
             message = (
-                f"verl made no progress for {waited:.0f} s while it was {self._phase} (mismatch.monitor.stall_timeout is "
+                f"{self._host} made no progress for {waited:.0f} s while it was {self._phase} (mismatch.monitor.stall_timeout is "
                 f"{self.timeout:g} s). Most often a worker or the rollout server has failed where nobody waits for its answer: "
-                "look for the first error above and in Ray's worker logs. Raise stall_timeout if the phase is only slow."
+                f"look for the first error above and in {self._logs}. Raise stall_timeout if the phase is only slow."
             )
             say(f"mismatch-ext: {message}", error=True)
             self.message = self.message or message

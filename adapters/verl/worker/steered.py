@@ -1,0 +1,105 @@
+"""What both of this package's engines in verl do, FSDP's and Megatron's.
+
+The driver's statistics lead their rate, our state lies beside verl's own in their checkpoints, and verl's registry has them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.verl.worker.state import read_state, write_state
+from verl.utils.device import get_device_name
+from verl.workers.engine import EngineRegistry
+
+from mismatch_ext.lr import RateControl
+
+if TYPE_CHECKING:
+    from verl.workers.engine import BaseEngine as _Host
+else:
+    _Host = object
+
+VENDOR = "mismatch"
+
+
+class SteeredMixin(_Host):
+    """An engine of verl's, steered by the driver and resumed with what this package keeps of it."""
+
+    _rate: RateControl | None = None
+
+    def _kept(self) -> dict[str, Any] | None:
+        """Return the state that lies beside verl's in a checkpoint; None where this engine has none."""
+        raise NotImplementedError
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether what `_kept` returns is to be loaded with what verl loads."""
+        raise NotImplementedError
+
+    def _resume(self, state: Mapping[str, Any], folder: str) -> None:
+        """Go on from what `_kept` returned, which is empty where a checkpoint has nothing of ours."""
+        raise NotImplementedError
+
+    def optimizer_step(self) -> Any:
+        """Step as the parent does, at the rate that the driver's statistics lead.
+
+        Raises:
+            ConfigError: The rate was to be led by statistics that nobody gave.
+        """
+        if self._rate is None:
+            return super().optimizer_step()
+        self._rate.before_step()
+        norm = super().optimizer_step()
+        self._rate.after_step(float(norm))
+        return norm
+
+    def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
+        """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
+
+        Args:
+            *earlier: Statistics of batches that no step of the rule has counted yet.
+            **statistics: Of the batch, as `LrController.update` takes them; none where `mismatch.lr` watches nothing.
+
+        Raises:
+            RecordError: The trigger's statistic is missing or not finite.
+        """
+        if self._rate is None:
+            return {}
+        for found in (*earlier, statistics):
+            self._rate.collect(**found)
+        return self._rate.lead()
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save as the parent does, and beside it what this package keeps of the engine."""
+        if local_path is not None and (state := self._kept()) is not None:
+            # First: a checkpoint that verl has finished must not lack our part of it.
+            write_state(local_path, state)
+        super().save_checkpoint(local_path, *args, **kwargs)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load as the parent does, and what this package kept of the engine where its schedule is loaded too.
+
+        Raises:
+            RecordError: That state is damaged, of another rule, or of another update than the schedule.
+            LossScaleError: The scaler's state is damaged.
+        """
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if local_path is not None and self._resumes:
+            self._resume(read_state(local_path) or {}, local_path)
+
+
+def register(engine: type[Any], *backends: str) -> None:
+    """Put an engine into verl's registry, once.
+
+    Args:
+        engine: The class.
+        *backends: What verl calls the strategies that it is for.
+    """
+    for backend in backends:
+        known = EngineRegistry._engines.get("language_model", {}).get(backend, {})
+        for device in {"cuda", get_device_name(), os.environ.get("VERL_ENGINE_DEVICE") or "cuda"}:
+            if (device, VENDOR) not in known:
+                EngineRegistry.register(model_type="language_model", backend=backend, device=device, vendor=VENDOR)(
+                    engine
+                )

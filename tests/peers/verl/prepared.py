@@ -1,0 +1,41 @@
+"""verl's configuration as a test gives it, and as the block leaves it."""
+
+from __future__ import annotations
+
+from hydra import compose
+from mismatch_ext.adapters.verl import plugin
+from mismatch_ext.adapters.verl.settings import prepare as settings
+from omegaconf import DictConfig
+
+# Importing the adapter has loaded it: every process that collects a file of these tests would keep its patches.
+plugin.unload()
+
+GRPO = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.ref.strategy=fsdp2",
+    "actor_rollout_ref.rollout.name=vllm",
+)
+MEGATRON = (
+    "model_engine=megatron",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "+mismatch.monitor.weight_sync=off",
+)
+
+
+def configured(*overrides: str) -> DictConfig:
+    """Return verl's default configuration for GRPO with FSDP2 and vLLM, with overrides."""
+    return compose("ppo_trainer", overrides=[*GRPO, *overrides])
+
+
+def prepared(*overrides: str) -> DictConfig:
+    config = configured(*overrides)
+    settings.prepare(config)
+    return config
+
+
+def prepared_megatron(*overrides: str) -> DictConfig:
+    plain = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm")
+    config = compose("ppo_trainer", overrides=[*plain, *MEGATRON, *overrides])
+    settings.prepare(config)
+    return config

@@ -1,0 +1,322 @@
+"""Configurations of verl that are refused before Ray starts, by the setting's name, the version's, or the seam's."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")  # part of `make setup`
+
+import pyarrow
+import pyarrow.parquet
+import ray
+import verl.utils.config
+from mismatch_ext.adapters.verl.settings.modes import unsupported
+
+from mismatch_ext import versions
+from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, SeamError, UntestedVersionWarning
+from tests.peers.verl.prepared import configured, prepared, prepared_megatron
+from tests.planted import planted
+
+KNOWN_WRONG = versions.KNOWN_WRONG
+pytestmark = pytest.mark.usefixtures("hydra", "as_with_a_gpu")
+
+
+def test_a_program_that_starts_ray_without_verls_check_is_refused() -> None:
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    get_ppo_ray_runtime_env(configured())
+    with pytest.raises(ConfigError, match="would train without it"):
+        get_ppo_ray_runtime_env(configured("+mismatch={}"))
+    get_ppo_ray_runtime_env(prepared("+mismatch={}"))
+
+
+@pytest.mark.parametrize(
+    "trainer", ["one_step_off_policy.main_ppo", "fully_async_policy.fully_async_main", "separation.ray_trainer"]
+)
+def test_verls_other_trainers_are_refused(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"verl.experimental.{trainer}"
+    assert Path(verl.__path__[0], "experimental", *trainer.split(".")).with_suffix(".py").is_file()
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.raises(
+        ConfigError, match=rf"trainer='verl.experimental.{trainer.partition('.')[0]}.*verl.trainer.main_ppo"
+    ):
+        prepared("+mismatch.precision.dtype=float16")
+
+
+def test_asynchronous_modes_run_with_vllm_alone() -> None:
+    sglang = "actor_rollout_ref.rollout.name=sglang"
+    found = unsupported(configured("trainer.v1.trainer_mode=colocate_async", sglang))
+    assert found is not None and found[:2] == ("actor_rollout_ref.rollout.name", "sglang")
+    assert unsupported(configured(sglang)) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("trainer.use_v1=False",), "trainer.use_v1=False"),
+        (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
+        (("trainer.v1.trainer_mode=mismatch_separate_async",), "trainer.v1.trainer_mode='mismatch_separate_async'"),
+        (("trainer.v1.trainer_mode=separate_async",), "actor_rollout_ref.hybrid_engine=True"),
+        (("actor_rollout_ref.hybrid_engine=False",), "actor_rollout_ref.hybrid_engine=False"),
+        (
+            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.hybrid_engine=False"),
+            "actor_rollout_ref.hybrid_engine=False",
+        ),
+        (
+            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
+            "actor_rollout_ref.actor.strategy='megatron'",
+        ),
+        (("+mismatch.monitor.keep_weights=1",), "mismatch.monitor.keep_weights=1"),
+        *(
+            (("+mismatch.monitor.doctor=first_batch", *overrides), f"mismatch.monitor.doctor='first_batch' with {why}")
+            for overrides, why in (
+                (("trainer.v1.trainer_mode=colocate_async",), "trainer_mode='colocate_async'"),
+                (("actor_rollout_ref.model.lora_rank=8",), "model.lora_rank=8"),
+                (
+                    ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"),
+                    "actor.strategy='megatron'",
+                ),
+                (("algorithm.rollout_correction.bypass_mode=True",), "rollout_correction.bypass_mode=True"),
+            )
+        ),
+        (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
+        (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
+        (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),
+        (("+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=x.Y",), "worker_extension_cls='x.Y'"),
+        (("+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}",), "param_dtype='bf16'"),
+        (("actor_rollout_ref.rollout.dtype=float32",), "actor_rollout_ref.rollout.dtype='float32'"),
+        (("actor_rollout_ref.actor.fsdp_config.qat.enable=True",), "fsdp_config.qat.enable=True"),
+        (("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",), "backend='delta_sharded'"),
+        (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
+        (
+            (
+                "+mismatch.precision.quantized.weights=fp8_per_channel",
+                "actor_rollout_ref.rollout.quantization=fp8_per_channel",
+            ),
+            "engine's own name of a format as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization",
+        ),
+        (
+            (
+                "+mismatch.precision.quantized.weights=fp8",
+                "actor_rollout_ref.rollout.quantization=fp8",
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
+            ),
+            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel'",
+        ),
+        (("+mismatch.precision.quantized.weights=fp8_per_channel",), "allowed: 'fp8_per_channel'"),
+        (
+            (
+                "+mismatch.precision.quantized.weights=fp8_per_channel",
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
+                "++actor_rollout_ref.rollout.mtp.enable_rollout=True",
+            ),
+            "rollout.mtp.enable_rollout=True",
+        ),
+        (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
+        (
+            (
+                "trainer.v1.trainer_mode=colocate_async",
+                "+mismatch.monitor.keep_weights=1",
+                "algorithm.rollout_correction.bypass_mode=True",
+            ),
+            "mismatch.monitor.keep_weights=1 with a mismatch block: bypass mode",
+        ),
+        *(
+            (
+                ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8", *overrides),
+                f"mismatch.sampling_mask with {why}",
+            )
+            for overrides, why in (
+                (("actor_rollout_ref.model.use_fused_kernels=True",), "actor_rollout_ref.model.use_fused_kernels=True"),
+                (
+                    ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",),
+                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
+                ),
+                (
+                    ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
+                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
+                ),
+                (
+                    ("++actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",),
+                    "actor_rollout_ref.rollout.agent.agent_loop_manager_class='my.Manager'",
+                ),
+                (
+                    ("++actor_rollout_ref.rollout.mtp.enable_rollout=True",),
+                    "actor_rollout_ref.rollout.mtp.enable_rollout=True",
+                ),
+                (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor='first_batch'"),
+                (("actor_rollout_ref.rollout.top_k=-1",), "top_p=1, top_k=0 and min_p=0"),
+            )
+        ),
+        (
+            ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_p=0.9"),
+            "mismatch.sampling_mask.max_support is absent, with top_k=0",
+        ),
+        (("+mismatch.kl.preset=trl",), "mismatch.kl.preset='trl'"),
+        (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
+        (("+mismatch.rooting.mode=R3",), "rooting"),
+        (("actor_rollout_ref.ref.strategy=megatron",), "actor_rollout_ref.ref.strategy='megatron'"),
+        (("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.routing={mode:R2}"), "mismatch.routing.mode='R2'"),
+        (
+            ("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.lr={trigger:f_tau}"),
+            "mismatch.lr.trigger='f_tau'",
+        ),
+        (("+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}",), "VERL_ENGINE_VENDOR='acme'"),
+    ],
+)
+def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ConfigError, match="mismatch") as caught:
+        prepared("+mismatch.precision.dtype=float16", *overrides)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "+mismatch.precision.dtype=bfloat16",
+        "mismatch.monitor.weight_sync=warn",
+        "actor_rollout_ref.model.use_fused_kernels=True",
+        "+mismatch.sampling_mask={max_support:8}",
+    ],
+)
+def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
+    with pytest.raises(ConfigError, match="strategy='megatron'"):
+        prepared_megatron(refused)
+
+
+SGLANG = ("actor_rollout_ref.rollout.name=sglang", "+mismatch.routing.mode=R3")
+
+
+def test_r3_is_refused_before_ray_starts_where_vllms_routes_are_known_to_be_wrong(
+    installed_is: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "KNOWN_WRONG", KNOWN_WRONG)
+    installed_is("vllm", "0.24.0")
+    with pytest.raises(
+        PeerVersionError, match=r"vllm 0\.24\.0: mismatch\.routing\.R3 is known to be wrong on a CPU.*all zero"
+    ):
+        prepared("+mismatch.routing.mode=R3")
+    assert prepared("+mismatch.routing.mode=R2", "+mismatch.kl={}") is not None
+    assert not ray.is_initialized()
+
+
+def test_a_version_of_vllm_below_the_oldest_is_refused_before_ray_starts(
+    installed_is: Callable[[str, str], None],
+) -> None:
+    installed_is("vllm", "0.23.0")
+    config = configured("+mismatch.monitor={}")
+    with pytest.raises(PeerVersionError, match="vllm 0.23.0 is outside the supported range"):
+        # verl's driver calls it by this name before it starts Ray.
+        verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    assert not ray.is_initialized()
+
+
+def test_a_version_that_nobody_has_run_is_prepared_for_with_one_warning(
+    installed_is: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = ("+mismatch.routing.mode=R3", "+mismatch.precision.dtype=float16")
+    known = prepared(*blocks)
+    monkeypatch.setattr("mismatch_ext.versions._TOLD", set())
+    installed_is("vllm", "0.99.0")
+    with pytest.warns(UntestedVersionWarning, match=r"untested with vllm 0.99.0; the \d+ seams in use hold") as told:
+        assert prepared(*blocks) == known == prepared(*blocks)
+    assert len(told) == 1
+    with pytest.raises(PeerVersionError, match="weight_sync='off' with vllm 0.99.0"):
+        prepared(*blocks, "+mismatch.monitor.weight_sync='off'")
+
+
+def test_a_seam_that_has_changed_refuses_its_section_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = {"outputs.py": [("routed_experts", "expert_routes")]}
+    monkeypatch.syspath_prepend(str(planted(tmp_path / "front", "vllm", renamed)))
+    # A package that is imported is looked for where it was imported from.
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    config = configured("+mismatch.routing.mode=R3")
+    with pytest.raises(SeamError, match=r"mismatch.routing.mode='R3': vllm \S+ has changed vllm/routes"):
+        verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    assert not ray.is_initialized()
+    prepared("+mismatch.routing.mode=R2")
+
+
+def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:
+    sglang_is("0.5.18")
+    config = prepared(*SGLANG)
+    assert "vllm" not in (config.actor_rollout_ref.rollout.engine_kwargs or {}) or not (
+        config.actor_rollout_ref.rollout.engine_kwargs.vllm or {}
+    ).get("worker_extension_cls")
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+@pytest.mark.parametrize(
+    ("version", "override", "named"),
+    [
+        ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23 under verl"),
+        ("0.5.12.post1", "trainer.nnodes=1", "sglang 0.5.12.post1 is outside the supported range"),
+        ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
+        ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
+        ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
+        ("0.5.18", "+mismatch.sampling_mask={}", "mismatch.sampling_mask with actor_rollout_ref.rollout.name='sglang'"),
+        (
+            "0.5.18",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=16",
+            "a replica of 16 x 1 ranks .* has several nodes of 8",
+        ),
+    ],
+)
+def test_what_sglang_cannot_do_under_verl_is_refused(
+    sglang_is: Callable[[str], None], version: str, override: str, named: str
+) -> None:
+    sglang_is(version)
+    with pytest.raises(MismatchError) as error:
+        prepared(*SGLANG, override)
+    assert re.search(named, str(error.value))
+    if "tensor_model" in override:
+        prepared(*SGLANG, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
+        prepared(*SGLANG, override, "trainer.n_gpus_per_node=16")
+
+
+def test_sglang_is_quantised_as_verl_quantises_what_it_sends(sglang_is: Callable[[str], None]) -> None:
+    sglang_is("0.5.18")
+    own = "+actor_rollout_ref.rollout.engine_kwargs.sglang.quantization=fp8"
+    asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,quantized:{weights:fp8}}")
+    with pytest.raises(
+        ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* allowed: .*rollout\.quantization='fp8'"
+    ):
+        prepared(*asked, own)
+    for rest in ((), (own,)):
+        prepared(*asked, "actor_rollout_ref.rollout.quantization=fp8", *rest)
+
+
+@pytest.mark.parametrize(
+    ("column", "suffix"), [("images", "parquet"), ("videos", "parquet"), ("audios", "jsonl"), ("pictures", "jsonl")]
+)
+def test_routing_for_data_with_images_is_refused_before_ray(tmp_path: Path, column: str, suffix: str) -> None:
+    rows = {"prompt": [[{"role": "user", "content": "<image>What?"}]], column: [["one.png"]]}
+
+    def written(name: str, table: dict[str, Any]) -> str:
+        file = tmp_path / f"{name}.{suffix}"
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table(table), file)
+        else:
+            file.write_text(json.dumps({key: value[0] for key, value in table.items()}) + "\n")
+        return str(file)
+
+    text, empty = written("text", {"prompt": rows["prompt"]}), written("empty", {**rows, column: [[]]})
+    images = written("images", rows)
+    key = ("data.image_key=pictures",) if column == "pictures" else ()
+    for setting, mode in (("train_files", "R2"), ("val_files", "R3")):
+        with pytest.raises(ConfigError) as refusal:
+            prepared(*key, f"data.{setting}=[{text},{images}]", f"+mismatch.routing.mode={mode}")
+        said = str(refusal.value)
+        assert f"mismatch.routing.mode='{mode}'" in said and f"data.{setting} has '{column}'" in said and images in said
+    prepared(*key, f"data.train_files=[{text},{empty},/nowhere/else.{suffix}]", "+mismatch.routing.mode=R3")
+    prepared(*key, f"data.train_files={images}", "+mismatch={}")
