@@ -38,34 +38,30 @@ from mismatch_ext.correction import Correction, correct, over_ranks, resolve
 from mismatch_ext.errors import LoopError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.lr import RateControl, ShadowRate
 from mismatch_ext.precision.audit import AuditReport
-from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.records import RolloutRecord
-from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.run.batch import Batch, lay_out
 from mismatch_ext.run.log import Logged, RunLog
-from mismatch_ext.run.measuring import findings_of_ranks, lead_by_gap, lead_by_lengths, means_of_ranks, merged, number
-from mismatch_ext.run.routes import check_routes, replayed, routed
-from mismatch_ext.run.saved import saved_state
+from mismatch_ext.run.pending import Pending, findings_of_ranks, means_of_ranks, number
+from mismatch_ext.run.routes import Routes
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
 from mismatch_ext.run.start import (
     INTEGRATION,
-    audited,
     check_block,
+    check_sides,
     info_of,
-    new_verifier,
+    saved_state,
     set_precision,
     to_warn_of,
 )
-from mismatch_ext.run.stepping import Stepped, step
+from mismatch_ext.run.stepping import Stepped, Stepper
 from mismatch_ext.run.used import Used
+from mismatch_ext.run.weights import Weights
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
-from mismatch_ext.weight_sync.verifier import WeightVerifier
 
 
 class Run:
@@ -117,16 +113,14 @@ class Run:
         )
         kl, lr = self.acting.kl, self.block.lr
         self._kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
-        self._rate = None if lr is None else (ShadowRate(lr) if self._verdicts.observes else RateControl(lr))
         self._used = Used(self.acting, measures=not self._verdicts.observes)
-        self._replay: RouteReplay | None = None
-        self._verifier: WeightVerifier | None = None
+        self._pending = pending = Pending()
+        self._routes = Routes(self.acting.routing, trainer, step=lambda: self.steps, seed=seed, ranks=ranks)
+        shared: dict[str, Any] = {"verdicts": self._verdicts, "pending": pending}
+        self._stepper = Stepper(lr, trainer, names=self._names, ranks=ranks, **shared)
+        self._weights = Weights(self.block, trainer, rollout, step=lambda: self.steps, **shared)
         self._report: AuditReport | None = None
-        self._started = self._ended = self._sent_once = False
-        self._stepped = False  # since weights were last sent
-        self._last_rate: dict[str, Any] | None = None  # of a run that has ended
-        self._pending: dict[str, list[float]] = {}
-        self._parts: list[float] = []  # of the loss of this step
+        self._started = self._ended = False
 
     # Begin.
 
@@ -153,39 +147,20 @@ class Run:
         return self
 
     def _start(self, state: dict[str, Any] | None) -> None:
-        checking, acting = self._verdicts.checking, self.acting
-        if acting.precision is not None:
-            set_precision(acting.precision, self.trainer)
-        warning = None
+        if self.acting.precision is not None:
+            set_precision(self.acting.precision, self.trainer)
         dtype = self.trainer.reading().compute_dtype
-        with checking("engine"):
-            self.rollout.check(self.block, dtype)
-        with checking("precision", applied=True):
-            self._report = audited(self.block, self.trainer, self.rollout)
-        with checking("readiness"):
-            warning = check_readiness(self.trainer.named_parameters(), self.block.precision)
-        if acting.routing is not None:
-            self._replay = RouteReplay(
-                acting.routing, self.trainer.routing, self.trainer.policy(), seed=self._seed, ranks=self._ranks
-            )
-            if acting.routing.mode == "R3":
-                self.rollout.record_routing(self._replay.layout.shape)
-
+        self._report, warning = check_sides(self.block, self.trainer, self.rollout, dtype, self._verdicts)
+        self._routes.begin(self.rollout)
         self._log.sampled_with(self.rollout.sampling)
-        if self._rate is not None:
-            self._control_rate(self._rate, 0 if state is None else state["run"]["step"])
-        if self.block.monitor.weight_sync != "off":
-            with checking("weight_sync"):
-                verifier = new_verifier(self.block.monitor, self.trainer, self.rollout, dtype, self._log)
-                if state is None:
-                    verifier.begin()
-                self._verifier = verifier
+        self._stepper.attach(0 if state is None else state["run"]["step"])
+        self._weights.begin(dtype, self._log, resumed=state is not None)
         if state is not None:
             self._load(state)
         self._started = True
         self._log.begin(None if state is None else self.steps)
         said: list[tuple[str, str]] = []
-        with checking("vocabulary"):
+        with self._verdicts.checking("vocabulary"):
             said = to_warn_of(self.trainer, self.rollout, warning)  # on all ranks: a sharded model is run for it
         for name, message in said if self._ranks.rank == 0 else ():
             self._warn(name, message)
@@ -195,11 +170,6 @@ class Run:
             if changed is not None:
                 self._warn("settings_changed", changed)
             self.send()
-
-    def _control_rate(self, rate: RateControl, step: int) -> None:
-        # A schedule that is given to the run may have moved before it.
-        joining = step or int(getattr(self.trainer.scheduler, "last_epoch", 0) or 0)
-        rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0, step=joining)
 
     def _info(self) -> dict[str, Any]:
         given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
@@ -220,38 +190,25 @@ class Run:
             LoopError: The trainer's weights have changed since they were sent.
         """
         self._begun()
-        verifier = self._verifier
-        with self._verdicts.checking("records"):
-            if verifier is not None and verifier.moved():
-                raise LoopError(
-                    f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() before "
-                    "the next rollouts, or set mismatch.monitor.weight_sync='off'."
-                )
+        self._weights.check_sent()
         batch = lay_out(records, self.trainer.device, split, self._verdicts)
         with self._verdicts.checking("records"):
             expect_present(batch.provenance, self.rollout.weight_version)
-        check_routes(self.acting.routing, batch)
+        self._routes.check(batch)
         if split == "train":
-            self._train_on(batch)
+            self._used.batch(batch)
+            if self._kl is not None:
+                self._kl.settle()
+                self._kl.begin()
+            self._stepper.lead_by_lengths(batch)
         return batch
-
-    def _train_on(self, batch: Batch) -> None:
-        self._used.batch(batch)
-        if self._kl is not None:
-            self._kl.settle()
-            self._kl.begin()
-        with self._verdicts.checking("lr"):
-            for name, value in lead_by_lengths(self._rate, batch, self._ranks, self._names).items():
-                self._note(name, value)
 
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
 
         With gradients they are those that the loss is made of. Without, under R2, the first of a batch records its routes.
         """
-        with routed(self._replay, self.trainer, batch, version=self.steps):
-            found = self.trainer.logprobs(batch)
-        return self._used.watch("replay", found) if self._replay is not None else found
+        return self._used.watch("replay", self._routes.logprobs(batch))
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the reference's log-probabilities `[B, T]`, in nats, under the batch's routes if the block says so.
@@ -263,8 +220,7 @@ class Run:
         """
         if self._kl is None:
             return torch.zeros_like(batch.rollout_logprobs)
-        with routed(self._replay, self.trainer, batch, version=self.steps, reference=True):
-            return self.trainer.logprobs(batch, reference=True)
+        return self._routes.logprobs(batch, reference=True)
 
     @contextmanager
     def replaying(self, batch: Batch) -> Iterator[None]:
@@ -276,11 +232,10 @@ class Run:
             RoutingError: The routes do not fit their tokens, or are not this model's.
             ReplayError: The forward pass was over other tokens, or did not obey them.
         """
-        before = 0 if self._replay is None else self._replay.forwards
         learns = torch.is_grad_enabled()
-        with routed(self._replay, self.trainer, batch, version=self.steps):
+        with self._routes.under(batch):
             yield
-        if self._replay is not None and self._replay.forwards > before and learns:
+        if learns:
             self._used.note("replay")
 
     def measure(self, batch: Batch, old: Tensor, reference: Tensor | None = None) -> None:
@@ -300,9 +255,8 @@ class Run:
         gap = (old.detach(), batch.rollout_logprobs, mask)
         with self._verdicts.checking("measure"):
             self._log.observe(batch.split, *gap)
-        if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap():
-            with torch.no_grad(), torch.random.fork_rng():
-                native = self.trainer.logprobs(batch)
+        native = self._routes.native(batch)
+        if native is not None:
             self._log.observe(batch.split, native, *gap[1:], native=True)
         if batch.split != "train":
             return
@@ -313,10 +267,8 @@ class Run:
                     "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
                 )
             for name, value in self._kl.collect(old.detach(), reference, mask, self._ranks).items():
-                self._note(PREFIX + name, value)
-        if self._rate is not None:
-            with self._verdicts.checking("lr"):
-                lead_by_gap(self._rate, gap, self._ranks)
+                self._pending.note(PREFIX + name, value)
+        self._stepper.lead_by_gap(*gap)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
@@ -339,7 +291,7 @@ class Run:
                 found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
             figures = over_ranks(found.metrics, mask, settings, self._ranks)  # on a rank without tokens too
         for name, value in self._verdicts.named(figures).items() if batch.split == "train" else ():
-            self._note(PREFIX + name, value)
+            self._pending.note(PREFIX + name, value)
         return kept if self._verdicts.observes else found
 
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
@@ -360,14 +312,10 @@ class Run:
             rollout_logprobs=batch.rollout_logprobs if old is None else None,
             old_logprobs=old,
             groups=batch.groups,
-            logits=lambda: (self._logits(batch), self._logits(batch, reference=True)),
+            logits=lambda: (self._routes.logits(batch), self._routes.logits(batch, reference=True)),
             temperature=batch.temperature,
         )
         return self._used.watch("kl", term)
-
-    def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        with routed(self._replay, self.trainer, batch, version=self.steps, reference=reference):
-            return self.trainer.logits(batch, reference=reference)
 
     def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
         """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
@@ -381,9 +329,7 @@ class Run:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's loss, scaled in float16; `step` then takes none."""
         self._begun()
-        scaler = self.trainer.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        self._parts.append(float(loss.detach()))
+        self._stepper.backward(loss)
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
         """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
@@ -399,13 +345,8 @@ class Run:
         if loss is not None:
             self.backward(loss)
         self._used.check_step(self.steps)
-        if self._parts:
-            self._note(self._names.loss, sum(self._parts))
-            self._parts = []
-        done = step(self.trainer, self._rate, max_norm, self._verdicts)
-        self.steps, self._stepped = self.steps + 1, True
-        self._note(self._names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
-        self._note(self._names.learning_rate, done.learning_rate)
+        done = self._stepper.step(max_norm)
+        self.steps, self._weights.stepped = self.steps + 1, True
         return done
 
     # Weights.
@@ -418,13 +359,7 @@ class Run:
             LoopError: They changed otherwise than by `step`, which sees to the block's sections.
         """
         self._begun()
-        self._only_stepped()
-        reading, samples = self.rollout.update(self.trainer.checkpoint_parameters())
-        if not self._sent_once:
-            self._sent_once = True
-            with self._verdicts.checking("precision", applied=True):
-                audited(self.block, self.trainer, self.rollout, reading)
-        return self._verified(samples)
+        return self._weights.send()
 
     def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
         """Verify an update that the loop made itself; its version is `rollout.weight_version`.
@@ -435,27 +370,7 @@ class Run:
         Raises:
             WeightSyncError, LoopError: As `send`.
         """
-        self._only_stepped()
-        return self._verified(samples)
-
-    def _only_stepped(self) -> None:
-        acts = self.acting != MismatchConfig(level=self.acting.level, monitor=self.acting.monitor)
-        if not self._stepped and acts and self._verifier is not None and self._verifier.moved():
-            raise LoopError(
-                f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the block "
-                "asks for; step by it."
-            )
-
-    def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
-        self._stepped = False
-        if self._verifier is None:
-            return None
-        verdict: SyncVerdict | None = None
-        with self._verdicts.checking("weight_sync"):
-            verdict = self._verifier.verify(samples)
-        if verdict is not None:
-            self._note(PREFIX + "weight_sync_gap", verdict.gap_mean)
-        return verdict
+        return self._weights.sent(samples)
 
     # Logs.
 
@@ -473,19 +388,12 @@ class Run:
         self._begun()
         findings_of_ranks(self._verdicts, self._ranks)
         found = self._log.measured(self.steps, split)
-        by_layer: dict[str, float] = {}
         if split == "train":
-            found |= {name: merged(name, values) for name, values in self._pending.items()}
-            self._pending = {}
+            found |= self._pending.take()
             found |= means_of_ranks(found, (self._names.loss, PREFIX + "weight_sync_gap"), self._ranks)
-            if self.trainer.scaler is not None:
-                found |= {PREFIX + name: value for name, value in self.trainer.scaler.metrics().items()}
-            if self._rate is not None:
-                found |= {PREFIX + name: value for name, value in self._verdicts.named(self._rate.metrics()).items()}
-        if self._replay is not None:
-            more_found, by_layer = replayed(self._replay, split, self._ranks)
-            found |= more_found
-        found |= {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
+            found |= self._stepper.metrics()
+        of_routes, by_layer = self._routes.metrics(split)
+        found |= of_routes | {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
         self._log.write(self.steps, found | by_layer, split)
         return Logged(metrics=found, stop=self._log.watch(self.steps, found) if split == "train" else None)
 
@@ -497,14 +405,10 @@ class Run:
         if self._kl is not None:
             self._kl.settle()
         state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
-        state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
-        parts = {"weight_sync": self._verifier, "kl": self._kl, "routing": self._replay}
+        state |= self._log.state_dict() | self._weights.state_dict()
+        parts = {"kl": self._kl, "routing": self._routes.replay}
         state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-        if self._rate is not None:
-            state["lr"] = self._rate.state_dict() if self._rate.attached else self._last_rate
-        if self.trainer.scaler is not None:
-            state["scaler"] = self.trainer.scaler.state_dict()
-        return state
+        return state | self._stepper.state_dict()
 
     def save(self, folder: str | Path) -> Path:
         """Write `state_dict` to a folder, beside what the loop saves of model, optimizer and schedule, and after it.
@@ -527,24 +431,16 @@ class Run:
         self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.steps, self._stepped = int(state["run"]["step"]), True  # by the run that saved it
-        self._pending, self._parts = {}, []
-        self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
+        self.steps = int(state["run"]["step"])
+        self._pending.take()  # of steps that are undone
         self._log.load_state_dict(state, step=self.steps)
-        for name, part in (("kl", self._kl), ("routing", self._replay)):
+        for name, part in (("kl", self._kl), ("routing", self._routes.replay)):
             if part is not None and state.get(name) is not None:
                 part.load_state_dict(state[name])
-        if self._rate is not None:
-            if state.get("lr") is None:
-                self._control_rate(self._rate, self.steps)
-            self._rate.load_state_dict(state.get("lr"))
-        scaler, saved = self.trainer.scaler, state.get("scaler")
-        if scaler is not None and saved is not None:
-            scaler.load_state_dict(saved)
-        if self._verifier is not None and state.get("weight_sync") is not None:
-            said = self._verifier.load_state_dict(state["weight_sync"])
-            if said is not None:
-                self._warn("weight_sync", said)
+        self._stepper.load_state_dict(state, step=self.steps)
+        said = self._weights.load_state_dict(state)
+        if said is not None:
+            self._warn("weight_sync", said)
 
     # End.
 
@@ -558,19 +454,14 @@ class Run:
         if self._ended or not self._started:
             return
         self._ended = True
-        self._let_go()
+        self._stepper.detach()
         self._log.end(status, message)
-
-    def _let_go(self) -> None:
-        if self._rate is not None and self._rate.attached:
-            self._last_rate = self._rate.state_dict()
-            self._rate.detach()
 
     def _end_after(self, error: BaseException) -> None:
         """End as failed; what fails of that is noted on the error, which stays the one that is raised."""
         self._ended = True
         try:
-            self._let_go()
+            self._stepper.detach()
             self._log.end("failed", f"{type(error).__name__}: {error}")
         except Exception as second:  # noqa: BLE001  # whatever it is, the first one matters
             error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
@@ -590,9 +481,6 @@ class Run:
     def _begun(self) -> None:
         if not self._started:
             raise LoopError("the run has not been started: `with run.start():` around the loop.")
-
-    def _note(self, name: str, value: float) -> None:
-        self._pending.setdefault(name, []).append(value)
 
     def _warn(self, name: str, message: str) -> None:
         warnings.warn(message, stacklevel=3)

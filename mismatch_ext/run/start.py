@@ -1,24 +1,25 @@
-"""What must hold before the first step of a loop of one's own: precision on both sides, and weights that fit it."""
+"""What must hold before the first step of a loop of one's own, and what is said of it: of the block, and of both sides."""
 
 from __future__ import annotations
 
 import platform
-import warnings
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.banner import Integration
-from mismatch_ext.config import MismatchConfig, MonitorConfig, PrecisionConfig
+from mismatch_ext.checkpoint import STATE_FILE, read_state
+from mismatch_ext.config import MismatchConfig, PrecisionConfig
 from mismatch_ext.correction import resolve
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.run.info import run_info
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
-from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+from mismatch_ext.verdicts import Verdicts
 
 HOST = "a loop of one's own"
 INTEGRATION = Integration(trainer="Run", correction="run.correct", lr="run.step", kl="run.kl", precision="Run")
@@ -82,26 +83,41 @@ def audited(
     return report
 
 
-def new_verifier(
-    monitor: MonitorConfig, trainer: LoopTrainer, rollout: LoopRollout, dtype: str, log: RunLog
-) -> WeightVerifier:
-    """Return what verifies the loop's weight updates; it has not begun.
+def check_sides(
+    block: MismatchConfig, trainer: LoopTrainer, rollout: LoopRollout, dtype: str, verdicts: Verdicts
+) -> tuple[AuditReport | None, str | None]:
+    """Check that both sides compute as the block asks, and that the weights fit it.
 
     Args:
-        monitor: The section.
+        block: The block.
         trainer, rollout: The two sides.
         dtype: What the trainer's matrix products come out in.
-        log: Where bad updates are written.
+        verdicts: What becomes of checks that fail.
+
+    Returns:
+        The precision audit, and what is to be warned of the weights; None for what was not asked for, or is well.
     """
+    report = warning = None
+    with verdicts.checking("engine"):
+        rollout.check(block, dtype)
+    with verdicts.checking("precision", applied=True):
+        report = audited(block, trainer, rollout)
+    with verdicts.checking("readiness"):
+        warning = check_readiness(trainer.named_parameters(), block.precision)
+    return report, warning
 
-    def wrong(level: str, name: str, message: str) -> None:
-        log.event(level, name, message)
-        if monitor.weight_sync == "warn":
-            warnings.warn(message, stacklevel=6)
 
-    probes = draw_probes(trainer.vocabulary(), monitor, rollout.longest)
-    engine = rollout.reading().model_dtype
-    return WeightVerifier(trainer, rollout, monitor, probes, dtype=engine, trainer_dtype=dtype, event=wrong)
+def saved_state(folder: Path) -> dict[str, Any]:
+    """Return the state in a folder that `run.save` wrote to.
+
+    Raises:
+        RecordError: It holds none, or a damaged one.
+    """
+    path = folder / STATE_FILE
+    state = read_state(path)
+    if state is None or not isinstance((state.get("run") or {}).get("step"), int):
+        raise RecordError(f"{path} holds no state of a run; resume from a folder that run.save wrote to.")
+    return state
 
 
 def to_warn_of(trainer: LoopTrainer, rollout: LoopRollout, fits: str | None) -> list[tuple[str, str]]:

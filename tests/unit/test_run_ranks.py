@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext import Run
-from mismatch_ext.run.measuring import findings_of_ranks
+from mismatch_ext.run.pending import findings_of_ranks
 from mismatch_ext.rundata import read_run
 from mismatch_ext.verdicts import Finding
 from tests.unit.loops import (
@@ -36,7 +36,7 @@ def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path)
                 run.measure(batch, run.score(batch))
             (mine,) = (values for values in ranks.asked if isinstance(values, Tensor))
             assert mine[2] == batch.response_mask.sum()
-            (entry,) = run._rate._collected  # type: ignore[union-attr]
+            (entry,) = run._stepper.rate._collected  # type: ignore[union-attr]
             collected.append(entry)
             kl, f_tau, tokens = (mine + 8.0).tolist()
             assert entry == (tokens, {"mismatch_kl": kl / tokens, "f_tau": f_tau / tokens})
@@ -76,7 +76,7 @@ def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
                 run.measure(batch, run.score(batch))
             run.backward(run.score(batch).mean() / 2)
         run.step()
-        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
+        (entry,) = run._stepper.rate.control.state.surge.history  # type: ignore[union-attr]
         assert entry.truncated is None
 
 

@@ -78,7 +78,7 @@ def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
         batch = run.batch(rollout.generate(PROMPTS))
         run.backward(run.score(batch).mean())
         run.load_state_dict(state)
-        assert "loss" not in run.log().metrics and not run._parts  # nothing of the steps that are undone
+        assert "loss" not in run.log().metrics and not run._stepper._parts  # nothing of the steps that are undone
 
 
 def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_observe_stops_at_nothing(tmp_path: Path) -> None:
         run.measure(batch, old)
         run.step(run.score(batch).mean())
         trainer.optimizer.zero_grad()
-        run._rate.collect(1.0, f_tau=1.0)  # type: ignore[union-attr]  # no statistic of this trigger
+        run._stepper.rate.collect(1.0, f_tau=1.0)  # type: ignore[union-attr]  # no statistic of this trigger
         run.step(run.score(batch).mean())
     found = {event.name for event in read_run(tmp_path / "mismatch").events}
     assert "observed" in found and {"records", "measure", "lr"} <= set(run._verdicts.counts)
