@@ -22,45 +22,30 @@ is 0. A section that is present and that the loop does not use is an error at th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mismatch_ext.checkpoint import STATE_FILE, changed_settings, write_state
+from mismatch_ext.checkpoint import STATE_FILE, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
 from mismatch_ext.errors import LoopError
 from mismatch_ext.host_names import HostNames
-from mismatch_ext.kl import KlTerm
-from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
-from mismatch_ext.recorder import PREFIX, run_folder
+from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.run.batch import Batch, lay_out
-from mismatch_ext.run.log import Logged, RunLog
-from mismatch_ext.run.pending import Pending, findings_of_ranks, means_of_ranks, number
-from mismatch_ext.run.routes import Routes
+from mismatch_ext.run.log import Logged
+from mismatch_ext.run.parts import Parts
+from mismatch_ext.run.pending import findings_of_ranks, means_of_ranks, number
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
-from mismatch_ext.run.start import (
-    INTEGRATION,
-    check_block,
-    check_sides,
-    info_of,
-    saved_state,
-    set_precision,
-    to_warn_of,
-)
-from mismatch_ext.run.stepping import Stepped, Stepper
-from mismatch_ext.run.used import Used
-from mismatch_ext.run.weights import Weights
-from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.run.start import saved_state
+from mismatch_ext.run.stepping import Stepped
 from mismatch_ext.weight_sync import SyncVerdict
 
 
@@ -93,34 +78,15 @@ class Run:
         ranks: Ranks = ONE_PROCESS,
     ) -> None:
         self.block = MismatchConfig.parse(block) or MismatchConfig()
-        self.acting = self.block.acting
         self.trainer, self.rollout = trainer, rollout
-        self.steps = 0
-        self._output, self._seed, self._ranks = Path(output), seed, ranks
-        self._names = HostNames() if names is None else names
-        self._verdicts = Verdicts(self.block.level, lambda: self.steps)
-        with self._verdicts.checking("block"):
-            check_block(self.block)
-        self._log = RunLog(
-            self.block,
-            run_folder(self.block.monitor, self._output),
-            info=self._info,
-            step=lambda: self.steps,
-            names=self._names,
-            ranks=ranks,
-            verdicts=self._verdicts,
-            tell=lambda message: warnings.warn(message, stacklevel=5),
-        )
-        kl, lr = self.acting.kl, self.block.lr
-        self._kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
-        self._used = Used(self.acting, measures=not self._verdicts.observes)
-        self._pending = pending = Pending()
-        self._routes = Routes(self.acting.routing, trainer, step=lambda: self.steps, seed=seed, ranks=ranks)
-        shared: dict[str, Any] = {"verdicts": self._verdicts, "pending": pending}
-        self._stepper = Stepper(lr, trainer, names=self._names, ranks=ranks, **shared)
-        self._weights = Weights(self.block, trainer, rollout, step=lambda: self.steps, **shared)
-        self._report: AuditReport | None = None
+        self._names, self._ranks = HostNames() if names is None else names, ranks
         self._started = self._ended = False
+        self._parts = Parts(self.block, trainer, rollout, Path(output), names=self._names, seed=seed, ranks=ranks)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were finished."""
+        return self._parts.steps
 
     # Begin.
 
@@ -139,41 +105,12 @@ class Run:
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
         try:
-            self._start(None if resume is None else saved_state(Path(resume)))
+            self._parts.begin(None if resume is None else saved_state(Path(resume)))
         except BaseException as error:
-            self._end_after(error)
-            self._started = self._ended = False
+            self._parts.end_after(error)
             raise
-        return self
-
-    def _start(self, state: dict[str, Any] | None) -> None:
-        if self.acting.precision is not None:
-            set_precision(self.acting.precision, self.trainer)
-        dtype = self.trainer.reading().compute_dtype
-        self._report, warning = check_sides(self.block, self.trainer, self.rollout, dtype, self._verdicts)
-        self._routes.begin(self.rollout)
-        self._log.sampled_with(self.rollout.sampling)
-        self._stepper.attach(0 if state is None else state["run"]["step"])
-        self._weights.begin(dtype, self._log, resumed=state is not None)
-        if state is not None:
-            self._load(state)
         self._started = True
-        self._log.begin(None if state is None else self.steps)
-        said: list[tuple[str, str]] = []
-        with self._verdicts.checking("vocabulary"):
-            said = to_warn_of(self.trainer, self.rollout, warning)  # on all ranks: a sharded model is run for it
-        for name, message in said if self._ranks.rank == 0 else ():
-            self._warn(name, message)
-        self._log.announce(INTEGRATION, measured="at every run.measure")
-        if state is not None:
-            changed = changed_settings(state.get("config"), self.block.to_dict())
-            if changed is not None:
-                self._warn("settings_changed", changed)
-            self.send()
-
-    def _info(self) -> dict[str, Any]:
-        given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
-        return info_of(self.block, self.trainer, self.rollout, self._names, **given)
+        return self
 
     # One batch.
 
@@ -190,17 +127,17 @@ class Run:
             LoopError: The trainer's weights have changed since they were sent.
         """
         self._begun()
-        self._weights.check_sent()
-        batch = lay_out(records, self.trainer.device, split, self._verdicts)
-        with self._verdicts.checking("records"):
+        self._parts.weights.check_sent()
+        batch = lay_out(records, self.trainer.device, split, self._parts.verdicts)
+        with self._parts.verdicts.checking("records"):
             expect_present(batch.provenance, self.rollout.weight_version)
-        self._routes.check(batch)
+        self._parts.routes.check(batch)
         if split == "train":
-            self._used.batch(batch)
-            if self._kl is not None:
-                self._kl.settle()
-                self._kl.begin()
-            self._stepper.lead_by_lengths(batch)
+            self._parts.used.batch(batch)
+            if self._parts.kl is not None:
+                self._parts.kl.settle()
+                self._parts.kl.begin()
+            self._parts.stepper.lead_by_lengths(batch)
         return batch
 
     def score(self, batch: Batch) -> Tensor:
@@ -208,7 +145,7 @@ class Run:
 
         With gradients they are those that the loss is made of. Without, under R2, the first of a batch records its routes.
         """
-        return self._used.watch("replay", self._routes.logprobs(batch))
+        return self._parts.used.watch("replay", self._parts.routes.logprobs(batch))
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the reference's log-probabilities `[B, T]`, in nats, under the batch's routes if the block says so.
@@ -218,9 +155,9 @@ class Run:
         Raises:
             ConfigError: The trainer's side has no reference.
         """
-        if self._kl is None:
+        if self._parts.kl is None:
             return torch.zeros_like(batch.rollout_logprobs)
-        return self._routes.logprobs(batch, reference=True)
+        return self._parts.routes.logprobs(batch, reference=True)
 
     @contextmanager
     def replaying(self, batch: Batch) -> Iterator[None]:
@@ -233,10 +170,10 @@ class Run:
             ReplayError: The forward pass was over other tokens, or did not obey them.
         """
         learns = torch.is_grad_enabled()
-        with self._routes.under(batch):
+        with self._parts.routes.under(batch):
             yield
         if learns:
-            self._used.note("replay")
+            self._parts.used.note("replay")
 
     def measure(self, batch: Batch, old: Tensor, reference: Tensor | None = None) -> None:
         """Measure the gap to the engine, and the KL divergence from the reference.
@@ -253,22 +190,22 @@ class Run:
         self._begun()
         mask = batch.response_mask
         gap = (old.detach(), batch.rollout_logprobs, mask)
-        with self._verdicts.checking("measure"):
-            self._log.observe(batch.split, *gap)
-        native = self._routes.native(batch)
+        with self._parts.verdicts.checking("measure"):
+            self._parts.log.observe(batch.split, *gap)
+        native = self._parts.routes.native(batch)
         if native is not None:
-            self._log.observe(batch.split, native, *gap[1:], native=True)
+            self._parts.log.observe(batch.split, native, *gap[1:], native=True)
         if batch.split != "train":
             return
-        self._used.note("measure", batch)
-        if self._kl is not None:
+        self._parts.used.note("measure", batch)
+        if self._parts.kl is not None:
             if reference is None:
                 raise LoopError(
                     "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
                 )
-            for name, value in self._kl.collect(old.detach(), reference, mask, self._ranks).items():
-                self._pending.note(PREFIX + name, value)
-        self._stepper.lead_by_gap(*gap)
+            for name, value in self._parts.kl.collect(old.detach(), reference, mask, self._ranks).items():
+                self._parts.pending.note(PREFIX + name, value)
+        self._parts.stepper.lead_by_gap(*gap)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
@@ -279,20 +216,20 @@ class Run:
                 the present policy's; the loss `ppo_clip` then takes `batch.rollout_logprobs` for the old ones.
             advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
         """
-        self._used.note("correct", batch)
+        self._parts.used.note("correct", batch)
         mask, section = batch.response_mask, self.block.correction
         kept = found = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
             return kept
         figures: dict[str, float] = {}
-        with self._verdicts.checking("correction"):
+        with self._parts.verdicts.checking("correction"):
             settings = resolve(section)
             if bool(mask.any()):
                 found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
             figures = over_ranks(found.metrics, mask, settings, self._ranks)  # on a rank without tokens too
-        for name, value in self._verdicts.named(figures).items() if batch.split == "train" else ():
-            self._pending.note(PREFIX + name, value)
-        return kept if self._verdicts.observes else found
+        for name, value in self._parts.verdicts.named(figures).items() if batch.split == "train" else ():
+            self._parts.pending.note(PREFIX + name, value)
+        return kept if self._parts.verdicts.observes else found
 
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
         """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.
@@ -303,33 +240,33 @@ class Run:
             reference: The reference's `[B, T]`.
             old: The trainer's when the batch was sampled, in the place of the engine's under `ratio`.
         """
-        if self._kl is None:
+        if self._parts.kl is None:
             return torch.zeros_like(logprobs)
-        term = self._kl.loss(
+        term = self._parts.kl.loss(
             logprobs,
             reference,
             batch.response_mask,
             rollout_logprobs=batch.rollout_logprobs if old is None else None,
             old_logprobs=old,
             groups=batch.groups,
-            logits=lambda: (self._routes.logits(batch), self._routes.logits(batch, reference=True)),
+            logits=lambda: (self._parts.routes.logits(batch), self._parts.routes.logits(batch, reference=True)),
             temperature=batch.temperature,
         )
-        return self._used.watch("kl", term)
+        return self._parts.used.watch("kl", term)
 
     def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
         """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
-        self._used.note("penalty", batch)
-        if self._kl is None or not self._kl.config.in_rewards:
+        self._parts.used.note("penalty", batch)
+        if self._parts.kl is None or not self._parts.kl.config.in_rewards:
             return torch.zeros_like(old)
-        return self._kl.penalty(old, reference, batch.response_mask)
+        return self._parts.kl.penalty(old, reference, batch.response_mask)
 
     # A step.
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's loss, scaled in float16; `step` then takes none."""
         self._begun()
-        self._stepper.backward(loss)
+        self._parts.stepper.backward(loss)
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
         """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
@@ -344,9 +281,9 @@ class Run:
         """
         if loss is not None:
             self.backward(loss)
-        self._used.check_step(self.steps)
-        done = self._stepper.step(max_norm)
-        self.steps, self._weights.stepped = self.steps + 1, True
+        self._parts.used.check_step(self.steps)
+        done = self._parts.stepper.step(max_norm)
+        self._parts.steps, self._parts.weights.stepped = self.steps + 1, True
         return done
 
     # Weights.
@@ -359,7 +296,7 @@ class Run:
             LoopError: They changed otherwise than by `step`, which sees to the block's sections.
         """
         self._begun()
-        return self._weights.send()
+        return self._parts.weights.send()
 
     def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
         """Verify an update that the loop made itself; its version is `rollout.weight_version`.
@@ -370,7 +307,7 @@ class Run:
         Raises:
             WeightSyncError, LoopError: As `send`.
         """
-        return self._weights.sent(samples)
+        return self._parts.weights.sent(samples)
 
     # Logs.
 
@@ -386,29 +323,23 @@ class Run:
             All of it, and whether the run is to stop.
         """
         self._begun()
-        findings_of_ranks(self._verdicts, self._ranks)
-        found = self._log.measured(self.steps, split)
+        findings_of_ranks(self._parts.verdicts, self._ranks)
+        found = self._parts.log.measured(self.steps, split)
         if split == "train":
-            found |= self._pending.take()
+            found |= self._parts.pending.take()
             found |= means_of_ranks(found, (self._names.loss, PREFIX + "weight_sync_gap"), self._ranks)
-            found |= self._stepper.metrics()
-        of_routes, by_layer = self._routes.metrics(split)
+            found |= self._parts.stepper.metrics()
+        of_routes, by_layer = self._parts.routes.metrics(split)
         found |= of_routes | {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
-        self._log.write(self.steps, found | by_layer, split)
-        return Logged(metrics=found, stop=self._log.watch(self.steps, found) if split == "train" else None)
+        self._parts.log.write(self.steps, found | by_layer, split)
+        return Logged(metrics=found, stop=self._parts.log.watch(self.steps, found) if split == "train" else None)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, as JSON-able data; model, optimizer and schedule have states of their own."""
         self._begun()
-        if self._kl is not None:
-            self._kl.settle()
-        state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
-        state |= self._log.state_dict() | self._weights.state_dict()
-        parts = {"kl": self._kl, "routing": self._routes.replay}
-        state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-        return state | self._stepper.state_dict()
+        return self._parts.state_dict()
 
     def save(self, folder: str | Path) -> Path:
         """Write `state_dict` to a folder, beside what the loop saves of model, optimizer and schedule, and after it.
@@ -428,19 +359,7 @@ class Run:
             RecordError: It is damaged, or of other settings.
         """
         self._begun()
-        self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self.steps = int(state["run"]["step"])
-        self._pending.take()  # of steps that are undone
-        self._log.load_state_dict(state, step=self.steps)
-        for name, part in (("kl", self._kl), ("routing", self._routes.replay)):
-            if part is not None and state.get(name) is not None:
-                part.load_state_dict(state[name])
-        self._stepper.load_state_dict(state, step=self.steps)
-        said = self._weights.load_state_dict(state)
-        if said is not None:
-            self._warn("weight_sync", said)
+        self._parts.load_state_dict(state)
 
     # End.
 
@@ -454,34 +373,19 @@ class Run:
         if self._ended or not self._started:
             return
         self._ended = True
-        self._stepper.detach()
-        self._log.end(status, message)
-
-    def _end_after(self, error: BaseException) -> None:
-        """End as failed; what fails of that is noted on the error, which stays the one that is raised."""
-        self._ended = True
-        try:
-            self._stepper.detach()
-            self._log.end("failed", f"{type(error).__name__}: {error}")
-        except Exception as second:  # noqa: BLE001  # whatever it is, the first one matters
-            error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
+        self._parts.end(status, message)
 
     def __enter__(self) -> Run:
         self._begun()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.end()
         elif not self._ended:
-            self._end_after(error)
+            self._ended = True
+            self._parts.end_after(error)
 
     def _begun(self) -> None:
         if not self._started:
             raise LoopError("the run has not been started: `with run.start():` around the loop.")
-
-    def _warn(self, name: str, message: str) -> None:
-        warnings.warn(message, stacklevel=3)
-        self._log.event("warning", name, message)
