@@ -8,78 +8,54 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.checkpoint import changed_settings
-from mismatch_ext.config import MismatchConfig
-from mismatch_ext.host_names import HostNames
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.precision.audit import AuditReport
-from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import run_folder
 from mismatch_ext.run.log import RunLog
-from mismatch_ext.run.pending import Pending
+from mismatch_ext.run.loop import Loop
 from mismatch_ext.run.routes import Routes
-from mismatch_ext.run.sides import LoopRollout, LoopTrainer
 from mismatch_ext.run.start import INTEGRATION, check_block, check_sides, info_of, set_precision, to_warn_of
 from mismatch_ext.run.stepping import Stepper
 from mismatch_ext.run.used import Used
 from mismatch_ext.run.weights import Weights
-from mismatch_ext.verdicts import Verdicts
 
 
 class Parts:
-    """What is behind the verbs of a `Run`, whose arguments these are.
+    """What is behind the verbs of a `Run`.
+
+    Args:
+        loop: The loop.
+        output: Folder of the run; `monitor.run_dir` comes before it.
 
     Attributes:
-        steps: Optimizer steps that were finished.
-        verdicts: What becomes of checks that fail.
-        used: What the loop has used of the block.
         log: What is written, and watched for alarms.
-        pending: What was measured since the last log.
+        used: What the loop has used of the block.
         kl: The KL term; None without.
         routes: Forward passes, under their routes.
         stepper: The optimizer, and the control of its rate.
         weights: Weight updates, and their check.
     """
 
-    def __init__(
-        self,
-        block: MismatchConfig,
-        trainer: LoopTrainer,
-        rollout: LoopRollout,
-        output: Path,
-        *,
-        names: HostNames,
-        seed: int,
-        ranks: Ranks,
-    ) -> None:
-        self._block, self._trainer, self._rollout = block, trainer, rollout
-        self._output, self._names, self._seed, self._ranks = output, names, seed, ranks
+    def __init__(self, loop: Loop, output: Path) -> None:
+        block, verdicts = loop.block, loop.verdicts
+        self._loop = loop
         self._report: AuditReport | None = None
-        self.steps = 0
-        self.verdicts = Verdicts(block.level, lambda: self.steps)
-        with self.verdicts.checking("block"):
+        with verdicts.checking("block"):
             check_block(block)
         self.log = RunLog(
             block,
             run_folder(block.monitor, output),
-            info=self._info,
-            step=lambda: self.steps,
-            names=names,
-            ranks=ranks,
-            verdicts=self.verdicts,
+            info=lambda: info_of(loop, str(output), self._report),
+            step=lambda: loop.steps,
+            names=loop.names,
+            ranks=loop.ranks,
+            verdicts=verdicts,
             tell=lambda message: warnings.warn(message, stacklevel=5),
         )
-        acting = block.acting
-        shared: dict[str, Any] = {"verdicts": self.verdicts, "pending": Pending()}
-        self.pending: Pending = shared["pending"]
-        self.used = Used(acting, measures=not self.verdicts.observes)
-        self.kl = None if acting.kl is None else KlTerm(acting.kl, acting.kl.coef or 0.0)
-        self.routes = Routes(acting.routing, trainer, step=lambda: self.steps, seed=seed, ranks=ranks)
-        self.stepper = Stepper(block.lr, trainer, names=names, ranks=ranks, **shared)
-        self.weights = Weights(block, trainer, rollout, step=lambda: self.steps, **shared)
-
-    def _info(self) -> dict[str, Any]:
-        given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
-        return info_of(self._block, self._trainer, self._rollout, self._names, **given)
+        self.used = Used(block.acting, measures=not verdicts.observes)
+        kl = block.acting.kl
+        self.kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
+        self.routes, self.stepper, self.weights = Routes(loop), Stepper(loop), Weights(loop)
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Check and set what the block asks for on both sides, and say what is active.
@@ -87,26 +63,27 @@ class Parts:
         Args:
             state: What a resumed run goes on with; None begins anew.
         """
-        block, trainer, rollout = self._block, self._trainer, self._rollout
-        if block.acting.precision is not None:
-            set_precision(block.acting.precision, trainer)
-        dtype = trainer.reading().compute_dtype
-        self._report, warning = check_sides(block, trainer, rollout, dtype, self.verdicts)
-        self.routes.begin(rollout)
-        self.log.sampled_with(rollout.sampling)
+        loop = self._loop
+        precision = loop.block.acting.precision
+        if precision is not None:
+            set_precision(precision, loop.trainer)
+        dtype = loop.trainer.reading().compute_dtype
+        self._report, warning = check_sides(loop, dtype)
+        self.routes.begin()
+        self.log.sampled_with(loop.rollout.sampling)
         self.stepper.attach(0 if state is None else state["run"]["step"])
         self.weights.begin(dtype, self.log, resumed=state is not None)
         if state is not None:
             self.load_state_dict(state)
-        self.log.begin(None if state is None else self.steps)
+        self.log.begin(None if state is None else loop.steps)
         said: list[tuple[str, str]] = []
-        with self.verdicts.checking("vocabulary"):
-            said = to_warn_of(trainer, rollout, warning)  # on all ranks: a sharded model is run for it
-        for name, message in said if self._ranks.rank == 0 else ():
+        with loop.verdicts.checking("vocabulary"):
+            said = to_warn_of(loop, warning)  # on all ranks: a sharded model is run for it
+        for name, message in said if loop.ranks.rank == 0 else ():
             self._warn(name, message)
         self.log.announce(INTEGRATION, measured="at every run.measure")
         if state is not None:
-            changed = changed_settings(state.get("config"), block.to_dict())
+            changed = changed_settings(state.get("config"), loop.block.to_dict())
             if changed is not None:
                 self._warn("settings_changed", changed)
             self.weights.send()
@@ -115,7 +92,7 @@ class Parts:
         """Return what a resumed run goes on with, as JSON-able data."""
         if self.kl is not None:
             self.kl.settle()
-        state: dict[str, Any] = {"run": {"step": self.steps}, "config": self._block.to_dict()}
+        state: dict[str, Any] = {"run": {"step": self._loop.steps}, "config": self._loop.block.to_dict()}
         state |= self.log.state_dict() | self.weights.state_dict()
         parts = {"kl": self.kl, "routing": self.routes.replay}
         state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
@@ -127,13 +104,13 @@ class Parts:
         Raises:
             RecordError: It is damaged, or of other settings.
         """
-        self.steps = int(state["run"]["step"])
-        self.pending.take()  # of steps that are undone
-        self.log.load_state_dict(state, step=self.steps)
+        self._loop.steps = int(state["run"]["step"])
+        self._loop.pending.take()  # of steps that are undone
+        self.log.load_state_dict(state, step=self._loop.steps)
         for name, part in (("kl", self.kl), ("routing", self.routes.replay)):
             if part is not None and state.get(name) is not None:
                 part.load_state_dict(state[name])
-        self.stepper.load_state_dict(state, step=self.steps)
+        self.stepper.load_state_dict(state)
         said = self.weights.load_state_dict(state)
         if said is not None:
             self._warn("weight_sync", said)

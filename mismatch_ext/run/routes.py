@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.routing import align
 from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
 from mismatch_ext.run.batch import Batch, routes_of
-from mismatch_ext.run.sides import LoopRollout, LoopTrainer
+from mismatch_ext.run.loop import Loop
 
 
 class Routes:
     """Runs forward passes of batches under their routes; without a `routing` section each runs under its own.
 
     Args:
-        section: The `routing` section; None leaves all passes as they are.
-        trainer: The trainer.
-        step: Returns the steps taken before, for routes that are recorded here.
-        seed: Seed of the choice of measured passes.
-        ranks: The processes that train together.
+        loop: The loop.
 
     Attributes:
         replay: What replays; None without, and before `begin`.
     """
 
-    def __init__(
-        self, section: RoutingConfig | None, trainer: LoopTrainer, *, step: Callable[[], int], seed: int, ranks: Ranks
-    ) -> None:
-        self._section, self._trainer, self._step, self._seed, self._ranks = section, trainer, step, seed, ranks
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._trainer, self._section = loop, loop.trainer, loop.block.acting.routing
         self.replay: RouteReplay | None = None
 
-    def begin(self, rollout: LoopRollout) -> None:
+    def begin(self) -> None:
         """Prepare the trainer's model, and let the engine record if its routes are replayed."""
         if self._section is None:
             return
         self.replay = RouteReplay(
-            self._section, self._trainer.routing, self._trainer.policy(), seed=self._seed, ranks=self._ranks
+            self._section, self._trainer.routing, self._trainer.policy(), seed=self._loop.seed, ranks=self._loop.ranks
         )
         if self._section.mode == "R3":
-            rollout.record_routing(self.replay.layout.shape)
+            self._loop.rollout.record_routing(self.replay.layout.shape)
 
     def check(self, batch: Batch) -> None:
         """Refuse rollouts without the routes that are to be replayed.
@@ -82,7 +74,7 @@ class Routes:
                     "mismatch.routing.mode='R2' replays the routes of the old-logprob pass, and there was none of this batch: "
                     "score it under torch.no_grad() first."
                 )
-            with trainer.routing.record_routing(trainer.policy(), version=self._step()) as recording:
+            with trainer.routing.record_routing(trainer.policy(), version=self._loop.steps) as recording:
                 yield
             batch.routing = routes_of(recording.passes, batch)
             return
@@ -117,8 +109,8 @@ class Routes:
         """Return what is logged of a split's passes since the last call, and what is written of each layer; on all ranks."""
         if self.replay is None:
             return {}, {}
-        found = {PREFIX + name: value for name, value in self.replay.take_others(split, self._ranks).items()}
-        agreement = self.replay.take_agreement(split, self._ranks)
+        found = {PREFIX + name: value for name, value in self.replay.take_others(split, self._loop.ranks).items()}
+        agreement = self.replay.take_agreement(split, self._loop.ranks)
         if agreement is None:
             return found, {}
         found |= {PREFIX + name: value for name, value in agreement.metrics().items()}

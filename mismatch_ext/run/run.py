@@ -18,6 +18,7 @@
 
 The loop is the same whatever the block asks for. A verb of a section that is absent changes nothing: its weights are 1, its term
 is 0. A section that is present and that the loop does not use is an error at the first step, by name.
+What is behind the verbs is in `parts.py`, and what is asked of both sides in `sides.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.run.batch import Batch, lay_out
 from mismatch_ext.run.log import Logged
+from mismatch_ext.run.loop import Loop
 from mismatch_ext.run.parts import Parts
 from mismatch_ext.run.pending import findings_of_ranks, means_of_ranks, number
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
@@ -79,14 +81,15 @@ class Run:
     ) -> None:
         self.block = MismatchConfig.parse(block) or MismatchConfig()
         self.trainer, self.rollout = trainer, rollout
-        self._names, self._ranks = HostNames() if names is None else names, ranks
+        names = HostNames() if names is None else names
+        self._loop = Loop(block=self.block, trainer=trainer, rollout=rollout, names=names, seed=seed, ranks=ranks)
+        self._parts = Parts(self._loop, Path(output))
         self._started = self._ended = False
-        self._parts = Parts(self.block, trainer, rollout, Path(output), names=self._names, seed=seed, ranks=ranks)
 
     @property
     def steps(self) -> int:
         """Optimizer steps that were finished."""
-        return self._parts.steps
+        return self._loop.steps
 
     # Begin.
 
@@ -128,8 +131,8 @@ class Run:
         """
         self._begun()
         self._parts.weights.check_sent()
-        batch = lay_out(records, self.trainer.device, split, self._parts.verdicts)
-        with self._parts.verdicts.checking("records"):
+        batch = lay_out(records, self.trainer.device, split, self._loop.verdicts)
+        with self._loop.verdicts.checking("records"):
             expect_present(batch.provenance, self.rollout.weight_version)
         self._parts.routes.check(batch)
         if split == "train":
@@ -190,7 +193,7 @@ class Run:
         self._begun()
         mask = batch.response_mask
         gap = (old.detach(), batch.rollout_logprobs, mask)
-        with self._parts.verdicts.checking("measure"):
+        with self._loop.verdicts.checking("measure"):
             self._parts.log.observe(batch.split, *gap)
         native = self._parts.routes.native(batch)
         if native is not None:
@@ -203,8 +206,8 @@ class Run:
                 raise LoopError(
                     "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
                 )
-            for name, value in self._parts.kl.collect(old.detach(), reference, mask, self._ranks).items():
-                self._parts.pending.note(PREFIX + name, value)
+            for name, value in self._parts.kl.collect(old.detach(), reference, mask, self._loop.ranks).items():
+                self._loop.pending.note(PREFIX + name, value)
         self._parts.stepper.lead_by_gap(*gap)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
@@ -222,14 +225,14 @@ class Run:
         if section is None:
             return kept
         figures: dict[str, float] = {}
-        with self._parts.verdicts.checking("correction"):
+        with self._loop.verdicts.checking("correction"):
             settings = resolve(section)
             if bool(mask.any()):
                 found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
-            figures = over_ranks(found.metrics, mask, settings, self._ranks)  # on a rank without tokens too
-        for name, value in self._parts.verdicts.named(figures).items() if batch.split == "train" else ():
-            self._parts.pending.note(PREFIX + name, value)
-        return kept if self._parts.verdicts.observes else found
+            figures = over_ranks(found.metrics, mask, settings, self._loop.ranks)  # on a rank without tokens too
+        for name, value in self._loop.verdicts.named(figures).items() if batch.split == "train" else ():
+            self._loop.pending.note(PREFIX + name, value)
+        return kept if self._loop.verdicts.observes else found
 
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
         """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.
@@ -283,7 +286,7 @@ class Run:
             self.backward(loss)
         self._parts.used.check_step(self.steps)
         done = self._parts.stepper.step(max_norm)
-        self._parts.steps, self._parts.weights.stepped = self.steps + 1, True
+        self._loop.steps, self._parts.weights.stepped = self.steps + 1, True
         return done
 
     # Weights.
@@ -323,11 +326,11 @@ class Run:
             All of it, and whether the run is to stop.
         """
         self._begun()
-        findings_of_ranks(self._parts.verdicts, self._ranks)
+        findings_of_ranks(self._loop.verdicts, self._loop.ranks)
         found = self._parts.log.measured(self.steps, split)
         if split == "train":
-            found |= self._parts.pending.take()
-            found |= means_of_ranks(found, (self._names.loss, PREFIX + "weight_sync_gap"), self._ranks)
+            found |= self._loop.pending.take()
+            found |= means_of_ranks(found, (self._loop.names.loss, PREFIX + "weight_sync_gap"), self._loop.ranks)
             found |= self._parts.stepper.metrics()
         of_routes, by_layer = self._parts.routes.metrics(split)
         found |= of_routes | {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
@@ -348,7 +351,7 @@ class Run:
             The file, which holds the state before or this one whenever the process is killed.
         """
         path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
-        if self._ranks.rank == 0:
+        if self._loop.ranks.rank == 0:
             write_state(path, state)
         return path
 

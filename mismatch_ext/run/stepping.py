@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import LrConfig
-from mismatch_ext.host_names import HostNames
 from mismatch_ext.lr import RateControl, ShadowRate, gap_statistics, length_statistics
-from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.run.batch import Batch
-from mismatch_ext.run.pending import Pending
-from mismatch_ext.run.sides import LoopTrainer
-from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.run.loop import Loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,30 +34,16 @@ class Stepper:
     """Takes the steps of a trainer's optimizer, under the control of its rate.
 
     Args:
-        section: The `lr` section; None leaves the rate to optimizer and schedule.
-        trainer: The trainer.
-        names: What the loop's own metrics are called.
-        ranks: The processes that each hold a part of a batch.
-        verdicts: What becomes of statistics that cannot lead the rate; under `observe` the control only computes.
-        pending: Where the metrics of batches and steps are noted.
+        loop: The loop. Under `observe` the control of the rate only computes.
 
     Attributes:
         rate: Learning-rate control; None without.
     """
 
-    def __init__(
-        self,
-        section: LrConfig | None,
-        trainer: LoopTrainer,
-        *,
-        names: HostNames,
-        ranks: Ranks,
-        verdicts: Verdicts,
-        pending: Pending,
-    ) -> None:
-        self._trainer, self._names, self._ranks, self._verdicts = trainer, names, ranks, verdicts
-        self._pending = pending
-        self.rate = None if section is None else (ShadowRate(section) if verdicts.observes else RateControl(section))
+    def __init__(self, loop: Loop) -> None:
+        section, observes = loop.block.lr, loop.verdicts.observes
+        self._loop, self._trainer, self._verdicts, self._pending = loop, loop.trainer, loop.verdicts, loop.pending
+        self.rate = None if section is None else (ShadowRate(section) if observes else RateControl(section))
         self._last_rate: dict[str, Any] | None = None  # of a control that was taken off
         self._parts: list[float] = []  # of the loss of this step
 
@@ -84,13 +65,13 @@ class Stepper:
         """Note the lengths of a batch, and let them lead the rate if they are its trigger; on all ranks."""
         with self._verdicts.checking("lr"):
             known = all(record.finish_reason is not None for record in batch.records)
-            if self._ranks.size > 1:
-                known = all(self._ranks.gather(known))
+            if self._loop.ranks.size > 1:
+                known = all(self._loop.ranks.gather(known))
             cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
-            found = length_statistics(batch.lengths, cut, reduce=lambda values, reduction: self._ranks.sum(values))
+            found = length_statistics(batch.lengths, cut, reduce=lambda values, reduction: self._loop.ranks.sum(values))
             if self.rate is not None and self.rate.config.trigger == "response_length":
                 self.rate.collect(1.0, **found.to_dict())
-            named = {self._names.length: found.response_length, "truncated_fraction": found.truncated_fraction}
+            named = {self._loop.names.length: found.response_length, "truncated_fraction": found.truncated_fraction}
             for name, value in named.items():
                 if value is not None:
                     self._pending.note(name, value)
@@ -108,7 +89,7 @@ class Stepper:
         with self._verdicts.checking("lr"):
             if not bool((old.isfinite() & rollout.isfinite())[mask.bool()].all()):
                 mask = torch.zeros_like(mask)  # the other ranks wait for this one's sum
-            reduce = None if self._ranks.size == 1 else lambda values, reduction: self._ranks.sum(values)
+            reduce = None if self._loop.ranks.size == 1 else lambda values, reduction: self._loop.ranks.sum(values)
             tokens, statistics = gap_statistics(old, rollout, mask, reduce=reduce)
             self.rate.collect(tokens, **statistics)
 
@@ -130,11 +111,11 @@ class Stepper:
             LossScaleError: Overflows do not end.
         """
         if self._parts:
-            self._pending.note(self._names.loss, sum(self._parts))
+            self._pending.note(self._loop.names.loss, sum(self._parts))
             self._parts = []
         done = self._step(max_norm)
-        self._pending.note(self._names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
-        self._pending.note(self._names.learning_rate, done.learning_rate)
+        self._pending.note(self._loop.names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
+        self._pending.note(self._loop.names.learning_rate, done.learning_rate)
         return done
 
     def _step(self, max_norm: float | None) -> Stepped:
@@ -184,12 +165,8 @@ class Stepper:
             state["scaler"] = self._trainer.scaler.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: What `state_dict` returned, among other keys; a part that is missing begins anew.
-            step: Step of the checkpoint.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, among other keys; a part that is missing begins anew.
 
         Raises:
             RecordError: It is damaged, or of other settings.
@@ -197,7 +174,7 @@ class Stepper:
         self._parts = []
         if self.rate is not None:
             if state.get("lr") is None:
-                self.attach(step)
+                self.attach(self._loop.steps)
             self.rate.load_state_dict(state.get("lr"))
         if self._trainer.scaler is not None and state.get("scaler") is not None:
             self._trainer.scaler.load_state_dict(state["scaler"])

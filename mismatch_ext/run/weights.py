@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import LoopError
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.run.log import RunLog
-from mismatch_ext.run.pending import Pending
-from mismatch_ext.run.sides import LoopRollout, LoopTrainer
+from mismatch_ext.run.loop import Loop
 from mismatch_ext.run.start import audited
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
 from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
 
@@ -22,28 +20,14 @@ class Weights:
     """Sends the trainer's weights, and sees that the engine has those that the run has stepped to.
 
     Args:
-        block: The block.
-        trainer, rollout: The two sides.
-        step: Returns the number of finished optimizer steps.
-        verdicts: What becomes of checks that fail.
-        pending: Where the gap of an update is noted.
+        loop: The loop.
 
     Attributes:
         stepped: Whether the run has taken a step since weights were last sent.
     """
 
-    def __init__(
-        self,
-        block: MismatchConfig,
-        trainer: LoopTrainer,
-        rollout: LoopRollout,
-        *,
-        step: Callable[[], int],
-        verdicts: Verdicts,
-        pending: Pending,
-    ) -> None:
-        self._block, self._trainer, self._rollout = block, trainer, rollout
-        self._step, self._verdicts, self._pending = step, verdicts, pending
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._trainer, self._rollout, self._verdicts = loop, loop.trainer, loop.rollout, loop.verdicts
         self._verifier: WeightVerifier | None = None
         self._sent_once = self.stepped = False
 
@@ -55,7 +39,7 @@ class Weights:
             log: Where bad updates are written.
             resumed: Whether the engine does not hold yet what training goes on from.
         """
-        monitor, rollout = self._block.monitor, self._rollout
+        monitor, rollout = self._loop.block.monitor, self._rollout
         if monitor.weight_sync == "off":
             return
 
@@ -83,8 +67,8 @@ class Weights:
         with self._verdicts.checking("records"):
             if self._verifier is not None and self._verifier.moved():
                 raise LoopError(
-                    f"step {self._step()}: the trainer's weights have changed since the engine got them: call run.send() before "
-                    "the next rollouts, or set mismatch.monitor.weight_sync='off'."
+                    f"step {self._loop.steps}: the trainer's weights have changed since the engine got them: call run.send() "
+                    "before the next rollouts, or set mismatch.monitor.weight_sync='off'."
                 )
 
     def send(self) -> SyncVerdict | None:
@@ -94,7 +78,7 @@ class Weights:
         if not self._sent_once:
             self._sent_once = True
             with self._verdicts.checking("precision", applied=True):
-                audited(self._block, self._trainer, self._rollout, reading)
+                audited(self._loop, reading)
         return self._verified(samples)
 
     def sent(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
@@ -103,12 +87,12 @@ class Weights:
         return self._verified(samples)
 
     def _check_stepped(self) -> None:
-        acting = self._block.acting
+        acting = self._loop.block.acting
         acts = acting != MismatchConfig(level=acting.level, monitor=acting.monitor)
         if not self.stepped and acts and self._verifier is not None and self._verifier.moved():
             raise LoopError(
-                f"step {self._step()}: the trainer's weights have changed, and not by run.step(), which applies what the block "
-                "asks for; step by it."
+                f"step {self._loop.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "
+                "block asks for; step by it."
             )
 
     def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
@@ -119,7 +103,7 @@ class Weights:
         with self._verdicts.checking("weight_sync"):
             verdict = self._verifier.verify(samples)
         if verdict is not None:
-            self._pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)
+            self._loop.pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)
         return verdict
 
     # What a checkpoint holds.
@@ -130,10 +114,7 @@ class Weights:
         return state if self._verifier is None else state | {"weight_sync": self._verifier.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a checkpoint, and return why the check begins anew, if it does; else None.
-
-        Args:
-            state: What `state_dict` returned, among other keys.
+        """Go on from what `state_dict` returned, among other keys, and return why the check begins anew, if it does.
 
         Raises:
             WeightSyncError: It is of another version of this package.

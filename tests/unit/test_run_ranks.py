@@ -94,7 +94,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
     ranks = Two()
     with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
         ranks.said = [theirs]
-        findings_of_ranks(run._parts.verdicts, ranks)
+        findings_of_ranks(run._loop.verdicts, ranks)
         ranks.said = None
     assert "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "observed"][0]
 
@@ -107,7 +107,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
             run.measure(batch, old)
         run.log()
-        assert not run._parts.verdicts.kept
+        assert not run._loop.verdicts.kept
         assert [
             asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
         ]
