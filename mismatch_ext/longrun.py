@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.older import OlderSteps
-from mismatch_ext.rundata import (
-    EventRecord,
-    ProfileRecord,
-    Reader,
-    Repeats,
-    RunData,
-    StepRecord,
-    is_resume_step,
-    open_metrics,
-    read_lines,
-)
+from mismatch_ext.rundata import EventRecord, ProfileRecord, Repeats, RunData, StepRecord
+from mismatch_ext.rundata.lines import is_resume_step
+from mismatch_ext.rundata.reading import Reader, open_metrics, read_lines
 
 WHOLE = 4096
 """At most this many step lines are kept in full, and in a longer run at least half as many."""

@@ -31,19 +31,8 @@ from typing import Any
 import numpy as np
 
 from mismatch_ext.errors import RecordError, RunDirectoryError
-from mismatch_ext.rundata import (
-    ENDED,
-    LEVELS,
-    MAX_STEP,
-    METRICS_FILE,
-    SCHEMA,
-    SPLIT_PATTERN,
-    STATUSES,
-    RunData,
-    find_runs,
-    parse_line,
-    read_run,
-)
+from mismatch_ext.rundata import METRICS_FILE, RunData, find_runs, parse_line, read_run
+from mismatch_ext.rundata.lines import ENDED, LEVELS, MAX_STEP, SCHEMA, SPLIT_PATTERN, STATUSES
 
 __all__ = ["METRICS_FILE", "SCHEMA", "RunData", "RunStream", "find_runs", "read_run"]
 

@@ -112,10 +112,9 @@ class MonitorConfig:
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
         from mismatch_ext.monitor.rules import resolve
 
-        rules = resolve(self)
         # Without a rule no alarm is ever raised.
         _require(
-            bool(rules) or self.doctor != "on_alarm",
+            bool(resolve(self)) or self.doctor != "on_alarm",
             "mismatch.monitor.doctor",
             self.doctor,
             "'first_batch', or 'on_alarm' with an alarm: name one in mismatch.monitor.alarms, or leave default_alarms on",

@@ -1,42 +1,29 @@
-"""The doctor's verdict on one sample: the gap's parts, the causes that are named, what is left, and what the tokens say."""
+"""What the doctor is given, and what it finds: the gap's parts, named causes, what is left, and what a remedy confirms of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mismatch_ext.doctor.blocks import Block
-from mismatch_ext.doctor.causes import SLOPES, Cause, Fit, Search
+from mismatch_ext.doctor.causes import SLOPES
 from mismatch_ext.doctor.foretold import Foretold, Mended
-from mismatch_ext.doctor.logits import of_logits
-from mismatch_ext.doctor.noise import Noise
 from mismatch_ext.doctor.remedies import Remedy, remedy
-from mismatch_ext.doctor.rungs import FLOAT32, Engine, Largest, Rung
-from mismatch_ext.doctor.sample import Floats, Sample
-from mismatch_ext.doctor.split import Part, split
-from mismatch_ext.doctor.table import Logits, LogitTable
-from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
-from mismatch_ext.errors import NonFiniteLogprobError
-from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.doctor.rungs import FLOAT32, Largest, Rung
+from mismatch_ext.doctor.sample import Floats
+from mismatch_ext.doctor.split import Part
+from mismatch_ext.doctor.table import Logits
+from mismatch_ext.doctor.tokens import TokensTest
 
 # What rounding alone leaves of an error, in units of the trainer's own arithmetic: medians, then the largest hundredth.
 ROUNDING, ROUNDING_TAIL = 1.3, 3.0
-# An engine that errs less than this computes finer than its dtype; a trainer that errs more, coarser than the engine.
-FINER, COARSER = 0.6, 2.0
-# How far below what a head in float32 leaves an error may be: one that is finer still has another reason.
-HEADS = 1.5
 # A name that leaves something is confirmed where it foretold this part of what the remedy mends: a remedy takes back settings of
 # a kind together, and so mends what another of them did, too.
 MOST = 0.75
-# How near a temperature that fits is to the one that was asked for.
-NEAR = 0.01
-# The part of the gap that the trainer's padding makes.
-LAYOUT = "layout"
 # Families of causes that the engine's score of the same tokens as a prompt does not have: its settings then are mended already.
 SAMPLED = ("sampling", "reporting", "prompt")
 SCHEMA = 1
@@ -238,253 +225,3 @@ class Diagnosis:
         parts = tuple(replace(part, name="logit_scale") if part.name == "temperature" else part for part in self.parts)
         note = f"{said}: the engine's score of a prompt shows it too, and has no temperature"
         return replace(self, causes=causes, parts=parts, notes=(*self.notes, note))
-
-
-def diagnose(
-    sample: Sample,
-    scores: Scores,
-    causes: Sequence[Cause] = (),
-    *,
-    engine: Engine | None = None,
-    asked: float | None = None,
-    seed: int = 0,
-    progress: Callable[[str], None] = lambda key: None,
-) -> Diagnosis:
-    """Say why engine and trainer differ on a sample.
-
-    Args:
-        sample: What the engine sampled, and reported of it.
-        scores: What the trainer's side says of the same tokens.
-        causes: Those that need a forward pass of a changed model each; those that are functions of logits are always tried.
-        engine: What the engine says of itself; None where it cannot be asked.
-        asked: Temperature that the engine was asked for, as far as known: decides where the tokens cannot.
-        seed: Of the bootstrap over responses.
-        progress: Called with the key of each cause before it is tried.
-
-    Raises:
-        NonFiniteLogprobError: The trainer's side is not finite; names response and token.
-    """
-    straight = scores.trainer if scores.straight is None else scores.straight
-    for side, values in (
-        ("trainer's", scores.trainer),
-        ("trainer's, padded on the right,", straight),
-        ("trainer's, in the engine's dtype,", scores.own),
-        ("trainer's, with a head in float32,", scores.own if scores.headed is None else scores.headed),
-    ):
-        wrong = np.flatnonzero(~np.isfinite(values))
-        if len(wrong):
-            raise NonFiniteLogprobError(
-                f"response {sample.row[wrong[0]]}, token {sample.place[wrong[0]]}: the log-probability that is the {side} is "
-                f"{values[wrong[0]]}, {len(wrong)} of {len(values)} are not finite: that dtype overflows; `mismatch-ext "
-                "readiness` says where."
-            )
-    rng = np.random.default_rng(seed)
-    table = LogitTable.of(sample, scores.logits, scores.temperature)
-    arithmetic = scores.own - table.logprob
-    error = sample.engine - table.logprob
-    noise = Noise.of(arithmetic, table.spread)
-    listed = [*of_logits(table, scores.end_tokens), *causes]
-    tokens = judge_tokens(table)
-
-    def drawn_at(temperature: float) -> bool | None:
-        said = tokens.drawn_at(temperature / scores.temperature)
-        return said if said is not None or asked is None else abs(asked / temperature - 1) < NEAR
-
-    search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
-    named, fits, rest = search.select(listed, error)
-    # Where no cause is the whole truth, and the decode is not the prefill: what only the decode does is measured, and causes
-    # have to explain the prefill alone.
-    unclear = engine is not None and not _is_rounding(rest, arithmetic, noise)
-    decodes_apart = unclear and engine is not None and engine.decodes_apart(float(np.abs(arithmetic).mean()))
-    prefill = engine.prefill if engine is not None and decodes_apart else None
-    if prefill is not None:
-        error = prefill - table.logprob
-        named, fits, rest = search.select(listed, error)
-    parts = {fit.cause.key: fit.finite for fit in named}
-    parts["engine's arithmetic"] = rest
-    if scores.native is not None:
-        parts["routes"] = table.logprob - scores.native
-    parts["trainer's arithmetic"] = (table.logprob if scores.native is None else scores.native) - straight
-    if scores.straight is not None:
-        parts[LAYOUT] = straight - scores.trainer
-    if prefill is not None:
-        parts = {"decode_path": sample.engine - prefill} | parts
-    shares = {part.name: part for part in split(parts, sample.row, rng)}
-    trainer_ratio = noise.ratio(parts["trainer's arithmetic"])
-    left, left_tail = noise.ratio(rest), noise.tail_ratio(rest)
-    complete = _is_rounding(rest, arithmetic, noise)
-    found = [_named(fit, shares[fit.cause.key], complete, scores.temperature) for fit in named]
-    # Where the log-probabilities are off too, tokens are drawn from another distribution whatever the cause.
-    if not found and complete and not decodes_apart and tokens.finding is not None:
-        found = [_by_tokens(tokens, scores.temperature)]
-    # Not `noise.measured`: beside a float32 engine, whose rounding is below it, a half-precision trainer is all of the gap.
-    if trainer_ratio > COARSER and float(np.abs(parts["trainer's arithmetic"]).mean()) > FLOAT32:
-        found.append(_coarser(trainer_ratio, shares["trainer's arithmetic"], scores))
-    if complete and not found and scores.headed is not None and noise.measured:
-        found += _by_head(sample, scores, left, trainer_ratio, noise.ratio(scores.headed - table.logprob), shares)
-    if scores.straight is not None:
-        found += _by_layout(scores, noise.ratio(parts[LAYOUT]), shares[LAYOUT])
-    if engine is not None and decodes_apart:
-        found.insert(0, _by_decode(engine, shares.get("decode_path")))
-    # Tokens of another distribution than both sides report are not clean, whether or not it has a name.
-    sound = complete and (bool(found) or abs(tokens.z) < SURE)
-    verdict = ("explained" if found else "clean") if sound else ("partly" if found else "unexplained")
-    gap = sample.engine - scores.trainer
-    return Diagnosis(
-        tokens=len(gap),
-        responses=len(np.unique(sample.row)),
-        gap={
-            "logp_abs_diff_mean": float(np.abs(gap).mean()),
-            "k3_kl": float(k3(torch.from_numpy(-gap)).mean()),
-            "logp_abs_diff_max": float(np.abs(gap).max()),
-        },
-        parts=tuple(shares.values()),
-        ratio=noise.ratio(error),
-        tail_ratio=noise.tail_ratio(error),
-        trainer_ratio=trainer_ratio,
-        measurable=noise.measured,
-        causes=tuple(found),
-        hints=tuple(f"{fit.cause.sentence(fit.x)} (z {fit.z:.1f})" for fit in fits if fit.hints and not named)[:2],
-        left=left,
-        left_tail=left_tail,
-        unexplained=0.0 if complete else max(0.0, float(np.abs(rest).mean() - np.abs(arithmetic).mean())),
-        # A change of the logits changes how errors of rounding show, too.
-        notes=(
-            *(() if found else _notes(noise, left, error)),
-            *judge_ends(sample, scores.end_tokens),
-            *(() if engine is None else engine.notes),
-        ),
-        tokens_test=tokens,
-        verdict=verdict,
-        tried=tuple(cause.key for cause in listed),
-        engine_dtype=scores.engine_dtype,
-        trainer_dtype=scores.trainer_dtype,
-        rungs=tuple(
-            replace(rung, of_gap=rung.mean / float(np.abs(gap).mean()) if gap.any() else None)
-            for rung in (*scores.rungs, *(() if engine is None else engine.rungs))
-        ),
-        largest=Largest.of(sample, parts),
-        foretold=Foretold(error=error, by={fit.cause.key: fit.finite for fit in named}, noise=noise) if named else None,
-    )
-
-
-def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
-    """Return an engine's error on tokens that it scored again: in units of the trainer's own arithmetic, and of each token `[N]`.
-
-    Args:
-        sample: The tokens, with what the engine says of them now.
-        scores: What the trainer's side says, at temperature 1 as engines score prompts.
-    """
-    table = LogitTable.of(sample, scores.logits, scores.temperature)
-    error = sample.engine - table.logprob
-    return Noise.of(scores.own - table.logprob, table.spread).ratio(error), error
-
-
-def _is_rounding(rest: Floats, arithmetic: Floats, noise: Noise) -> bool:
-    """Tell whether an error is rounding's. Its largest hundredth, a heavy tail, counts where it makes the mean larger too."""
-    mean = float(np.abs(rest).mean())
-    tail = noise.tail_ratio(rest) <= ROUNDING_TAIL or mean <= ROUNDING * float(np.abs(arithmetic).mean())
-    return (noise.ratio(rest) <= ROUNDING and tail) or mean <= FLOAT32
-
-
-def _named(fit: Fit, part: Part, complete: bool, temperature: float) -> NamedCause:
-    return NamedCause(
-        key=fit.cause.key, family=fit.cause.family, said=fit.cause.sentence(fit.x), parameter=fit.x,
-        status="fits" if complete else "partly", share=part.share, z=fit.z, slope=fit.slope, low=fit.low, high=fit.high,
-        ties=fit.ties, remedy=remedy(fit.cause.key, temperature),
-    )  # fmt: skip
-
-
-def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
-    """Return the cause that only the tokens show: the engine reports log-probabilities from before its sampling settings."""
-    assert test.finding is not None
-    key, value, said = test.finding
-    return NamedCause(
-        key=key, family="sampling", said=f"{said}, and the log-probabilities are from before that",
-        parameter=value * temperature if key == "temperature" else value, status="fits", share=None, z=abs(test.z), slope=None,
-        low=None, high=None, ties=_alike(test, key), remedy=remedy(key, temperature),
-    )  # fmt: skip
-
-
-def _alike(test: TokensTest, key: str) -> tuple[str, ...]:
-    """Return the settings that the tokens cannot tell from the one that is named."""
-    return ("raw_logprobs", *test.alike) if key != "temperature" else ("raw_logprobs",)
-
-
-def _coarser(ratio: float, part: Part, scores: Scores) -> NamedCause:
-    """Return the cause that the trainer's own error shows, which was measured and not fitted."""
-    mending = remedy("trainer_dtype", engine_dtype=scores.engine_dtype, trainer_dtype=scores.trainer_dtype)
-    said = f"the trainer errs {ratio:.1f} times as much as the engine's dtype would: coarser dtype, other padding or positions"
-    return NamedCause(
-        key="trainer_dtype", family="trainer", said=said, parameter=ratio, status="fits", share=part.share, z=None, slope=None,
-        low=None, high=None, ties=(), remedy=mending,
-    )  # fmt: skip
-
-
-def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
-    """Return the cause that the trainer's batches show, where they do more than round otherwise."""
-    assert scores.straight is not None
-    changed = [rung for rung in scores.rungs if rung.name == scores.layout and rung.changes_the_policy]
-    if not changed and (ratio <= COARSER or float(np.abs(scores.straight - scores.trainer).mean()) <= FLOAT32):
-        return []
-    said = f"{scores.layout} moves the trainer's log-probabilities by {part.mean:.1e} nats per token, {ratio:.1f} of rounding's"
-    if changed:
-        said += f", and by {changed[0].float32:.1e} in float32: to the model other positions, or another context"
-    return [_measured("layout", "trainer", said, ratio, part)]
-
-
-def _by_head(
-    sample: Sample, scores: Scores, left: float, trainer_ratio: float, headed: float, shares: Mapping[str, Part]
-) -> list[NamedCause]:
-    """Return the cause that the sizes of the sides' errors show, where the head of one alone computes in float32.
-
-    Args:
-        sample: The tokens.
-        scores: What the trainer's side says.
-        left, trainer_ratio: The engine's and the trainer's error in units of the trainer's own in the engine's dtype.
-        headed: The same of a head in float32, and the rest in the engine's dtype: nearer to it than to 1 is such a head.
-        shares: The parts.
-    """
-    assert scores.headed is not None
-    fine = headed**0.5
-    if headed >= FINER or min(left, trainer_ratio) < headed / HEADS:
-        return []
-    if left < fine <= trainer_ratio:
-        exact, other, ratio, part = "engine", "trainer", left, shares["trainer's arithmetic"]
-    elif scores.trainer_head and trainer_ratio < fine <= left:
-        exact, other, ratio, part = "trainer", "engine", trainer_ratio, shares["engine's arithmetic"]
-    else:
-        return []
-    said = (
-        f"the {exact}'s head computes in float32 and the {other}'s does not: the {exact} errs {ratio:.2f} times as much as "
-        f"{scores.engine_dtype} would, and with such a head it would {headed:.2f} times"
-    )
-    if other == "trainer":
-        before, after = (float(np.abs(sample.engine - side).mean()) for side in (scores.trainer, scores.headed))
-        said += f"; a trainer with one is {after:.1e} nats per token from this engine, in the place of {before:.1e}"
-    return [_measured("head_dtype", other, said, ratio, part)]
-
-
-def _by_decode(engine: Engine, part: Part | None) -> NamedCause:
-    """Return the cause that the engine shows alone: its tokens are sampled by another computation than its prefill."""
-    mean = float(np.abs(engine.decode).mean())
-    return _measured(
-        "decode_path",
-        "engine",
-        f"the engine's decode differs from its own prefill by {mean:.1e} nats per token",
-        mean,
-        part,
-    )
-
-
-def _measured(key: str, family: str, said: str, parameter: float, part: Part | None) -> NamedCause:
-    return NamedCause(
-        key=key, family=family, said=said, parameter=parameter, status="measured", share=None if part is None else part.share,
-        z=None, slope=None, low=None, high=None, ties=(), remedy=remedy(key),
-    )  # fmt: skip
-
-
-def _notes(noise: Noise, left: float, error: Floats) -> tuple[str, ...]:
-    if not noise.measured or left >= FINER or float(np.abs(error).mean()) <= FLOAT32:
-        return ()
-    return (f"the engine errs {left:.2f} times as much as its dtype lets expect: it is finer than that",)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.metrics.moments import Moments
 from mismatch_ext.metrics.names import tail_name
 from mismatch_ext.metrics.numerics import SATURATION, as_bool, k3
 from mismatch_ext.metrics.profiles import POSITION_EDGES, PROBABILITY_EDGES, Histogram, Profile
@@ -28,8 +29,6 @@ SUMS = (
     "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio",
 )  # fmt: skip
 MAXIMA = ("abs_max", "p_abs_max", "seq_abs_max", "log_ppl_diff_max", "log_ppl_diff_min_negated")
-# Of the probabilities p = e^old and q = e^rollout: count, means, and centred sums of products.
-MOMENTS = ("n", "mean_p", "mean_q", "pp", "qq", "pq")
 LOG_SUMS = ("lse", "lse_squared", "seq_lse", "seq_lse_squared")
 
 
@@ -79,7 +78,7 @@ class MismatchAccumulator:
         self._sums = dict.fromkeys((*SUMS, *map(tail_name, self.thresholds)), 0.0)
         self._maxima = dict.fromkeys(MAXIMA, -math.inf)
         self._log_sums = dict.fromkeys(LOG_SUMS, -math.inf)
-        self._moments = dict.fromkeys(MOMENTS, 0.0)
+        self._moments = Moments()
         self._histograms = {"position": Histogram(POSITION_EDGES), "probability": Histogram(PROBABILITY_EDGES)}
         # Rows: sort key, rollout log-prob, old log-prob. The smallest keys are a uniform sample, also after merging.
         self._sample = torch.empty(0, 3, dtype=torch.float64)
@@ -170,7 +169,7 @@ class MismatchAccumulator:
             **{tail_name(tau): (size > math.log(tau)).sum() for tau in self.thresholds},
         )  # fmt: skip
         self._raise_maxima(abs_max=size, p_abs_max=p_abs)
-        self._merge_moments(_moments(p, q))
+        self._moments += Moments.of(p, q)
         self._log_add(lse=d, lse_squared=2 * d)
 
     def _add_sequences(self, d: Tensor, old: Tensor, rollout: Tensor, rows: Tensor, batch: int) -> None:
@@ -209,22 +208,6 @@ class MismatchAccumulator:
         for name, value in values.items():
             self._log_sums[name] = _log_add_exp(self._log_sums[name], float(torch.logsumexp(value, 0)))
 
-    def _merge_moments(self, other: dict[str, float]) -> None:
-        """Add centred moments (Chan, Golub and LeVeque 1983)."""
-        a, total = self._moments, self._moments["n"] + other["n"]
-        if not total:
-            return
-        delta_p, delta_q = other["mean_p"] - a["mean_p"], other["mean_q"] - a["mean_q"]
-        weight = a["n"] * other["n"] / total
-        self._moments = {
-            "n": total,
-            "mean_p": a["mean_p"] + delta_p * other["n"] / total,
-            "mean_q": a["mean_q"] + delta_q * other["n"] / total,
-            "pp": a["pp"] + other["pp"] + delta_p * delta_p * weight,
-            "qq": a["qq"] + other["qq"] + delta_q * delta_q * weight,
-            "pq": a["pq"] + other["pq"] + delta_p * delta_q * weight,
-        }
-
     def _keep_sample(self, rows: Tensor) -> None:
         rows = torch.cat([self._sample, rows])
         self._sample = rows[rows[:, 0].argsort()[: self.scatter_samples]]
@@ -253,7 +236,7 @@ class MismatchAccumulator:
             self._maxima[name] = max(self._maxima[name], value)
         for name, value in other._log_sums.items():
             self._log_sums[name] = _log_add_exp(self._log_sums[name], value)
-        self._merge_moments(other._moments)
+        self._moments += other._moments
         for name, histogram in other._histograms.items():
             self._histograms[name].merge(histogram)
         self._keep_sample(other._sample)
@@ -266,7 +249,7 @@ class MismatchAccumulator:
             "sums": dict(self._sums),
             "maxima": {k: None if math.isinf(v) else v for k, v in self._maxima.items()},
             "log_sums": {k: None if math.isinf(v) else v for k, v in self._log_sums.items()},
-            "moments": dict(self._moments),
+            "moments": asdict(self._moments),
             "histograms": {name: histogram.state_dict() for name, histogram in self._histograms.items()},
             "sample": self._sample.tolist(),
         }
@@ -285,7 +268,7 @@ class MismatchAccumulator:
         self._sums = dict(state["sums"])
         self._maxima = {k: -math.inf if v is None else v for k, v in state["maxima"].items()}
         self._log_sums = {k: -math.inf if v is None else v for k, v in state["log_sums"].items()}
-        self._moments = dict(state["moments"])
+        self._moments = Moments(**state["moments"])
         for name, histogram in state["histograms"].items():
             self._histograms[name].load_state_dict(histogram)
         self._sample = torch.tensor(state["sample"], dtype=torch.float64).reshape(-1, 3)
@@ -337,7 +320,7 @@ class MismatchAccumulator:
             "ppl_ratio": s["ppl_ratio"] / m,
             "rollout_probs_diff_mean": s["p_abs"] / n,
             "rollout_probs_diff_max": top["p_abs_max"],
-            "rollout_probs_pearson": _pearson(self._moments),
+            "rollout_probs_pearson": self._moments.pearson,
             "support_truncated": float(self.sampling is not None and self.sampling.truncates_support),
         }
 
@@ -358,22 +341,6 @@ def mismatch_metrics(
 def _log_add_exp(a: float, b: float) -> float:
     high, low = max(a, b), min(a, b)
     return high if math.isinf(low) else high + math.log1p(math.exp(low - high))
-
-
-def _moments(p: Tensor, q: Tensor) -> dict[str, float]:
-    """Return the moments of one batch; centred, since raw sums cancel where all probabilities are near 1."""
-    mean_p, mean_q = p.mean(), q.mean()
-    p, q = p - mean_p, q - mean_q
-    values = torch.stack([mean_p, mean_q, p @ p, q @ q, p @ q]).tolist()
-    return dict(zip(MOMENTS, (float(len(p)), *values), strict=True))
-
-
-def _pearson(moments: dict[str, float]) -> float:
-    """Return the correlation; 1 where either side is constant up to the rounding of its mean."""
-    constant = 1e-28 * moments["n"]
-    if moments["pp"] <= constant or moments["qq"] <= constant:
-        return 1.0
-    return max(-1.0, min(1.0, moments["pq"] / math.sqrt(moments["pp"]) / math.sqrt(moments["qq"])))
 
 
 def _checked_mask(old: Tensor, rollout: Tensor, mask: Tensor, dims: int = 2) -> Tensor:

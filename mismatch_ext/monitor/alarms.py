@@ -7,17 +7,14 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.metrics.growth import GROWTH_MEASURES
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.monitor.rules import Rule, Side, WatchAction, import_function, logged_names, resolve
+from mismatch_ext.monitor.rules import Alarms, Rule, Side, WatchAction, import_function, logged_names, resolve
 from mismatch_ext.monitor.state import Watch, read_state, state_of
 from mismatch_ext.routing.agreement import ROUTING_MEASURES
-
-if TYPE_CHECKING:
-    from mismatch_ext.config import MonitorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +80,7 @@ class Monitor:
         ConfigError: A function to call cannot be imported or is not callable; or two alarms name the same metric of this host.
     """
 
-    def __init__(self, config: MonitorConfig, names: HostNames | None = None) -> None:
+    def __init__(self, config: Alarms, names: HostNames | None = None) -> None:
         self.names = HostNames() if names is None else names
         self.rules = resolve(config, self.names)
         self._functions = {metric: import_function(rule) for metric, rule in self.rules.items()}

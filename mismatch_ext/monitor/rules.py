@@ -6,23 +6,46 @@ import importlib
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.monitor.defaults import DEFAULTS, PATIENCE, DefaultRule, bounds_text
 from mismatch_ext.strict import require
 
-if TYPE_CHECKING:
-    from mismatch_ext.config import AlarmConfig, MonitorConfig
-
 Side = Literal["above", "below", "non-finite"]
 WatchAction = Literal["warn", "stop", "call"]
 HEALTHY_SHARE = 0.8
 SECTION = "mismatch.monitor.alarms"
 _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class Asked(Protocol):
+    """What is asked of one metric; `mismatch_ext.config.AlarmConfig` has it. None leaves a key as it is built in."""
+
+    @property
+    def above(self) -> float | None: ...
+    @property
+    def below(self) -> float | None: ...
+    @property
+    def patience(self) -> int | None: ...
+    @property
+    def clear(self) -> float | None: ...
+    @property
+    def action(self) -> Literal["warn", "stop", "call", "off"] | None: ...
+    @property
+    def call(self) -> str | None: ...
+
+
+class Alarms(Protocol):
+    """What is asked of all of them; `mismatch_ext.config.MonitorConfig` has it."""
+
+    @property
+    def alarms(self) -> Mapping[str, Asked]: ...
+    @property
+    def default_alarms(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +124,7 @@ def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
     return tuple(dict.fromkeys((metric, names.of(metric), PREFIX + metric)))
 
 
-def resolve(config: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:
+def resolve(config: Alarms, names: HostNames | None = None) -> dict[str, Rule]:
     """Return the rules that are on, by metric: the built-in ones first, then the others that the section names.
 
     Args:
@@ -165,7 +188,7 @@ def _canonical(name: str, host: HostNames) -> str:
     return name
 
 
-def _rule(name: str, metric: str, alarm: AlarmConfig | None, default: DefaultRule | None) -> Rule | None:
+def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | None) -> Rule | None:
     above, below = (default.above, default.below) if default else (None, None)
     patience = default.patience if default else PATIENCE
     if alarm is None:
@@ -202,7 +225,7 @@ def _rule(name: str, metric: str, alarm: AlarmConfig | None, default: DefaultRul
     )
 
 
-def _check(key: str, alarm: AlarmConfig) -> None:
+def _check(key: str, alarm: Asked) -> None:
     for name in ("above", "below", "clear"):
         value = getattr(alarm, name)
         require(value is None or math.isfinite(value), f"{key}.{name}", value, "a finite number")

@@ -18,54 +18,37 @@
 
 The loop is the same whatever the block asks for. A verb of a section that is absent changes nothing: its weights are 1, its term
 is 0. A section that is present and that the loop does not use is an error at the first step, by name.
+What is behind the verbs is in `parts.py`, and what is asked of both sides in `sides.py`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mismatch_ext.checkpoint import STATE_FILE, changed_settings, write_state
+from mismatch_ext.checkpoint import STATE_FILE, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
 from mismatch_ext.errors import LoopError
 from mismatch_ext.host_names import HostNames
-from mismatch_ext.kl import KlTerm
-from mismatch_ext.lr import RateControl, ShadowRate
-from mismatch_ext.precision.audit import AuditReport
-from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
-from mismatch_ext.recorder import PREFIX, run_folder
+from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutRecord
-from mismatch_ext.routing.replaying import RouteReplay
 from mismatch_ext.run.batch import Batch, lay_out
-from mismatch_ext.run.log import Logged, RunLog
-from mismatch_ext.run.measuring import findings_of_ranks, lead_by_gap, lead_by_lengths, means_of_ranks, merged, number
-from mismatch_ext.run.routes import check_routes, replayed, routed
-from mismatch_ext.run.saved import saved_state
+from mismatch_ext.run.log import Logged
+from mismatch_ext.run.loop import Loop
+from mismatch_ext.run.parts import Parts
+from mismatch_ext.run.pending import findings_of_ranks, means_of_ranks, number
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
-from mismatch_ext.run.start import (
-    INTEGRATION,
-    audited,
-    check_block,
-    info_of,
-    new_verifier,
-    set_precision,
-    to_warn_of,
-)
-from mismatch_ext.run.stepping import Stepped, step
-from mismatch_ext.run.used import Used
-from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.run.start import saved_state
+from mismatch_ext.run.stepping import Stepped
 from mismatch_ext.weight_sync import SyncVerdict
-from mismatch_ext.weight_sync.verifier import WeightVerifier
 
 
 class Run:
@@ -97,36 +80,16 @@ class Run:
         ranks: Ranks = ONE_PROCESS,
     ) -> None:
         self.block = MismatchConfig.parse(block) or MismatchConfig()
-        self.acting = self.block.acting
         self.trainer, self.rollout = trainer, rollout
-        self.steps = 0
-        self._output, self._seed, self._ranks = Path(output), seed, ranks
-        self._names = HostNames() if names is None else names
-        self._verdicts = Verdicts(self.block.level, lambda: self.steps)
-        with self._verdicts.checking("block"):
-            check_block(self.block)
-        self._log = RunLog(
-            self.block,
-            run_folder(self.block.monitor, self._output),
-            info=self._info,
-            step=lambda: self.steps,
-            names=self._names,
-            ranks=ranks,
-            verdicts=self._verdicts,
-            tell=lambda message: warnings.warn(message, stacklevel=5),
-        )
-        kl, lr = self.acting.kl, self.block.lr
-        self._kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
-        self._rate = None if lr is None else (ShadowRate(lr) if self._verdicts.observes else RateControl(lr))
-        self._used = Used(self.acting, measures=not self._verdicts.observes)
-        self._replay: RouteReplay | None = None
-        self._verifier: WeightVerifier | None = None
-        self._report: AuditReport | None = None
-        self._started = self._ended = self._sent_once = False
-        self._stepped = False  # since weights were last sent
-        self._last_rate: dict[str, Any] | None = None  # of a run that has ended
-        self._pending: dict[str, list[float]] = {}
-        self._parts: list[float] = []  # of the loss of this step
+        names = HostNames() if names is None else names
+        self._loop = Loop(block=self.block, trainer=trainer, rollout=rollout, names=names, seed=seed, ranks=ranks)
+        self._parts = Parts(self._loop, Path(output))
+        self._started = self._ended = False
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were finished."""
+        return self._loop.steps
 
     # Begin.
 
@@ -145,65 +108,12 @@ class Run:
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
         try:
-            self._start(None if resume is None else saved_state(Path(resume)))
+            self._parts.begin(None if resume is None else saved_state(Path(resume)))
         except BaseException as error:
-            self._end_after(error)
-            self._started = self._ended = False
+            self._parts.end_after(error)
             raise
-        return self
-
-    def _start(self, state: dict[str, Any] | None) -> None:
-        checking, acting = self._verdicts.checking, self.acting
-        if acting.precision is not None:
-            set_precision(acting.precision, self.trainer)
-        warning = None
-        dtype = self.trainer.reading().compute_dtype
-        with checking("engine"):
-            self.rollout.check(self.block, dtype)
-        with checking("precision", applied=True):
-            self._report = audited(self.block, self.trainer, self.rollout)
-        with checking("readiness"):
-            warning = check_readiness(self.trainer.named_parameters(), self.block.precision)
-        if acting.routing is not None:
-            self._replay = RouteReplay(
-                acting.routing, self.trainer.routing, self.trainer.policy(), seed=self._seed, ranks=self._ranks
-            )
-            if acting.routing.mode == "R3":
-                self.rollout.record_routing(self._replay.layout.shape)
-
-        self._log.sampled_with(self.rollout.sampling)
-        if self._rate is not None:
-            self._control_rate(self._rate, 0 if state is None else state["run"]["step"])
-        if self.block.monitor.weight_sync != "off":
-            with checking("weight_sync"):
-                verifier = new_verifier(self.block.monitor, self.trainer, self.rollout, dtype, self._log)
-                if state is None:
-                    verifier.begin()
-                self._verifier = verifier
-        if state is not None:
-            self._load(state)
         self._started = True
-        self._log.begin(None if state is None else self.steps)
-        said: list[tuple[str, str]] = []
-        with checking("vocabulary"):
-            said = to_warn_of(self.trainer, self.rollout, warning)  # on all ranks: a sharded model is run for it
-        for name, message in said if self._ranks.rank == 0 else ():
-            self._warn(name, message)
-        self._log.announce(INTEGRATION, measured="at every run.measure")
-        if state is not None:
-            changed = changed_settings(state.get("config"), self.block.to_dict())
-            if changed is not None:
-                self._warn("settings_changed", changed)
-            self.send()
-
-    def _control_rate(self, rate: RateControl, step: int) -> None:
-        # A schedule that is given to the run may have moved before it.
-        joining = step or int(getattr(self.trainer.scheduler, "last_epoch", 0) or 0)
-        rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0, step=joining)
-
-    def _info(self) -> dict[str, Any]:
-        given = {"name": str(self._output), "seed": self._seed, "audit": self._report}
-        return info_of(self.block, self.trainer, self.rollout, self._names, **given)
+        return self
 
     # One batch.
 
@@ -220,38 +130,25 @@ class Run:
             LoopError: The trainer's weights have changed since they were sent.
         """
         self._begun()
-        verifier = self._verifier
-        with self._verdicts.checking("records"):
-            if verifier is not None and verifier.moved():
-                raise LoopError(
-                    f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() before "
-                    "the next rollouts, or set mismatch.monitor.weight_sync='off'."
-                )
-        batch = lay_out(records, self.trainer.device, split, self._verdicts)
-        with self._verdicts.checking("records"):
+        self._parts.weights.check_sent()
+        batch = lay_out(records, self.trainer.device, split, self._loop.verdicts)
+        with self._loop.verdicts.checking("records"):
             expect_present(batch.provenance, self.rollout.weight_version)
-        check_routes(self.acting.routing, batch)
+        self._parts.routes.check(batch)
         if split == "train":
-            self._train_on(batch)
+            self._parts.used.batch(batch)
+            if self._parts.kl is not None:
+                self._parts.kl.settle()
+                self._parts.kl.begin()
+            self._parts.stepper.lead_by_lengths(batch)
         return batch
-
-    def _train_on(self, batch: Batch) -> None:
-        self._used.batch(batch)
-        if self._kl is not None:
-            self._kl.settle()
-            self._kl.begin()
-        with self._verdicts.checking("lr"):
-            for name, value in lead_by_lengths(self._rate, batch, self._ranks, self._names).items():
-                self._note(name, value)
 
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
 
         With gradients they are those that the loss is made of. Without, under R2, the first of a batch records its routes.
         """
-        with routed(self._replay, self.trainer, batch, version=self.steps):
-            found = self.trainer.logprobs(batch)
-        return self._used.watch("replay", found) if self._replay is not None else found
+        return self._parts.used.watch("replay", self._parts.routes.logprobs(batch))
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the reference's log-probabilities `[B, T]`, in nats, under the batch's routes if the block says so.
@@ -261,10 +158,9 @@ class Run:
         Raises:
             ConfigError: The trainer's side has no reference.
         """
-        if self._kl is None:
+        if self._parts.kl is None:
             return torch.zeros_like(batch.rollout_logprobs)
-        with routed(self._replay, self.trainer, batch, version=self.steps, reference=True):
-            return self.trainer.logprobs(batch, reference=True)
+        return self._parts.routes.logprobs(batch, reference=True)
 
     @contextmanager
     def replaying(self, batch: Batch) -> Iterator[None]:
@@ -276,12 +172,11 @@ class Run:
             RoutingError: The routes do not fit their tokens, or are not this model's.
             ReplayError: The forward pass was over other tokens, or did not obey them.
         """
-        before = 0 if self._replay is None else self._replay.forwards
         learns = torch.is_grad_enabled()
-        with routed(self._replay, self.trainer, batch, version=self.steps):
+        with self._parts.routes.under(batch):
             yield
-        if self._replay is not None and self._replay.forwards > before and learns:
-            self._used.note("replay")
+        if learns:
+            self._parts.used.note("replay")
 
     def measure(self, batch: Batch, old: Tensor, reference: Tensor | None = None) -> None:
         """Measure the gap to the engine, and the KL divergence from the reference.
@@ -298,25 +193,22 @@ class Run:
         self._begun()
         mask = batch.response_mask
         gap = (old.detach(), batch.rollout_logprobs, mask)
-        with self._verdicts.checking("measure"):
-            self._log.observe(batch.split, *gap)
-        if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap():
-            with torch.no_grad(), torch.random.fork_rng():
-                native = self.trainer.logprobs(batch)
-            self._log.observe(batch.split, native, *gap[1:], native=True)
+        with self._loop.verdicts.checking("measure"):
+            self._parts.log.observe(batch.split, *gap)
+        native = self._parts.routes.native(batch)
+        if native is not None:
+            self._parts.log.observe(batch.split, native, *gap[1:], native=True)
         if batch.split != "train":
             return
-        self._used.note("measure", batch)
-        if self._kl is not None:
+        self._parts.used.note("measure", batch)
+        if self._parts.kl is not None:
             if reference is None:
                 raise LoopError(
                     "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
                 )
-            for name, value in self._kl.collect(old.detach(), reference, mask, self._ranks).items():
-                self._note(PREFIX + name, value)
-        if self._rate is not None:
-            with self._verdicts.checking("lr"):
-                lead_by_gap(self._rate, gap, self._ranks)
+            for name, value in self._parts.kl.collect(old.detach(), reference, mask, self._loop.ranks).items():
+                self._loop.pending.note(PREFIX + name, value)
+        self._parts.stepper.lead_by_gap(*gap)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
@@ -327,20 +219,20 @@ class Run:
                 the present policy's; the loss `ppo_clip` then takes `batch.rollout_logprobs` for the old ones.
             advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
         """
-        self._used.note("correct", batch)
+        self._parts.used.note("correct", batch)
         mask, section = batch.response_mask, self.block.correction
         kept = found = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
             return kept
         figures: dict[str, float] = {}
-        with self._verdicts.checking("correction"):
+        with self._loop.verdicts.checking("correction"):
             settings = resolve(section)
             if bool(mask.any()):
                 found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
-            figures = over_ranks(found.metrics, mask, settings, self._ranks)  # on a rank without tokens too
-        for name, value in self._verdicts.named(figures).items() if batch.split == "train" else ():
-            self._note(PREFIX + name, value)
-        return kept if self._verdicts.observes else found
+            figures = over_ranks(found.metrics, mask, settings, self._loop.ranks)  # on a rank without tokens too
+        for name, value in self._loop.verdicts.named(figures).items() if batch.split == "train" else ():
+            self._loop.pending.note(PREFIX + name, value)
+        return kept if self._loop.verdicts.observes else found
 
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
         """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.
@@ -351,39 +243,33 @@ class Run:
             reference: The reference's `[B, T]`.
             old: The trainer's when the batch was sampled, in the place of the engine's under `ratio`.
         """
-        if self._kl is None:
+        if self._parts.kl is None:
             return torch.zeros_like(logprobs)
-        term = self._kl.loss(
+        term = self._parts.kl.loss(
             logprobs,
             reference,
             batch.response_mask,
             rollout_logprobs=batch.rollout_logprobs if old is None else None,
             old_logprobs=old,
             groups=batch.groups,
-            logits=lambda: (self._logits(batch), self._logits(batch, reference=True)),
+            logits=lambda: (self._parts.routes.logits(batch), self._parts.routes.logits(batch, reference=True)),
             temperature=batch.temperature,
         )
-        return self._used.watch("kl", term)
-
-    def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        with routed(self._replay, self.trainer, batch, version=self.steps, reference=reference):
-            return self.trainer.logits(batch, reference=reference)
+        return self._parts.used.watch("kl", term)
 
     def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
         """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
-        self._used.note("penalty", batch)
-        if self._kl is None or not self._kl.config.in_rewards:
+        self._parts.used.note("penalty", batch)
+        if self._parts.kl is None or not self._parts.kl.config.in_rewards:
             return torch.zeros_like(old)
-        return self._kl.penalty(old, reference, batch.response_mask)
+        return self._parts.kl.penalty(old, reference, batch.response_mask)
 
     # A step.
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's loss, scaled in float16; `step` then takes none."""
         self._begun()
-        scaler = self.trainer.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        self._parts.append(float(loss.detach()))
+        self._parts.stepper.backward(loss)
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
         """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
@@ -398,14 +284,9 @@ class Run:
         """
         if loss is not None:
             self.backward(loss)
-        self._used.check_step(self.steps)
-        if self._parts:
-            self._note(self._names.loss, sum(self._parts))
-            self._parts = []
-        done = step(self.trainer, self._rate, max_norm, self._verdicts)
-        self.steps, self._stepped = self.steps + 1, True
-        self._note(self._names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
-        self._note(self._names.learning_rate, done.learning_rate)
+        self._parts.used.check_step(self.steps)
+        done = self._parts.stepper.step(max_norm)
+        self._loop.steps, self._parts.weights.stepped = self.steps + 1, True
         return done
 
     # Weights.
@@ -418,13 +299,7 @@ class Run:
             LoopError: They changed otherwise than by `step`, which sees to the block's sections.
         """
         self._begun()
-        self._only_stepped()
-        reading, samples = self.rollout.update(self.trainer.checkpoint_parameters())
-        if not self._sent_once:
-            self._sent_once = True
-            with self._verdicts.checking("precision", applied=True):
-                audited(self.block, self.trainer, self.rollout, reading)
-        return self._verified(samples)
+        return self._parts.weights.send()
 
     def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
         """Verify an update that the loop made itself; its version is `rollout.weight_version`.
@@ -435,27 +310,7 @@ class Run:
         Raises:
             WeightSyncError, LoopError: As `send`.
         """
-        self._only_stepped()
-        return self._verified(samples)
-
-    def _only_stepped(self) -> None:
-        acts = self.acting != MismatchConfig(level=self.acting.level, monitor=self.acting.monitor)
-        if not self._stepped and acts and self._verifier is not None and self._verifier.moved():
-            raise LoopError(
-                f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the block "
-                "asks for; step by it."
-            )
-
-    def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
-        self._stepped = False
-        if self._verifier is None:
-            return None
-        verdict: SyncVerdict | None = None
-        with self._verdicts.checking("weight_sync"):
-            verdict = self._verifier.verify(samples)
-        if verdict is not None:
-            self._note(PREFIX + "weight_sync_gap", verdict.gap_mean)
-        return verdict
+        return self._parts.weights.sent(samples)
 
     # Logs.
 
@@ -471,40 +326,23 @@ class Run:
             All of it, and whether the run is to stop.
         """
         self._begun()
-        findings_of_ranks(self._verdicts, self._ranks)
-        found = self._log.measured(self.steps, split)
-        by_layer: dict[str, float] = {}
+        findings_of_ranks(self._loop.verdicts, self._loop.ranks)
+        found = self._parts.log.measured(self.steps, split)
         if split == "train":
-            found |= {name: merged(name, values) for name, values in self._pending.items()}
-            self._pending = {}
-            found |= means_of_ranks(found, (self._names.loss, PREFIX + "weight_sync_gap"), self._ranks)
-            if self.trainer.scaler is not None:
-                found |= {PREFIX + name: value for name, value in self.trainer.scaler.metrics().items()}
-            if self._rate is not None:
-                found |= {PREFIX + name: value for name, value in self._verdicts.named(self._rate.metrics()).items()}
-        if self._replay is not None:
-            more_found, by_layer = replayed(self._replay, split, self._ranks)
-            found |= more_found
-        found |= {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
-        self._log.write(self.steps, found | by_layer, split)
-        return Logged(metrics=found, stop=self._log.watch(self.steps, found) if split == "train" else None)
+            found |= self._loop.pending.take()
+            found |= means_of_ranks(found, (self._loop.names.loss, PREFIX + "weight_sync_gap"), self._loop.ranks)
+            found |= self._parts.stepper.metrics()
+        of_routes, by_layer = self._parts.routes.metrics(split)
+        found |= of_routes | {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
+        self._parts.log.write(self.steps, found | by_layer, split)
+        return Logged(metrics=found, stop=self._parts.log.watch(self.steps, found) if split == "train" else None)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, as JSON-able data; model, optimizer and schedule have states of their own."""
         self._begun()
-        if self._kl is not None:
-            self._kl.settle()
-        state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
-        state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
-        parts = {"weight_sync": self._verifier, "kl": self._kl, "routing": self._replay}
-        state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-        if self._rate is not None:
-            state["lr"] = self._rate.state_dict() if self._rate.attached else self._last_rate
-        if self.trainer.scaler is not None:
-            state["scaler"] = self.trainer.scaler.state_dict()
-        return state
+        return self._parts.state_dict()
 
     def save(self, folder: str | Path) -> Path:
         """Write `state_dict` to a folder, beside what the loop saves of model, optimizer and schedule, and after it.
@@ -513,7 +351,7 @@ class Run:
             The file, which holds the state before or this one whenever the process is killed.
         """
         path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
-        if self._ranks.rank == 0:
+        if self._loop.ranks.rank == 0:
             write_state(path, state)
         return path
 
@@ -524,27 +362,7 @@ class Run:
             RecordError: It is damaged, or of other settings.
         """
         self._begun()
-        self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self.steps, self._stepped = int(state["run"]["step"]), True  # by the run that saved it
-        self._pending, self._parts = {}, []
-        self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
-        self._log.load_state_dict(state, step=self.steps)
-        for name, part in (("kl", self._kl), ("routing", self._replay)):
-            if part is not None and state.get(name) is not None:
-                part.load_state_dict(state[name])
-        if self._rate is not None:
-            if state.get("lr") is None:
-                self._control_rate(self._rate, self.steps)
-            self._rate.load_state_dict(state.get("lr"))
-        scaler, saved = self.trainer.scaler, state.get("scaler")
-        if scaler is not None and saved is not None:
-            scaler.load_state_dict(saved)
-        if self._verifier is not None and state.get("weight_sync") is not None:
-            said = self._verifier.load_state_dict(state["weight_sync"])
-            if said is not None:
-                self._warn("weight_sync", said)
+        self._parts.load_state_dict(state)
 
     # End.
 
@@ -558,42 +376,19 @@ class Run:
         if self._ended or not self._started:
             return
         self._ended = True
-        self._let_go()
-        self._log.end(status, message)
-
-    def _let_go(self) -> None:
-        if self._rate is not None and self._rate.attached:
-            self._last_rate = self._rate.state_dict()
-            self._rate.detach()
-
-    def _end_after(self, error: BaseException) -> None:
-        """End as failed; what fails of that is noted on the error, which stays the one that is raised."""
-        self._ended = True
-        try:
-            self._let_go()
-            self._log.end("failed", f"{type(error).__name__}: {error}")
-        except Exception as second:  # noqa: BLE001  # whatever it is, the first one matters
-            error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
+        self._parts.end(status, message)
 
     def __enter__(self) -> Run:
         self._begun()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.end()
         elif not self._ended:
-            self._end_after(error)
+            self._ended = True
+            self._parts.end_after(error)
 
     def _begun(self) -> None:
         if not self._started:
             raise LoopError("the run has not been started: `with run.start():` around the loop.")
-
-    def _note(self, name: str, value: float) -> None:
-        self._pending.setdefault(name, []).append(value)
-
-    def _warn(self, name: str, message: str) -> None:
-        warnings.warn(message, stacklevel=3)
-        self._log.event("warning", name, message)

@@ -1,24 +1,24 @@
-"""What must hold before the first step of a loop of one's own: precision on both sides, and weights that fit it."""
+"""What must hold before the first step of a loop of one's own, and what is said of it: of the block, and of both sides."""
 
 from __future__ import annotations
 
 import platform
-import warnings
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.banner import Integration
-from mismatch_ext.config import MismatchConfig, MonitorConfig, PrecisionConfig
+from mismatch_ext.checkpoint import STATE_FILE, read_state
+from mismatch_ext.config import MismatchConfig, PrecisionConfig
 from mismatch_ext.correction import resolve
-from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import HostNames
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.run.info import run_info
-from mismatch_ext.run.log import RunLog
-from mismatch_ext.run.sides import LoopRollout, LoopTrainer
-from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+from mismatch_ext.run.loop import Loop
+from mismatch_ext.run.sides import LoopTrainer
 
 HOST = "a loop of one's own"
 INTEGRATION = Integration(trainer="Run", correction="run.correct", lr="run.step", kl="run.kl", precision="Run")
@@ -67,81 +67,85 @@ def set_precision(precision: PrecisionConfig, trainer: LoopTrainer) -> None:
     trainer.compute_in(policy.dtype, scaler)
 
 
-def audited(
-    block: MismatchConfig, trainer: LoopTrainer, rollout: LoopRollout, sync: SyncReading | None = None
-) -> AuditReport | None:
+def audited(loop: Loop, sync: SyncReading | None = None) -> AuditReport | None:
     """Compare what both sides compute in with what was asked for; None where nothing was.
 
     Raises:
         PrecisionAuditError: They differ; names each difference, and what to change.
     """
-    if block.precision is None:
+    precision = loop.block.precision
+    if precision is None:
         return None
-    report = audit(PrecisionPolicy.of(block.precision), trainer.reading(), rollout.reading(), sync)
+    report = audit(PrecisionPolicy.of(precision), loop.trainer.reading(), loop.rollout.reading(), sync)
     report.raise_for_findings()
     return report
 
 
-def new_verifier(
-    monitor: MonitorConfig, trainer: LoopTrainer, rollout: LoopRollout, dtype: str, log: RunLog
-) -> WeightVerifier:
-    """Return what verifies the loop's weight updates; it has not begun.
+def check_sides(loop: Loop, dtype: str) -> tuple[AuditReport | None, str | None]:
+    """Check that both sides compute as the block asks, and that the weights fit it.
 
     Args:
-        monitor: The section.
-        trainer, rollout: The two sides.
+        loop: The loop.
         dtype: What the trainer's matrix products come out in.
-        log: Where bad updates are written.
+
+    Returns:
+        The precision audit, and what is to be warned of the weights; None for what was not asked for, or is well.
     """
+    report = warning = None
+    with loop.verdicts.checking("engine"):
+        loop.rollout.check(loop.block, dtype)
+    with loop.verdicts.checking("precision", applied=True):
+        report = audited(loop)
+    with loop.verdicts.checking("readiness"):
+        warning = check_readiness(loop.trainer.named_parameters(), loop.block.precision)
+    return report, warning
 
-    def wrong(level: str, name: str, message: str) -> None:
-        log.event(level, name, message)
-        if monitor.weight_sync == "warn":
-            warnings.warn(message, stacklevel=6)
 
-    probes = draw_probes(trainer.vocabulary(), monitor, rollout.longest)
-    engine = rollout.reading().model_dtype
-    return WeightVerifier(trainer, rollout, monitor, probes, dtype=engine, trainer_dtype=dtype, event=wrong)
+def saved_state(folder: Path) -> dict[str, Any]:
+    """Return the state in a folder that `run.save` wrote to.
+
+    Raises:
+        RecordError: It holds none, or a damaged one.
+    """
+    path = folder / STATE_FILE
+    state = read_state(path)
+    if state is None or not isinstance((state.get("run") or {}).get("step"), int):
+        raise RecordError(f"{path} holds no state of a run; resume from a folder that run.save wrote to.")
+    return state
 
 
-def to_warn_of(trainer: LoopTrainer, rollout: LoopRollout, fits: str | None) -> list[tuple[str, str]]:
+def to_warn_of(loop: Loop, fits: str | None) -> list[tuple[str, str]]:
     """Return names and messages of what a run begins with a warning of.
 
     Args:
-        trainer, rollout: The two sides; the trainer runs its model, on every rank.
+        loop: The loop, whose trainer runs its model, on every rank.
         fits: What is to be warned of the weights.
     """
+    rollout, surplus = loop.rollout, loop.trainer.surplus()
     bias = rollout.sampling.ratio_bias(renormalised=rollout.reading().renormalises)
-    surplus = trainer.surplus()
     found = {"readiness": fits, "vocabulary": None if surplus is None else str(surplus), "ratio_bias": bias}
     return [(name, message) for name, message in found.items() if message is not None]
 
 
-def info_of(
-    block: MismatchConfig, trainer: LoopTrainer, rollout: LoopRollout, names: HostNames, **given: Any
-) -> dict[str, Any]:
-    """Return the header of a run's metrics.
-
-    Args:
-        block: The block.
-        trainer, rollout: The two sides.
-        names: What the loop's own metrics are called.
-        **given: Name, seed and audit, as `run_info` takes them.
-    """
+def info_of(loop: Loop, name: str, report: AuditReport | None) -> dict[str, Any]:
+    """Return the header of a run's metrics, with its name and the precision audit."""
+    block, trainer, rollout = loop.block, loop.trainer, loop.rollout
     device = trainer.device.type
     replaying = trainer.patches if block.acting.routing is not None else ()
     return run_info(
         block,
-        names,
+        loop.names,
+        name=name,
         host=HOST,
         model=trainer.name,
         model_type=trainer.family,
         parameters=sum(p.numel() for _, p in trainer.named_parameters()),
         device=f"{device} ({platform.processor() or platform.machine()})",
+        seed=loop.seed,
         trainer=trainer.reading(),
         engine=rollout.reading(),
         sampling=rollout.sampling,
         patches=list({patch["name"]: patch for patch in (*rollout.patches, *replaying, *active_patches())}.values()),
+        audit=report,
         packages=PACKAGES,
-        **given,
     )

@@ -1,15 +1,18 @@
-"""One step of a loop's optimizer: unscaled, clipped, at the controlled rate, and then the schedule."""
+"""The optimizer of a loop: unscaled, clipped, stepped at the controlled rate, and then its schedule."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mismatch_ext.lr import RateControl, ShadowRate
-from mismatch_ext.run.sides import LoopTrainer
-from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.lr import RateControl, ShadowRate, gap_statistics, length_statistics
+from mismatch_ext.recorder import PREFIX
+from mismatch_ext.run.batch import Batch
+from mismatch_ext.run.loop import Loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,45 +30,154 @@ class Stepped:
     learning_rate: float
 
 
-def step(trainer: LoopTrainer, rate: RateControl | None, max_norm: float | None, verdicts: Verdicts) -> Stepped:
-    """Step a trainer's optimizer as scaler and learning-rate control say, then its schedule, and clear the gradients.
+class Stepper:
+    """Takes the steps of a trainer's optimizer, under the control of its rate.
 
     Args:
-        trainer: The trainer; its gradients are there.
-        rate: Learning-rate control; None without, and `ShadowRate` where it only computes.
-        max_norm: Norm that gradients are clipped to; None clips none.
-        verdicts: What becomes of statistics that cannot lead the rate.
+        loop: The loop. Under `observe` the control of the rate only computes.
 
-    Raises:
-        LossScaleError: Overflows do not end.
+    Attributes:
+        rate: Learning-rate control; None without.
     """
-    optimizer, scaler, taken = trainer.optimizer, trainer.scaler, True
-    if scaler is not None:
-        scaler.unscale_(optimizer)
-    norm = _grad_norm(optimizer, max_norm)
-    if rate is not None:
-        with verdicts.checking("lr"):
-            if rate.config.trigger == "grad_norm":
-                rate.collect(1.0, grad_norm=norm)
-            rate.before_step()
-    if scaler is None:
-        optimizer.step()
-    else:
-        overflows = scaler.overflow_steps
-        scaler.step(optimizer)
-        scaler.update()
-        taken = scaler.overflow_steps == overflows
-    acts = rate is not None and not isinstance(rate, ShadowRate)
-    applied = rate.rate if rate is not None and acts else float(optimizer.param_groups[0]["lr"])
-    if rate is not None:
-        with verdicts.checking("lr"):
-            if isinstance(rate, ShadowRate) and taken:
-                rate.step()
-            rate.after_step()
-    if trainer.scheduler is not None and taken:
-        trainer.scheduler.step()
-    optimizer.zero_grad()
-    return Stepped(taken=taken, grad_norm=norm, learning_rate=applied)
+
+    def __init__(self, loop: Loop) -> None:
+        section, observes = loop.block.lr, loop.verdicts.observes
+        self._loop, self._trainer, self._verdicts, self._pending = loop, loop.trainer, loop.verdicts, loop.pending
+        self.rate = None if section is None else (ShadowRate(section) if observes else RateControl(section))
+        self._last_rate: dict[str, Any] | None = None  # of a control that was taken off
+        self._parts: list[float] = []  # of the loss of this step
+
+    def attach(self, step: int) -> None:
+        """Take the rate under control; a schedule that is given to the run may have moved before its first step."""
+        if self.rate is not None:
+            joining = step or int(getattr(self._trainer.scheduler, "last_epoch", 0) or 0)
+            self.rate.attach(self._trainer.optimizer, self._trainer.scheduler, warmup=0, step=joining)
+
+    def detach(self) -> None:
+        """Give the rate back; its state stays."""
+        if self.rate is not None and self.rate.attached:
+            self._last_rate = self.rate.state_dict()
+            self.rate.detach()
+
+    # What leads the rate: over all ranks, so that they have one multiplier.
+
+    def lead_by_lengths(self, batch: Batch) -> None:
+        """Note the lengths of a batch, and let them lead the rate if they are its trigger; on all ranks."""
+        with self._verdicts.checking("lr"):
+            known = all(record.finish_reason is not None for record in batch.records)
+            if self._loop.ranks.size > 1:
+                known = all(self._loop.ranks.gather(known))
+            cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
+            found = length_statistics(batch.lengths, cut, reduce=lambda values, reduction: self._loop.ranks.sum(values))
+            if self.rate is not None and self.rate.config.trigger == "response_length":
+                self.rate.collect(1.0, **found.to_dict())
+            named = {self._loop.names.length: found.response_length, "truncated_fraction": found.truncated_fraction}
+            for name, value in named.items():
+                if value is not None:
+                    self._pending.note(name, value)
+
+    def lead_by_gap(self, old: Tensor, rollout: Tensor, mask: Tensor) -> None:
+        """Let the gap of a batch lead the rate if it is its trigger; on all ranks.
+
+        Args:
+            old, rollout: Log-probabilities of this rank's part `[B, T]`. Those that are not finite were refused before, or are
+                a finding, and lead nothing.
+            mask: The tokens that count `[B, T]`.
+        """
+        if self.rate is None or self.rate.config.trigger not in ("mismatch_kl", "f_tau"):
+            return
+        with self._verdicts.checking("lr"):
+            if not bool((old.isfinite() & rollout.isfinite())[mask.bool()].all()):
+                mask = torch.zeros_like(mask)  # the other ranks wait for this one's sum
+            reduce = None if self._loop.ranks.size == 1 else lambda values, reduction: self._loop.ranks.sum(values)
+            tokens, statistics = gap_statistics(old, rollout, mask, reduce=reduce)
+            self.rate.collect(tokens, **statistics)
+
+    # A step.
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a part of the step's loss, scaled in float16."""
+        scaler = self._trainer.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        self._parts.append(float(loss.detach()))
+
+    def step(self, max_norm: float | None) -> Stepped:
+        """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
+
+        Args:
+            max_norm: Norm that gradients are clipped to; None clips none.
+
+        Raises:
+            LossScaleError: Overflows do not end.
+        """
+        if self._parts:
+            self._pending.note(self._loop.names.loss, sum(self._parts))
+            self._parts = []
+        done = self._step(max_norm)
+        self._pending.note(self._loop.names.grad_norm, done.grad_norm)  # one that is not finite raises its alarm
+        self._pending.note(self._loop.names.learning_rate, done.learning_rate)
+        return done
+
+    def _step(self, max_norm: float | None) -> Stepped:
+        optimizer, scaler, rate, taken = self._trainer.optimizer, self._trainer.scaler, self.rate, True
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = _grad_norm(optimizer, max_norm)
+        if rate is not None:
+            with self._verdicts.checking("lr"):
+                if rate.config.trigger == "grad_norm":
+                    rate.collect(1.0, grad_norm=norm)
+                rate.before_step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            overflows = scaler.overflow_steps
+            scaler.step(optimizer)
+            scaler.update()
+            taken = scaler.overflow_steps == overflows
+        acts = rate is not None and not isinstance(rate, ShadowRate)
+        applied = rate.rate if rate is not None and acts else float(optimizer.param_groups[0]["lr"])
+        if rate is not None:
+            with self._verdicts.checking("lr"):
+                if isinstance(rate, ShadowRate) and taken:
+                    rate.step()
+                rate.after_step()
+        if self._trainer.scheduler is not None and taken:
+            self._trainer.scheduler.step()
+        optimizer.zero_grad()
+        return Stepped(taken=taken, grad_norm=norm, learning_rate=applied)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged of loss scaler and learning-rate control."""
+        scaler, rate = self._trainer.scaler, self.rate
+        found = {} if scaler is None else dict(scaler.metrics())
+        found |= {} if rate is None else self._verdicts.named(rate.metrics())
+        return {PREFIX + name: value for name, value in found.items()}
+
+    # What a checkpoint holds.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return control and scaler as JSON-able data, by the keys that a checkpoint has them under."""
+        state: dict[str, Any] = {}
+        if self.rate is not None:
+            state["lr"] = self.rate.state_dict() if self.rate.attached else self._last_rate
+        if self._trainer.scaler is not None:
+            state["scaler"] = self._trainer.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, among other keys; a part that is missing begins anew.
+
+        Raises:
+            RecordError: It is damaged, or of other settings.
+        """
+        self._parts = []
+        if self.rate is not None:
+            if state.get("lr") is None:
+                self.attach(self._loop.steps)
+            self.rate.load_state_dict(state.get("lr"))
+        if self._trainer.scaler is not None and state.get("scaler") is not None:
+            self._trainer.scaler.load_state_dict(state["scaler"])
 
 
 def _grad_norm(optimizer: Any, max_norm: float | None) -> float:

@@ -70,8 +70,8 @@ class Used:
             self._batches.get(batch.origin, set()).add(what)
 
     def watch(self, what: str, term: Tensor) -> Tensor:
-        """Note that something was used once a gradient comes to it."""
-        if not term.requires_grad:
+        """Note that something was used once a gradient comes to it; what no step has to use stays as it is."""
+        if not term.requires_grad or what not in self._of_step:
             return term
         watched = term * 1.0  # the same bits, whatever is made of the term elsewhere
 

@@ -258,7 +258,7 @@ def test_an_alarm_stops_the_loop(tmp_path: Path) -> None:
         stops = []
         while not stops or stops[-1] is None:
             learn(run, 1)
-            stops.append(run._log.stopped)
+            stops.append(run._parts.log.stopped)
     assert len(stops) == 2 and stops[0] is None and "k3_kl" in str(stops[1])
 
 
@@ -378,10 +378,10 @@ def test_the_kl_controller_moves_once_for_each_batch(tmp_path: Path) -> None:
             for part in (batch.rows(*rows) for rows in parts):
                 with torch.no_grad():
                     run.measure(part, run.score(part), run.reference(part))
-                assert run._kl is not None and run._kl.coef == 0.1
+                assert run._parts.kl is not None and run._parts.kl.coef == 0.1
             states.append(run.state_dict()["kl"])
             run.batch(rollout.generate(PROMPTS))
-            assert run._kl.coef == states[-1]["coef"] != 0.1 and run.state_dict()["kl"] == states[-1]
+            assert run._parts.kl.coef == states[-1]["coef"] != 0.1 and run.state_dict()["kl"] == states[-1]
     assert states[0]["steps"] == states[1]["steps"] == 1
     assert states[0]["coef"] == pytest.approx(states[1]["coef"])
 

@@ -34,7 +34,7 @@ def test_routes_are_replayed(mode: str, moe: Path, tmp_path: Path) -> None:
     block = {"routing": {"mode": mode, "agreement_rate": 1.0, "reference": True}, "kl": {"coef": 0.1}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
         logs = learn(run, 2)
-        assert run._replay is not None and run._replay.forwards == (6 if mode == "R3" else 4)
+        assert run._parts.routes.replay is not None and run._parts.routes.replay.forwards == (6 if mode == "R3" else 4)
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
             old, native = run.score(batch), trainer.logprobs(batch)

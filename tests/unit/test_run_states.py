@@ -78,7 +78,7 @@ def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
         batch = run.batch(rollout.generate(PROMPTS))
         run.backward(run.score(batch).mean())
         run.load_state_dict(state)
-        assert "loss" not in run.log().metrics and not run._parts  # nothing of the steps that are undone
+        assert "loss" not in run.log().metrics and not run._parts.stepper._parts  # nothing of the steps that are undone
 
 
 def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_an_error_in_flight_is_the_one_that_is_raised(tmp_path: Path, monkeypatc
         raise OSError("no space left")
 
     with pytest.raises(ZeroDivisionError) as raised, Run(block, trainer, rollout, tmp_path).start() as run:
-        monkeypatch.setattr(run._log, "end", full)
+        monkeypatch.setattr(run._parts.log, "end", full)
         1 / 0  # noqa: B018
     assert "OSError: no space left" in raised.value.__notes__[0]
     Run(block, trainer, rollout, tmp_path / "again").start().end()  # nothing was left on the optimizer
@@ -167,7 +167,7 @@ def test_observe_stops_at_nothing(tmp_path: Path) -> None:
         run.measure(batch, old)
         run.step(run.score(batch).mean())
         trainer.optimizer.zero_grad()
-        run._rate.collect(1.0, f_tau=1.0)  # type: ignore[union-attr]  # no statistic of this trigger
+        run._parts.stepper.rate.collect(1.0, f_tau=1.0)  # type: ignore[union-attr]  # no statistic of this trigger
         run.step(run.score(batch).mean())
     found = {event.name for event in read_run(tmp_path / "mismatch").events}
-    assert "observed" in found and {"records", "measure", "lr"} <= set(run._verdicts.counts)
+    assert "observed" in found and {"records", "measure", "lr"} <= set(run._loop.verdicts.counts)

@@ -1,0 +1,39 @@
+"""What the parts of a run share: the block, both sides, how far the loop is, and what it has to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.host_names import HostNames
+from mismatch_ext.ranks import Ranks
+from mismatch_ext.run.pending import Pending
+from mismatch_ext.run.sides import LoopRollout, LoopTrainer
+from mismatch_ext.verdicts import Verdicts
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """A loop of one's own, as the parts of its run see it.
+
+    Args:
+        block, trainer, rollout, names, seed, ranks: As of `Run`.
+        steps: Optimizer steps that were finished.
+
+    Attributes:
+        pending: What was measured since the last log.
+        verdicts: What becomes of checks that fail.
+    """
+
+    block: MismatchConfig
+    trainer: LoopTrainer
+    rollout: LoopRollout
+    names: HostNames
+    seed: int
+    ranks: Ranks
+    steps: int = 0
+    pending: Pending = field(default_factory=Pending)
+    verdicts: Verdicts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.verdicts = Verdicts(self.block.level, lambda: self.steps)

@@ -1,0 +1,18 @@
+"""The data of a run directory: what was read of it, and the reading."""
+
+from mismatch_ext.rundata.data import EventRecord, ProfileRecord, Repeats, RunData, StepRecord
+from mismatch_ext.rundata.lines import parse_line
+from mismatch_ext.rundata.reading import METRICS_FILE, RUN_FOLDER, find_runs, read_run
+
+__all__ = [
+    "METRICS_FILE",
+    "RUN_FOLDER",
+    "EventRecord",
+    "ProfileRecord",
+    "Repeats",
+    "RunData",
+    "StepRecord",
+    "find_runs",
+    "parse_line",
+    "read_run",
+]

@@ -1,0 +1,176 @@
+"""What was read of a run directory: its lines by kind, and what a report asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.host_names import HostNames, Role, names_of
+from mismatch_ext.older import OlderMetric, OlderSteps
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """Metrics of one optimizer step and split; None marks a value that was NaN or infinite."""
+
+    segment: int
+    step: int
+    split: str
+    metrics: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRecord:
+    """Profiles of one step and split: name -> {edges, count, abs_diff_mean, abs_diff_max, k3_mean}."""
+
+    segment: int
+    step: int
+    split: str
+    profiles: dict[str, dict[str, list[float | None]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterRecord:
+    """A sample of tokens as both sides saw them: natural-log probabilities, equal lengths."""
+
+    segment: int
+    step: int
+    split: str
+    rollout_logprobs: tuple[float, ...]
+    old_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRecord:
+    """Something that happened: a weight-sync verdict, an overflow, a recovery, an engine that died."""
+
+    segment: int
+    step: int
+    level: str
+    name: str
+    message: str
+    data: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRecord:
+    """The line a run writes last; a run that was killed has none.
+
+    `of` says what ended: a training, or an evaluation without one. Lines after the end of an evaluation (a training that
+    began after all) undo it; that of one that failed is undone by a training alone, and not by the next evaluation.
+    """
+
+    segment: int
+    step: int
+    status: str
+    message: str
+    of: str = "training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """Info events of one name and segment that were counted and not kept; `undone` of them a later segment undid."""
+
+    count: int
+    first_step: int
+    last_step: int
+    undone: int
+    last: EventRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Everything read from one run directory, in step order, later segments in place of earlier ones.
+
+    Of a long run that `mismatch_ext.longrun.read_long_run` read, `steps` are the last ones, `older` stands for those before,
+    by split, `repeats` for info events beyond the first ones of a segment and name, and `more_problems` for further problems.
+    """
+
+    path: Path
+    headers: tuple[dict[str, Any], ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    profiles: tuple[ProfileRecord, ...] = ()
+    scatters: tuple[ScatterRecord, ...] = ()
+    events: tuple[EventRecord, ...] = ()
+    ends: tuple[EndRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+    older: Mapping[str, OlderSteps] = field(default_factory=dict)
+    repeats: Mapping[tuple[int, str], Repeats] = field(default_factory=dict)
+    more_problems: int = 0
+
+    @property
+    def splits(self) -> list[str]:
+        """Splits that have step lines, train first."""
+        found = {record.split for record in self.steps} | set(self.older)
+        return sorted(found, key=lambda split: (split != "train", split))
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a line, 0 without one."""
+        older = [found.last_step for found in self.older.values()]
+        return max([record.step for record in self.steps] + older, default=0)
+
+    def logged(self, split: str | None = None) -> set[str]:
+        """Return the names of all metrics that a split logged, or any did."""
+        found = {name for record in self.steps if split in (None, record.split) for name in record.metrics}
+        return found | {name for of, older in self.older.items() if split in (None, of) for name in older.metrics}
+
+    def count(self, split: str) -> int:
+        """Return how many steps a split has."""
+        older = self.older[split].steps if split in self.older else 0
+        return older + sum(record.split == split for record in self.steps)
+
+    def logs(self, name: str, split: str = "train") -> tuple[int, int]:
+        """Return at how many steps a metric was logged, and at how many of them it was not finite."""
+        values = [r.metrics[name] for r in self.steps if r.split == split and name in r.metrics]
+        logs, broken = len(values), values.count(None)
+        if (older := self._older(name, split)) is not None:
+            logs, broken = logs + older.logs, broken + older.logs - older.known
+        return logs, broken
+
+    def _older(self, name: str, split: str) -> OlderMetric | None:
+        return self.older[split].metrics.get(name) if split in self.older else None
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Header of the last segment, or an empty dict when none could be read."""
+        return self.headers[-1] if self.headers else {}
+
+    @property
+    def names(self) -> HostNames:
+        """What the host of this run calls its own metrics."""
+        return names_of(self.header)
+
+    def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
+        """Return the steps at which a metric was logged and its values, None where it was not finite.
+
+        Of `older` steps these are the first ones and the extremes.
+
+        Args:
+            name: As it was logged, or a `Role`, whatever the host calls that.
+            split: "train" or "eval/<name>".
+        """
+        logged = self.names.of(name) if isinstance(name, Role) else name
+        rows = [r for r in self.steps if r.split == split and logged in r.metrics]
+        steps, values = [r.step for r in rows], [r.metrics[logged] for r in rows]
+        older = self._older(logged, split)
+        points = [] if older is None else older.points()
+        if name is Role.LEARNING_RATE and self.names.next_rate:
+            # What was logged at a step is the rate of the next one; the last is of a step that was not taken.
+            logged_at = dict(zip(steps, values, strict=True))
+            steps = [step for step in steps if step - 1 in logged_at]
+            values = [logged_at[step - 1] for step in steps]
+            points = [(step + 1, value) for step, value in points]
+        return [step for step, _ in points] + steps, [value for _, value in points] + values
+
+    def falls(self, name: str, split: str = "train") -> list[tuple[int, float]]:
+        """Return the steps at which a metric was below what it was at its log before, and its values; 0 is none."""
+        rows = [(r.step, r.metrics[name]) for r in self.steps if r.split == split and name in r.metrics]
+        older = self._older(name, split)
+        found = [] if older is None else older.falls
+        if older is not None and older.last is not None:
+            rows.insert(0, older.last)
+        pairs = zip(rows, rows[1:], strict=False)
+        return found + [(step, b) for (_, a), (step, b) in pairs if a and b and b < a]
