@@ -143,6 +143,55 @@ class ObservedLr(LrCallback):
             super().on_optimizer_step(args, state, control)
 
 
+class EngineLr(LrCallback):
+    """The rate of an optimizer that DeepSpeed's engine steps: inside of the backward pass, before a callback is asked.
+
+    A gradient norm is known when its step is taken, so that with `trigger: grad_norm` it leads the next.
+
+    Args:
+        config: The `lr` section.
+        engine: Returns DeepSpeed's engine, once training has begun.
+    """
+
+    def __init__(self, config: LrConfig, engine: Callable[[], Any]) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._watched: Any = None
+
+    def _updates(self) -> Callable[[], int]:
+        engine = self._watched = self._engine()
+        plain = engine.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.rate.before_step()
+            result = plain(*args, **kwargs)
+            if engine.was_step_applied():
+                self.rate.after_step()
+            self.rate.moved()
+            return result
+
+        # On this engine alone.
+        engine.step = step
+        return lambda: int(engine.global_steps - engine.skipped_steps)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do nothing: the step has been taken."""
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do nothing: the step has been taken."""
+
+    def release(self) -> None:
+        """Take the control off, and leave the engine's `step` as it was."""
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            vars(watched).pop("step", None)
+        super().release()
+
+
 def check_optimizer(args: TrainingArguments) -> None:
     """Refuse, by its name and before it is built, an optimizer that the rate of cannot be controlled.
 

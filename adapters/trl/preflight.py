@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import is_peft_model
+from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
+from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
+from mismatch_ext.adapters.accelerate.sharded import ZERO3, gathered, held, is_sharded, same_everywhere, zero_stage
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
@@ -16,7 +19,6 @@ from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import check_examinable
@@ -29,7 +31,6 @@ from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.served import Served
 from mismatch_ext.adapters.trl.server_checks import ServerCheck
 from mismatch_ext.adapters.trl.server_client import ClientOf
-from mismatch_ext.adapters.trl.sharded import ZERO3, gathered, held, is_sharded, same_everywhere, zero_stage
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
@@ -42,14 +43,13 @@ from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from torch import Tensor, nn
 
-from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig
+from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
-from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
@@ -388,9 +388,3 @@ class PreflightMixin(_Host):
         checked = self.vllm_generation if self.use_vllm else None
         base = checked.base if isinstance(checked, CheckedGeneration) else None
         return None if base is None else base.rounding
-
-
-def compute_in_float16(accelerator: Any, loss_scale: LossScaleConfig) -> None:
-    """Switch accelerate's autocast on, and give it a scaler for its device; for float16 on a CPU it has neither."""
-    accelerator.native_amp = True
-    accelerator.scaler = LossScaler.of(loss_scale, accelerator.device.type)

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from mismatch_ext.adapters.accelerate.deepspeed import engine_of, scale_metrics
+from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr
-from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
+from mismatch_ext.adapters.transformers.lr import EngineLr, LrCallback, ObservedLr
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, phantom
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.deepspeed import engine_of, scale_metrics
 from mismatch_ext.adapters.trl.examining import ExaminingMixin
 from mismatch_ext.adapters.trl.forward_hooks import KEY
 from mismatch_ext.adapters.trl.kl import KlReward
-from mismatch_ext.adapters.trl.lr import EngineLr, LrMixin
+from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.observing import ObservingMixin
 from mismatch_ext.adapters.trl.overridden import overridden

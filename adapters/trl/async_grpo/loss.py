@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
+from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.trl.async_grpo.replay import TreeReplay
 from mismatch_ext.adapters.trl.async_grpo.rows import ENDED, ROUTED, ROUTES, VERSIONS
 from torch import Tensor, nn

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 from accelerate import PartialState
+from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
+from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.async_grpo.config import MismatchAsyncGRPOConfig, check_unsharded
 from mismatch_ext.adapters.trl.async_grpo.fresh import FreshRollouts
@@ -35,7 +36,6 @@ from mismatch_ext.adapters.trl.generation import TrainerSide
 from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.overridden import shadowed
-from mismatch_ext.adapters.trl.preflight import compute_in_float16
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers
 from mismatch_ext.adapters.trl.server_checks import ServerCheck, unchecked
