@@ -9,15 +9,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from mismatch_ext.adapters.accelerate.deepspeed import engine_of, scale_metrics
-from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
-from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import EngineLr, LrCallback, ObservedLr
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
@@ -50,14 +46,12 @@ from trl import GRPOTrainer, RLOOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.host_names import TRL
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.provenance import expect_present
-from mismatch_ext.recorder import PREFIX, run_folder
+from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutBatch, collate
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed, require
 
@@ -109,22 +103,9 @@ class MismatchTrainerMixin(
             check_stitching(self._block, kwargs, use_vllm=config.use_vllm)
         with self._verdicts.checking("images"):
             check_images(self._block, args, kwargs)
-        self._ranks = AcceleratorRanks(PartialState())
-        self._log = RunLog(
-            self._block,
-            run_folder(self._block.monitor, Path(config.output_dir)),
-            info=self._info,
-            step=lambda: self.state.global_step,
-            names=TRL,
-            ranks=self._ranks,
-            verdicts=self._verdicts,
-        )
+        self._open_log(config.output_dir)
         self._masking = self._acting.sampling_mask
-        self._alarms = AlarmCallback(lambda: self._log)
         self._eval_split = "eval/default"
-        self._audit_report = None
-        self._sync_audited = False
-        self._unwritten: list[str] = []
         self._saved_step = 0
         if self._acting.kl is not None and self._acting.kl.preset is None:
             self._kl = KlTerm(self._acting.kl, config.beta)
