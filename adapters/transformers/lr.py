@@ -9,10 +9,13 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import TRL
 from mismatch_ext.lr import RateControl, ShadowRate
 from mismatch_ext.lr.control import innermost
 from mismatch_ext.verdicts import Verdicts
 
+LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
+"""What TRL's trainers log of the lengths of their rollouts."""
 KEPT_IN = "`lr` in mismatch.json, or in trainer_state.json under MismatchCallback"
 WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 

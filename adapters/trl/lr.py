@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import TRL
 from mismatch_ext.lr import gap_statistics
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
 else:
     _Host = object
-
-LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
 
 
 class LrMixin(_Host):
