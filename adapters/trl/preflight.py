@@ -25,11 +25,11 @@ from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.served import Served
-from mismatch_ext.adapters.trl.server_checks import ServerCheck
 from mismatch_ext.adapters.trl.server_client import ClientOf
 from mismatch_ext.adapters.trl.sides import SidesMixin
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
+from mismatch_ext.adapters.vllm.server_checks import ServerCheck
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD

@@ -30,12 +30,11 @@ from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.overridden import overridden, shadowed
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers
-from mismatch_ext.adapters.trl.server_checks import ServerCheck, unchecked
-from mismatch_ext.adapters.trl.server_client import without_repeating
 from mismatch_ext.adapters.trl.sides import SidesMixin
-from mismatch_ext.adapters.vllm.http import ServerHttp
+from mismatch_ext.adapters.vllm.http import ServerHttp, without_repeating
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
+from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
