@@ -46,7 +46,6 @@ from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.weight_sync import SyncVerdict
 
 
 class PreflightMixin(SidesMixin):
@@ -260,16 +259,3 @@ class PreflightMixin(SidesMixin):
             vocabulary, self._vocabulary = self._vocabulary, None
             self._check_vocabulary(vocabulary)
         super()._on_sent(dtypes)
-
-    @property
-    def _verdict(self) -> SyncVerdict | None:
-        """The last weight update's, if any was verified."""
-        checked = self.vllm_generation if self.use_vllm else None
-        return checked.verifier.verdict if isinstance(checked, CheckedGeneration) else None
-
-    @property
-    def _rounding(self) -> float | None:
-        """What rounding to the engine's grid did to LoRA adapters in the last weight update; None where none were merged."""
-        checked = self.vllm_generation if self.use_vllm else None
-        base = checked.base if isinstance(checked, CheckedGeneration) else None
-        return None if base is None else base.rounding

@@ -23,6 +23,7 @@ from mismatch_ext.host_names import TRL
 from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
+from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import run_folder
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.run.log import RunLog
@@ -41,7 +42,7 @@ class SidesMixin(_Host):
     # The sections that may change something: under `observe` none.
     _acting: MismatchConfig
     _verdicts: Verdicts
-    _ranks: AcceleratorRanks
+    _ranks: Ranks
     _log: RunLog
     _alarms: AlarmCallback
     _sampling: SamplingSettings

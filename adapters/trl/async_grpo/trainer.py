@@ -27,10 +27,10 @@ from mismatch_ext.adapters.trl.async_grpo.worker import ending, naming
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.integration import INTEGRATION
 from mismatch_ext.adapters.trl.lr import LrMixin
+from mismatch_ext.adapters.trl.metrics import LoggingMixin, of_agreement
 from mismatch_ext.adapters.trl.overridden import overridden, shadowed
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers
-from mismatch_ext.adapters.trl.sides import SidesMixin
 from mismatch_ext.adapters.vllm.http import ServerHttp, without_repeating
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
@@ -49,10 +49,9 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import described
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
-from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.weight_sync import SyncVerdict
 from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ else:
     _Host = object
 
 
-class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, SidesMixin, _Host):  # type: ignore[misc]  # _routing, as in LossMixin
+class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Host):  # type: ignore[misc]  # _routing, as in LossMixin
     """Adds the `mismatch:` block to an AsyncGRPOTrainer or to a subclass of one; put it first among the bases.
 
     Without a block every method passes straight on.
@@ -73,7 +72,6 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, SidesMixin, _Host)
     _kl = None
     _transfer: CheckedTransfer | None = None
     _collator: CarryingCollator | None = None
-    _told_bias = False
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchAsyncGRPOConfig)), None)
@@ -229,38 +227,24 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, SidesMixin, _Host)
         with shadowed(self.accelerator, prepare=prepare):
             return super().get_train_dataloader()
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self._block is None or not self.model.training:
-            super().log(logs, start_time)
-            return
-        step, by_layer = self.state.global_step, {}
-        extra = self._log.recorder.flush("train", step)
-        if self._routing is not None:
-            agreement = self._routing.take_agreement("train", self._ranks)
-            if agreement is not None:
-                extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
-                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
-        if "loss" in logs:
-            extra |= self._step_metrics()
-        logs.update(extra)
-        super().log(logs, start_time)
-        self._log.write(step, logs | by_layer, "train")
-        bias = self._sampling.ratio_bias()
-        if extra and bias is not None and not self._told_bias:
-            self._told_bias = True
-            self._warn("ratio_bias", bias)
+    def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        if split != "train":
+            return {}, {}
+        extra = self._log.recorder.flush(split, self.state.global_step)
+        agreement = None if self._routing is None else self._routing.take_agreement(split, self._ranks)
+        logged, by_layer = of_agreement(agreement)
+        return extra | logged | (self._training_metrics() if of_training else {}), by_layer
 
-    def _step_metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if isinstance(self.accelerator.scaler, LossScaler):
-            found |= self.accelerator.scaler.metrics()
+    def _further_metrics(self) -> dict[str, float]:
+        return {} if self._verdict is None else {"weight_sync_gap": self._verdict.gap_mean}
+
+    @property
+    def _verdict(self) -> SyncVerdict | None:
         verifier = None if self._transfer is None else self._transfer.verifier
-        if verifier is not None and verifier.verdict is not None:
-            found["weight_sync_gap"] = verifier.verdict.gap_mean
-        if self._lr is not None:
-            found |= self._lr.rate.metrics()
-        return {PREFIX + name: value for name, value in found.items()}
+        return None if verifier is None else verifier.verdict
+
+    def _ratio_bias(self) -> str | None:
+        return self._sampling.ratio_bias()
 
     # What a checkpoint holds.
 
