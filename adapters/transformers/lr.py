@@ -9,10 +9,13 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import TRL
 from mismatch_ext.lr import RateControl, ShadowRate
 from mismatch_ext.lr.control import innermost
 from mismatch_ext.verdicts import Verdicts
 
+LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
+"""What TRL's trainers log of the lengths of their rollouts."""
 KEPT_IN = "`lr` in mismatch.json, or in trainer_state.json under MismatchCallback"
 WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
@@ -141,6 +144,55 @@ class ObservedLr(LrCallback):
             if self.rate.attached and not getattr(optimizer, "step_was_skipped", False):
                 self.rate.step()
             super().on_optimizer_step(args, state, control)
+
+
+class EngineLr(LrCallback):
+    """The rate of an optimizer that DeepSpeed's engine steps: inside of the backward pass, before a callback is asked.
+
+    A gradient norm is known when its step is taken, so that with `trigger: grad_norm` it leads the next.
+
+    Args:
+        config: The `lr` section.
+        engine: Returns DeepSpeed's engine, once training has begun.
+    """
+
+    def __init__(self, config: LrConfig, engine: Callable[[], Any]) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._watched: Any = None
+
+    def _updates(self) -> Callable[[], int]:
+        engine = self._watched = self._engine()
+        plain = engine.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.rate.before_step()
+            result = plain(*args, **kwargs)
+            if engine.was_step_applied():
+                self.rate.after_step()
+            self.rate.moved()
+            return result
+
+        # On this engine alone.
+        engine.step = step
+        return lambda: int(engine.global_steps - engine.skipped_steps)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do nothing: the step has been taken."""
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do nothing: the step has been taken."""
+
+    def release(self) -> None:
+        """Take the control off, and leave the engine's `step` as it was."""
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            vars(watched).pop("step", None)
+        super().release()
 
 
 def check_optimizer(args: TrainingArguments) -> None:

@@ -4,7 +4,7 @@ from mismatch_ext.versions import present
 
 present("trl", "transformers", "accelerate")
 
-from mismatch_ext.adapters.trl.callback import MismatchCallback
+from mismatch_ext.adapters.transformers.callback import MismatchCallback
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin, MismatchGRPOConfig, MismatchRLOOConfig
 from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer, MismatchRLOOTrainer, MismatchTrainerMixin
 

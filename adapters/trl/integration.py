@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 
 from mismatch_ext.banner import Integration
 from mismatch_ext.host_names import TRL
@@ -12,11 +13,6 @@ from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.run.info import run_info
 from mismatch_ext.versions import installed
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-PACKAGES = ("transformers", "accelerate", "trl", "vllm")
 
 INTEGRATION = Integration(
     trainer="subclass", correction="subclass", lr="callback", kl="patch", sampler="transformers' generation"
@@ -57,16 +53,3 @@ def info_of(
         audit=audit,
         packages=PACKAGES,
     )
-
-
-def of_arguments(args: TrainingArguments, model: Any) -> dict[str, Any]:
-    """Return what a Trainer's arguments and model say of its run, by the names of `run_info`."""
-    config = getattr(model, "config", None)
-    return {
-        "name": args.run_name or str(args.output_dir),
-        "model": str(getattr(config, "_name_or_path", type(model).__name__)),
-        "model_type": str(getattr(config, "model_type", "")),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "device": f"{args.device.type} ({platform.processor() or platform.machine()})",
-        "seed": args.seed,
-    }

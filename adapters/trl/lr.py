@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from torch import Tensor
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import TRL
 from mismatch_ext.lr import gap_statistics
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
 else:
     _Host = object
-
-LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
 
 
 class LrMixin(_Host):
@@ -64,52 +59,3 @@ class LrMixin(_Host):
         if self._lr is None or not self._lr.rate.attached or not self._lr.acts:
             return super()._get_learning_rate()
         return self._lr.rate.rate
-
-
-class EngineLr(LrCallback):
-    """The rate of an optimizer that DeepSpeed's engine steps: inside of the backward pass, before a callback is asked.
-
-    A gradient norm is known when its step is taken, so that with `trigger: grad_norm` it leads the next.
-
-    Args:
-        config: The `lr` section.
-        engine: Returns DeepSpeed's engine, once training has begun.
-    """
-
-    def __init__(self, config: LrConfig, engine: Callable[[], Any]) -> None:
-        super().__init__(config)
-        self._engine = engine
-        self._watched: Any = None
-
-    def _updates(self) -> Callable[[], int]:
-        engine = self._watched = self._engine()
-        plain = engine.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self.rate.before_step()
-            result = plain(*args, **kwargs)
-            if engine.was_step_applied():
-                self.rate.after_step()
-            self.rate.moved()
-            return result
-
-        # On this engine alone.
-        engine.step = step
-        return lambda: int(engine.global_steps - engine.skipped_steps)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Do nothing: the step has been taken."""
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Do nothing: the step has been taken."""
-
-    def release(self) -> None:
-        """Take the control off, and leave the engine's `step` as it was."""
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            vars(watched).pop("step", None)
-        super().release()

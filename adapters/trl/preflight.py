@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import is_peft_model
-from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
-from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed
+from mismatch_ext.adapters.accelerate.sharded import ZERO3, is_sharded, zero_stage
+from mismatch_ext.adapters.transformers import vocabulary_surplus
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine
 from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import check_examinable
-from mismatch_ext.adapters.trl.generation import CheckedGeneration, TrainerSide
-from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
+from mismatch_ext.adapters.trl.generation import CheckedGeneration
+from mismatch_ext.adapters.trl.integration import INTEGRATION
 from mismatch_ext.adapters.trl.lora import Base, check_base
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.served import Served
-from mismatch_ext.adapters.trl.server_checks import ServerCheck
 from mismatch_ext.adapters.trl.server_client import ClientOf
-from mismatch_ext.adapters.trl.sharded import ZERO3, gathered, held, is_sharded, same_everywhere, zero_stage
+from mismatch_ext.adapters.trl.sides import SidesMixin
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
+from mismatch_ext.adapters.vllm.server_checks import ServerCheck
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
@@ -40,61 +38,28 @@ from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
-from torch import Tensor, nn
+from torch import Tensor
 
-from mismatch_ext.config import LossScaleConfig, MismatchConfig, MonitorConfig
+from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import Patch
-from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
-from mismatch_ext.precision.readiness import check_readiness
-from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.run.log import RunLog
-from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync import SyncVerdict
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Host
-else:
-    _Host = object
 
 
-class PreflightMixin(_Host):
+class PreflightMixin(SidesMixin):
     """Builds and checks both sides; `MismatchTrainerMixin` holds what happens from then on."""
 
-    _block: MismatchConfig | None
-    # The sections that may change something: under `observe` none.
-    _acting: MismatchConfig
-    _sampling: SamplingSettings
-    _verdicts: Verdicts
     _watched_routing: ScoreReplay | None
-    _log: RunLog
-    _readings: dict[str, Any]
-    _patches: list[dict[str, Any]]
-    _audit_report: AuditReport | None
-    _sync_audited: bool
-    _unwritten: list[str]
     _routing: ScoreReplay | None
     # Token ids that are still to be held against the model's vocabulary.
     _vocabulary: Tensor | None
-    # Whether TRL's constructor runs; what is to be warned of the weights, once there is a run to warn in.
-    _constructing = False
-    _readiness: str | None = None
     _engine: Engine
     # What of a server cannot be checked.
     _unchecked: str | None = None
-    _alarms: AlarmCallback
     _correction: CorrectionTerm | None
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
-    model: nn.Module
-
-    @property
-    def _config(self) -> MismatchConfig:
-        """The block, for methods that run only with one."""
-        assert self._block is not None
-        return self._block
 
     def _construction_patches(self, config: MismatchGRPOConfig) -> list[Patch]:
         """Return the patches that are active while TRL builds its engine."""
@@ -134,33 +99,15 @@ class PreflightMixin(_Host):
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for.
-
-        accelerate leaves autocast and scaler off for float16 on a CPU, and elsewhere builds a scaler with torch's
-        defaults.
-        """
-        super().create_accelerator_and_postprocess()
-        if self._block is None:
-            return
-        with self._verdicts.checking("sharding"):
-            fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
-            check_sharding(
-                self._block,
-                deepspeed=configured(self.accelerator) if self.is_deepspeed_enabled else None,
-                fsdp=None if fsdp is None else fsdp.fsdp_version,
-            )
-        precision = self._acting.precision
-        if precision is not None and precision.dtype == "float16":
-            if self.is_deepspeed_enabled:
-                reduce_in_float32(configured(self.accelerator))  # the rest of float16 is DeepSpeed's own
-            else:
-                compute_in_float16(self.accelerator, precision.loss_scale)
-        if self._constructing:
-            self._check_model()
+    def _check_sharding(self) -> None:
+        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
+        check_sharding(
+            self._config,
+            deepspeed=configured(self.accelerator) if self.is_deepspeed_enabled else None,
+            fsdp=None if fsdp is None else fsdp.fsdp_version,
+        )
 
     def _check_model(self) -> None:
-        """Refuse a model that the block does not fit: TRL has loaded it, and has not started its engine."""
         args: Any = self.args  # TRL's, which transformers takes for its own
         with self._verdicts.checking("doctor"):
             check_examinable(self._config, self.model)
@@ -177,12 +124,7 @@ class PreflightMixin(_Host):
                     self._watched_routing = found
                 else:
                     self._routing = found
-        if self._config.precision is not None:
-            with self._verdicts.checking("precision", applied=True):
-                policy = PrecisionPolicy.of(self._config.precision)
-                audit(policy, self._read_trainer(), None, None, FIXES).raise_for_findings()
-            with self._verdicts.checking("readiness"):
-                self._readiness = self._scan_readiness()
+        self._check_precision()
 
     def _begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
@@ -244,18 +186,7 @@ class PreflightMixin(_Host):
         self.vllm_generation = CheckedGeneration(
             self.vllm_generation,
             self._engine,
-            trainer=TrainerSide(
-                named_parameters=lambda: held(self.accelerator.unwrap_model(self.model)),
-                everywhere=same_everywhere(self.accelerator),
-                # DeepSpeed casts the model when training begins.
-                prepared=not is_sharded(self.accelerator) and not self.is_deepspeed_enabled,
-                score=self._score,
-                step=lambda: self.state.global_step,
-                on_sent=self._on_sent,
-                event=self._on_event,
-                compute_dtype=self._compute_dtype(),
-                examines=lambda: self._log.doctor is not None and self._log.doctor.due,
-            ),
+            trainer=self._trainer_side(),
             monitor=self._verifiable(),
             sampling=self._sampling,
             vocabulary=vocabulary,
@@ -301,39 +232,13 @@ class PreflightMixin(_Host):
             return dataclasses.replace(monitor, weight_sync="off")
         return monitor
 
-    def _audit(self, sync: SyncReading | None = None) -> None:
-        """Read both sides' dtypes back; refuse what is not as asked."""
-        trainer = self._read_trainer()
-        self._readings = {"trainer": trainer}
-        if not self.use_vllm:
-            return  # one model samples and trains
-        self._readings["engine"] = reading = self._engine.reading()
-        if self._config.precision is None:
-            return
-        policy = PrecisionPolicy.of(self._config.precision)
-        self._audit_report = audit(policy, trainer, reading, sync, FIXES)
-        self._audit_report.raise_for_findings()
+    def _read_engine(self) -> EngineReading | None:
+        return self._engine.reading() if self.use_vllm else None
 
     def _read_trainer(self) -> TrainerReading:
         if self.is_deepspeed_enabled:
             return read_deepspeed(self.accelerator, self.model)
-        return read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
-
-    def _scan_readiness(self) -> str | None:
-        """Check that the weights fit the dtype that both sides will compute in; return what is to be warned of."""
-        # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
-        parameters = gathered(self.accelerator.unwrap_model(self.model), self.accelerator.device)
-        return check_readiness(parameters, self._config.precision)
-
-    def _warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
-        """Warn, and keep the warning in the run's metrics file."""
-        warnings.warn(message, stacklevel=3)
-        self._log.event("warning", name, message, data)
-
-    def _compute_dtype(self) -> str:
-        """Return the dtype that the trainer's matrix products come out in, as read back."""
-        reading: TrainerReading = self._readings["trainer"]
-        return reading.compute_dtype
+        return super()._read_trainer()
 
     def _check_vocabulary(self, vocabulary: Tensor) -> None:
         probes = vocabulary[None, :64]
@@ -344,53 +249,13 @@ class PreflightMixin(_Host):
             self._warn("vocabulary", str(surplus), vars(surplus))
 
     def _info(self) -> dict[str, Any]:
-        found = info_of(self, self._readings, self._patches, self._audit_report)
+        found = super()._info()
         wrapped = self.use_vllm and isinstance(self.vllm_generation, CheckedGeneration)
         return found | {"provenance": dataclasses.asdict(self.vllm_generation.provenance())} if wrapped else found
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
-
-    def _score(self, token_ids: Tensor) -> Tensor:
-        scores = score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
-        forget_order(self.accelerator)
-        return scores
-
     def _on_sent(self, dtypes: frozenset[str]) -> None:
-        """Audit both sides once more at the first weight update, with the dtypes that went over."""
+        """Look at the vocabulary of a model that could not run before, and audit both sides once more."""
         if self._vocabulary is not None:
             vocabulary, self._vocabulary = self._vocabulary, None
             self._check_vocabulary(vocabulary)
-        if not self._sync_audited:
-            self._sync_audited = True
-            received = self.vllm_generation.reading.model_dtype
-            for sent in sorted(dtypes):
-                self._audit(SyncReading(sent_dtype=sent, received_dtype=received))
-
-    def _on_event(self, level: str, name: str, message: str) -> None:
-        """Write what is wrong with a weight update, which every rank verifies."""
-        if self.accelerator.is_main_process:
-            self._log.event(level, name, message)
-        else:
-            self._unwritten.append(message)  # the main process writes it at the next log
-        if self._config.monitor.weight_sync == "warn":
-            warnings.warn(message, stacklevel=2)
-
-    @property
-    def _verdict(self) -> SyncVerdict | None:
-        """The last weight update's, if any was verified."""
-        checked = self.vllm_generation if self.use_vllm else None
-        return checked.verifier.verdict if isinstance(checked, CheckedGeneration) else None
-
-    @property
-    def _rounding(self) -> float | None:
-        """What rounding to the engine's grid did to LoRA adapters in the last weight update; None where none were merged."""
-        checked = self.vllm_generation if self.use_vllm else None
-        base = checked.base if isinstance(checked, CheckedGeneration) else None
-        return None if base is None else base.rounding
-
-
-def compute_in_float16(accelerator: Any, loss_scale: LossScaleConfig) -> None:
-    """Switch accelerate's autocast on, and give it a scaler for its device; for float16 on a CPU it has neither."""
-    accelerator.native_amp = True
-    accelerator.scaler = LossScaler.of(loss_scale, accelerator.device.type)
+        super()._on_sent(dtypes)

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.trl.deepspeed import check_deepspeed
 from mismatch_ext.adapters.trl.readings import sampling_settings
 
 from mismatch_ext.config import MismatchConfig, RoutingConfig
@@ -159,6 +158,44 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
         if wrong:
             raise ConfigError(f"mismatch.sampling_mask with {name}={value!r}: {why}; allowed: {instead}.")
     masking.asked(sampling_settings(args, given))
+
+
+def check_deepspeed(block: MismatchConfig, config: Mapping[str, Any]) -> None:
+    """Refuse settings of DeepSpeed under which a section would not be what it says.
+
+    Args:
+        block: The block.
+        config: DeepSpeed's configuration.
+
+    Raises:
+        PrecisionError: Loss-scale settings that DeepSpeed does not read, or an autocast that covers updates alone.
+        ConfigError: Weights that are in no memory, or a schedule that DeepSpeed steps by itself.
+    """
+    zero = config.get("zero_optimization", {})
+    precision = block.precision
+    if precision is not None and precision.dtype == "float16" and precision.loss_scale != type(precision.loss_scale)():
+        raise PrecisionError(
+            f"mismatch.precision.loss_scale={precision.loss_scale!r} with DeepSpeed: its own loss scaler reads its own settings. "
+            "Leave it out, and set fp16.initial_scale_power, loss_scale_window, hysteresis and min_loss_scale in DeepSpeed's "
+            "configuration."
+        )
+    if precision is not None and config.get("torch_autocast", {}).get("enabled"):
+        raise PrecisionError(
+            "mismatch.precision with torch_autocast in DeepSpeed's configuration: TRL scores completions with the model itself, "
+            "outside of DeepSpeed's autocast, and would update in another dtype than it scores in. Remove torch_autocast; "
+            "fp16 or bf16 follow from mismatch.precision."
+        )
+    if block.monitor.weight_sync != "off" and zero.get("offload_param", {}).get("device") == "nvme":
+        raise ConfigError(
+            f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with zero_optimization.offload_param.device='nvme': "
+            "weights on a disk are not read to see whether they moved; allowed: 'cpu', 'none'. Change it, or set "
+            "mismatch.monitor.weight_sync='off' to go on unverified."
+        )
+    if block.lr is not None and "scheduler" in config:
+        raise ConfigError(
+            "mismatch.lr with a scheduler in DeepSpeed's configuration: DeepSpeed steps that inside of its own step, and what "
+            "TRL logs would not be the rate that was applied. Remove the scheduler there, and set lr_scheduler_type."
+        )
 
 
 def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None, fsdp: int | None) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import numpy as np
 import requests
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from mismatch_ext.adapters.trl.engines import Weights
-from mismatch_ext.adapters.trl.server_checks import unchecked
-from mismatch_ext.adapters.trl.server_client import SILENCE, Check, CheckedClient, is_fresh
+from mismatch_ext.adapters.trl.server_client import SILENCE, Check, CheckedClient
 from mismatch_ext.adapters.vllm.http import ServerHttp
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from mismatch_ext.adapters.vllm.routing import unpacked
+from mismatch_ext.adapters.vllm.server_checks import unchecked
+from mismatch_ext.adapters.vllm.stamps import is_fresh
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, RoutingError, WeightSyncError
@@ -194,11 +193,11 @@ class Served:
 
 def _received(choice: Mapping[str, Any]) -> SimpleNamespace:
     """Return a choice of an answer as vLLM's output of one completion, with its routes unpacked."""
-    routes = choice.get("routed_experts")
-    if routes is not None:
-        routes = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
     completion = SimpleNamespace(
-        index=0, token_ids=choice["token_ids"], finish_reason=choice.get("finish_reason"), routed_experts=routes
+        index=0,
+        token_ids=choice["token_ids"],
+        finish_reason=choice.get("finish_reason"),
+        routed_experts=unpacked(choice.get("routed_experts")),
     )
     return SimpleNamespace(
         request_id=f"choice {choice['index']}", prompt_token_ids=choice.get("prompt_token_ids"), outputs=[completion]

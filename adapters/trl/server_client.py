@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mismatch_ext.adapters.vllm.http import ServerHttp
+from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp, without_repeating
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
-from mismatch_ext.adapters.vllm.stamps import FRESH, UNFINISHED, Stamps
+from mismatch_ext.adapters.vllm.stamps import Stamps, is_fresh
 from torch import Tensor
-
-from mismatch_ext.errors import EngineError
 
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient as _Base
 else:
     _Base = object
 
-COMPLETIONS = "/v1/completions"
 GENERATING = (COMPLETIONS, "/v1/chat/completions", "/inference/v1/generate")
 """Paths that may take any time."""
 SILENCE = 240.0
@@ -98,12 +95,7 @@ class CheckedClient(_Base):
         Raises:
             EngineError: vLLM declined.
         """
-        if not (self.http.post("/reset_prefix_cache") or {}).get("success", True):
-            raise EngineError(
-                f"the vLLM server at {self.http.url} did not reset its prefix cache after a weight update: requests of somebody "
-                "else hold blocks of it, whose keys, values and routes are of the weights before. Give the trainer a server of "
-                "its own."
-            )
+        self.http.reset_prefix_cache("after")
 
     def expect_own_weights(self) -> None:
         """Refuse to go on where the server does not hold this trainer's last update.
@@ -111,26 +103,7 @@ class CheckedClient(_Base):
         Raises:
             EngineError: It was restarted, somebody else has updated it, or an update failed; names which.
         """
-        if self.stamps.last is None:
-            return
-        why = self.stamps.contradiction(self.remote.weight_version)
-        if why is not None:
-            raise EngineError(f"the vLLM server at {self.http.url} does not hold this trainer's weights: {why}")
-
-
-def is_fresh(remote: RemoteEngine) -> bool:
-    """Tell whether a server holds the weights that it was started with.
-
-    Raises:
-        EngineError: An update of it failed half-way.
-    """
-    found = remote.weight_version
-    if found.endswith(UNFINISHED):
-        raise EngineError(
-            f"a weight update of the vLLM server at {remote.http.url} failed half-way, or is under way ({found}): it holds "
-            "parts of two models. Restart it, or give each trainer a server of its own."
-        )
-    return found == FRESH
+        self.stamps.expect_on(self.remote)
 
 
 class ClientOf:
@@ -146,20 +119,3 @@ class ClientOf:
     def __call__(self, base: type) -> type:
         """Return TRL's class with our methods before its own."""
         return type(base.__name__, (CheckedClient, base), {"check_server_of": staticmethod(self.check)})
-
-
-def without_repeating(session: Any) -> Any:
-    """Let a session send what failed no second time; TRL's sends updates and generations up to six times."""
-    from requests.adapters import HTTPAdapter
-    from urllib3.util import Retry
-
-    # Of a proxy or a server that has taken nothing.
-    again = Retry(
-        total=5, connect=5, read=0, other=0, redirect=0, status=3, status_forcelist=(503,), allowed_methods=None,
-        backoff_factor=0.5, raise_on_status=False,
-    )  # fmt: skip
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=64, max_retries=again))
-    # A connection that the server closed between two steps would fail in the middle of the next.
-    session.headers["Connection"] = "close"
-    return session

@@ -1,6 +1,6 @@
 """GRPOTrainer and RLOOTrainer with the `mismatch:` block.
 
-Order of a rollout through this file: `_generate_and_score_completions` (engine -> records -> gap), `log` (metrics ->
+Order of a rollout: here `_generate_and_score_completions` (engine -> records -> gap), in `metrics.py` `log` (metrics ->
 loggers and run directory). What happens when something fails is in `checkpoint.py`.
 """
 
@@ -9,31 +9,26 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
-from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr
-from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
+from mismatch_ext.adapters.accelerate.deepspeed import engine_of
+from mismatch_ext.adapters.transformers.lr import EngineLr, LrCallback, ObservedLr
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, phantom
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
-from mismatch_ext.adapters.trl.deepspeed import engine_of, scale_metrics
 from mismatch_ext.adapters.trl.examining import ExaminingMixin
 from mismatch_ext.adapters.trl.forward_hooks import KEY
 from mismatch_ext.adapters.trl.kl import KlReward
-from mismatch_ext.adapters.trl.lr import EngineLr, LrMixin
+from mismatch_ext.adapters.trl.lr import LrMixin
+from mismatch_ext.adapters.trl.metrics import MetricsMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
 from mismatch_ext.adapters.trl.observing import ObservingMixin
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
-from mismatch_ext.adapters.trl.readings import ratio_bias
 from mismatch_ext.adapters.trl.refusals import (
     STITCHING,
     EngineRefusals,
@@ -50,14 +45,11 @@ from trl import GRPOTrainer, RLOOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.host_names import TRL
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied, described, digest_of
-from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.provenance import expect_present
-from mismatch_ext.recorder import PREFIX, run_folder
+from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutBatch, collate
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed, require
 
@@ -77,7 +69,15 @@ else:
 # In any order: no two of these override the same method but for `compute_loss`, where the routes must be in place before TRL's
 # runs, and its result is proven afterwards. `ArrivalMixin` derives from `RoutingMixin` for that.
 class MismatchTrainerMixin(
-    PreflightMixin, CheckpointMixin, ObservingMixin, ObjectiveMixin, LrMixin, ExaminingMixin, TurnsMixin, _Host
+    PreflightMixin,
+    MetricsMixin,
+    CheckpointMixin,
+    ObservingMixin,
+    ObjectiveMixin,
+    LrMixin,
+    ExaminingMixin,
+    TurnsMixin,
+    _Host,
 ):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
@@ -109,22 +109,8 @@ class MismatchTrainerMixin(
             check_stitching(self._block, kwargs, use_vllm=config.use_vllm)
         with self._verdicts.checking("images"):
             check_images(self._block, args, kwargs)
-        self._ranks = AcceleratorRanks(PartialState())
-        self._log = RunLog(
-            self._block,
-            run_folder(self._block.monitor, Path(config.output_dir)),
-            info=self._info,
-            step=lambda: self.state.global_step,
-            names=TRL,
-            ranks=self._ranks,
-            verdicts=self._verdicts,
-        )
+        self._open_log(config.output_dir)
         self._masking = self._acting.sampling_mask
-        self._alarms = AlarmCallback(lambda: self._log)
-        self._eval_split = "eval/default"
-        self._audit_report = None
-        self._sync_audited = False
-        self._unwritten: list[str] = []
         self._saved_step = 0
         if self._acting.kl is not None and self._acting.kl.preset is None:
             self._kl = KlTerm(self._acting.kl, config.beta)
@@ -358,99 +344,6 @@ class MismatchTrainerMixin(
                 **{key: output[key] for key in FORWARD_KEYS if key in output},
             )
         return logps
-
-    # Metrics.
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        if self._block is None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        outer = self._eval_split
-        self._eval_split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
-        try:
-            with self._verdicts.around("metrics", self._log.recorder.evaluation(self.state.global_step)):
-                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            self._eval_split = outer
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self._block is None:
-            super().log(logs, start_time)
-            return
-        training = self.model.training
-        split, prefix = ("train", "") if training else (self._eval_split, "eval_")
-        step = self.state.global_step
-        extra, by_layer = self._extra_metrics(split, training and "loss" in logs)
-        logs.update({prefix + name: value for name, value in extra.items()})
-        super().log(logs, start_time)
-        names = {name.removeprefix(prefix): value for name, value in logs.items()}
-        with self._verdicts.checking("metrics"):
-            if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
-                self._log.write(step, names | by_layer, split)
-            bias = ratio_bias(self, self._scored_sampling)
-            if extra and bias is not None and not getattr(self, "_bias_told", False):
-                self._bias_told = True
-                self._warn("ratio_bias", bias)
-
-    def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what is logged beside TRL's own metrics, and what is written to the metrics file alone.
-
-        Args:
-            split: "train" or "eval/<name>".
-            of_training: Whether it is the log of training steps.
-        """
-        extra: dict[str, float] = {}
-        by_layer: dict[str, float] = {}
-        agreement = None
-        # Each collective in a check of its own: a rank on which one fails still takes part in the others.
-        with self._verdicts.checking("findings"):
-            self._findings_of_ranks()
-        with self._verdicts.checking("metrics"):
-            extra = self._log.recorder.flush(split, self.state.global_step)
-        with self._verdicts.checking("metrics"):
-            agreement = self._routing_agreement(split)
-        if agreement is not None:
-            extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
-            by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
-        if extra or of_training:
-            with self._verdicts.checking("metrics"):
-                extra |= {PREFIX + name: value for name, value in self._other_passes(split).items()}
-        if of_training:
-            with self._verdicts.checking("metrics"):
-                extra |= self._examined_metrics()
-            with self._verdicts.checking("metrics"):
-                extra |= self._training_metrics()
-            extra |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
-        return extra, by_layer
-
-    def _training_metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if isinstance(self.accelerator.scaler, LossScaler):
-            metrics |= {PREFIX + name: value for name, value in self.accelerator.scaler.metrics().items()}
-        if self.is_deepspeed_enabled:
-            metrics |= {PREFIX + name: value for name, value in scale_metrics(self.accelerator).items()}
-        # Where a failed check ends no run, a rank may have none.
-        lone = self._verdicts.observes and self.use_vllm and self._config.monitor.weight_sync != "off"
-        if self._verdict is not None or (lone and self.accelerator.num_processes > 1):
-            gap = self._sync_gap_over_ranks(None if self._verdict is None else self._verdict.gap_mean)
-            metrics |= {} if gap is None else {PREFIX + "weight_sync_gap": gap}
-        if self._rounding is not None:
-            metrics[PREFIX + "lora_rounding"] = self._rounding
-        if self._lr is not None:
-            metrics |= {PREFIX + name: value for name, value in self._verdicts.named(self._lr.rate.metrics()).items()}
-        return metrics
-
-    def _sync_gap_over_ranks(self, gap: float | None) -> float | None:
-        """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
-        if self.accelerator.num_processes == 1:
-            return gap
-        found = gather_object([(gap, self._unwritten)])
-        for rank, (_, messages) in enumerate(found):
-            for message in messages:
-                self._log.event("error", "weight_sync", f"rank {rank}: {message}")
-        self._unwritten = []
-        return max((float(value) for value, _ in found if value is not None), default=None)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

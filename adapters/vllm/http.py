@@ -16,6 +16,7 @@ CONNECT_SECONDS = 10.0
 SHOWN = 400
 # vLLM's answer where a log-probability is NaN or infinite.
 NOT_FINITE = "Out of range float values"
+COMPLETIONS = "/v1/completions"
 ALIVE = "/weight_info"
 """Answered by the engine itself, between two steps of a generation; /health is by the process before it alone."""
 
@@ -108,6 +109,22 @@ class ServerHttp:
         found: list[dict[str, Any]] = self.post("/collective_rpc", body)["results"]
         return found
 
+    def reset_prefix_cache(self, when: str) -> None:
+        """Forget all cached prefixes.
+
+        Args:
+            when: Whether it is "before" or "after" a weight update.
+
+        Raises:
+            EngineError: vLLM declined.
+        """
+        if not (self.post("/reset_prefix_cache") or {}).get("success", True):
+            raise EngineError(
+                f"the vLLM server at {self.url} did not reset its prefix cache {when} a weight update: requests of somebody else "
+                "hold blocks of it, whose keys, values and routes are of the weights before. Give the trainer a server of its "
+                "own."
+            )
+
     def _ask(self, session: Session, method: str, path: str, timeout: float | None, **sent: Any) -> Any:
         from requests import RequestException, Timeout
 
@@ -150,3 +167,20 @@ def words(text: str) -> str:
     while isinstance(found, dict):
         found = next((found[key] for key in ("error", "message", "detail") if found.get(key)), str(found))
     return " ".join(str(found).split())[:SHOWN]
+
+
+def without_repeating(session: Session) -> Session:
+    """Let a session send what failed no second time; TRL's sends updates and generations up to six times."""
+    from requests.adapters import HTTPAdapter
+    from urllib3.util import Retry
+
+    # Of a proxy or a server that has taken nothing.
+    again = Retry(
+        total=5, connect=5, read=0, other=0, redirect=0, status=3, status_forcelist=(503,), allowed_methods=None,
+        backoff_factor=0.5, raise_on_status=False,
+    )  # fmt: skip
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=64, max_retries=again))
+    # A connection that the server closed between two steps would fail in the middle of the next.
+    session.headers["Connection"] = "close"
+    return session

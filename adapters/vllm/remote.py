@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.vllm.http import Refused, ServerHttp
+from mismatch_ext.adapters.vllm.http import COMPLETIONS, Refused, ServerHttp
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, READ
@@ -129,7 +129,7 @@ class RemoteEngine:
         rows = tokens.tolist()
         body = {"model": self.model, "prompt": rows, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         try:
-            choices = self.http.post("/v1/completions", body)["choices"]
+            choices = self.http.post(COMPLETIONS, body)["choices"]
         except NonFiniteLogprobError:
             # vLLM does not say of which tokens.
             return torch.full((len(rows), len(rows[0]) - 1), torch.nan, dtype=torch.float64)
@@ -155,9 +155,7 @@ class RemoteEngine:
             "temperature": 0.0 if self.on_cpu else 1.0,
         }
         try:
-            choices = sorted(
-                self.http.post("/v1/completions", body)["choices"], key=lambda choice: int(choice["index"])
-            )
+            choices = sorted(self.http.post(COMPLETIONS, body)["choices"], key=lambda choice: int(choice["index"]))
         except NonFiniteLogprobError:
             nothing = torch.full((len(rows), count), torch.nan, dtype=torch.float64)
             return Decoded(

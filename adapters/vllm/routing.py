@@ -8,11 +8,16 @@ this package does both, and `captured_outputs(version=...)` makes sure for updat
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mismatch_ext.errors import EngineError, RoutingError
 from mismatch_ext.routing import RoutingShape, RoutingTrace
@@ -178,6 +183,14 @@ def to_traces(
                 )
             )
     return traces
+
+
+def unpacked(routes: str | None) -> NDArray[Any] | None:
+    """Return the experts that a choice of vLLM's answer has in base64; None where it has none."""
+    if routes is None:
+        return None
+    found: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
+    return found
 
 
 def _why_none(completion: Any) -> str:

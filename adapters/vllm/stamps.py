@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from typing import TYPE_CHECKING
+
+from mismatch_ext.errors import EngineError
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.vllm.remote import RemoteEngine
 
 FRESH = "default"
 """What vLLM calls the weights that a server was started with."""
@@ -57,3 +63,30 @@ class Stamps:
             owner = found.removeprefix(PREFIX).rpartition("/")[0]
             return f"another trainer, {owner}, has sent weights to it ({said}); give each trainer a server of its own."
         return f"somebody else has named or sent its weights ({said}); give each trainer a server of its own."
+
+    def expect_on(self, remote: RemoteEngine) -> None:
+        """Refuse to go on where a server does not hold this trainer's last update.
+
+        Raises:
+            EngineError: It was restarted, somebody else has updated it, or an update failed; names which.
+        """
+        if self.last is None:
+            return
+        why = self.contradiction(remote.weight_version)
+        if why is not None:
+            raise EngineError(f"the vLLM server at {remote.http.url} does not hold this trainer's weights: {why}")
+
+
+def is_fresh(remote: RemoteEngine) -> bool:
+    """Tell whether a server holds the weights that it was started with.
+
+    Raises:
+        EngineError: An update of it failed half-way.
+    """
+    found = remote.weight_version
+    if found.endswith(UNFINISHED):
+        raise EngineError(
+            f"a weight update of the vLLM server at {remote.http.url} failed half-way, or is under way ({found}): it holds "
+            "parts of two models. Restart it, or give each trainer a server of its own."
+        )
+    return found == FRESH

@@ -6,7 +6,7 @@ from accelerate.state import AcceleratorState
 
 PEER = "accelerate"
 REPORTED = "not reported"
-WORKAROUND = "`compute_in_float16` (adapters/trl/preflight.py) switches autocast on, with a LossScaler"
+WORKAROUND = "`compute_in_float16` (adapters/accelerate/float16.py) switches autocast on, with a LossScaler"
 EXPECTED = "torch.float16, with a scaler"
 
 
@@ -24,7 +24,7 @@ def seen(repair=lambda accelerator: None) -> str:
 
 def with_workaround() -> str:
     """Repair it as this package's trainer does."""
-    from mismatch_ext.adapters.trl.preflight import compute_in_float16
+    from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
 
     from mismatch_ext.config import PrecisionConfig
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import requests
 import torch
-from mismatch_ext.adapters.trl.server_checks import ServerCheck, unchecked
 from mismatch_ext.adapters.vllm.http import ALIVE, Refused, ServerHttp
 from mismatch_ext.adapters.vllm.remote import REQUEST_BYTES, RemoteEngine, _parts
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, METHODS, READ
+from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
 from mismatch_ext.adapters.vllm.stamps import FRESH, Stamps
 from mismatch_ext.adapters.vllm.weights import Sending
 

@@ -6,8 +6,6 @@ knows its version goes through all of that. From there to the collator, a rollou
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,11 +83,3 @@ class Carried(dict[str, float]):
             (turn,) = turns.values()
             carried.routes, carried.routes_step = turn.routes, turn.step
         return carried
-
-
-def unpacked(routes: str | None) -> NDArray[Any] | None:
-    """Return the experts that a choice of vLLM's answer has in base64; None where it has none."""
-    if routes is None:
-        return None
-    found: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
-    return found

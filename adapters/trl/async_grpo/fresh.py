@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from mismatch_ext.adapters.trl.async_grpo.carried import Carried, unpacked
+from mismatch_ext.adapters.trl.async_grpo.carried import Carried
+from mismatch_ext.adapters.vllm.http import COMPLETIONS
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from mismatch_ext.adapters.vllm.routing import unpacked
 
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.staleness import UNKNOWN
@@ -54,7 +56,7 @@ class FreshRollouts:
             "min_p": self._sampling.min_p, "repetition_penalty": self._sampling.repetition_penalty, "logprobs": 0,
             "return_token_ids": True,
         }  # fmt: skip
-        choices = self._remote.http.generate("/v1/completions", body)["choices"]
+        choices = self._remote.http.generate(COMPLETIONS, body)["choices"]
         return [_sample(prompt, choice, step) for prompt, choice in zip(asked, choices, strict=True)]
 
 

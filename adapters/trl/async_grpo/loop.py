@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from mismatch_ext.adapters.trl.async_grpo.carried import Carried, Sampled, Turn, unpacked
+from mismatch_ext.adapters.trl.async_grpo.carried import Carried, Sampled, Turn
 from mismatch_ext.adapters.trl.async_grpo.gate import Gate, Held
-from mismatch_ext.adapters.vllm.http import NOT_FINITE, words
+from mismatch_ext.adapters.vllm.http import COMPLETIONS, NOT_FINITE, words
+from mismatch_ext.adapters.vllm.routing import unpacked
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 
-COMPLETIONS = "/v1/completions"
 CUT = "abort"
 """vLLM's reason of a request that its pause has ended."""
 LOOK_AGAIN = 0.02

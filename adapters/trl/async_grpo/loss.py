@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
 from mismatch_ext.adapters.trl.async_grpo.replay import TreeReplay
 from mismatch_ext.adapters.trl.async_grpo.rows import ENDED, ROUTED, ROUTES, VERSIONS
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import UNKNOWN, StaleGap
@@ -97,7 +97,7 @@ class LossMixin(_Host):
 
     _block: MismatchConfig | None
     _log: RunLog
-    _ranks: AcceleratorRanks
+    _ranks: Ranks
     _correction: ResolvedCorrection | None = None
     _routing: TreeReplay | None = None
     # From construction on there is one.

@@ -7,18 +7,12 @@ from numerics (`loss.py`). Weight updates are named and verified (`transfer.py`)
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import requests
-from accelerate import PartialState
-from mismatch_ext.adapters.transformers import read_trainer, score_tokens
-from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.async_grpo.config import MismatchAsyncGRPOConfig, check_unsharded
 from mismatch_ext.adapters.trl.async_grpo.fresh import FreshRollouts
@@ -31,20 +25,18 @@ from mismatch_ext.adapters.trl.async_grpo.rows import CarryingCollator
 from mismatch_ext.adapters.trl.async_grpo.transfer import CheckedTransfer
 from mismatch_ext.adapters.trl.async_grpo.worker import ending, naming
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
-from mismatch_ext.adapters.trl.generation import TrainerSide
-from mismatch_ext.adapters.trl.integration import FIXES, INTEGRATION, info_of
+from mismatch_ext.adapters.trl.integration import INTEGRATION
 from mismatch_ext.adapters.trl.lr import LrMixin
-from mismatch_ext.adapters.trl.overridden import shadowed
-from mismatch_ext.adapters.trl.preflight import compute_in_float16
+from mismatch_ext.adapters.trl.metrics import LoggingMixin, of_agreement
+from mismatch_ext.adapters.trl.overridden import overridden, shadowed
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers
-from mismatch_ext.adapters.trl.server_checks import ServerCheck, unchecked
-from mismatch_ext.adapters.trl.server_client import without_repeating
-from mismatch_ext.adapters.vllm.http import ServerHttp
+from mismatch_ext.adapters.vllm.http import ServerHttp, without_repeating
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
+from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
 from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
-from torch import Tensor, nn
+from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
@@ -54,17 +46,12 @@ from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import TRL
 from mismatch_ext.patching import described
-from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
-from mismatch_ext.precision.readiness import check_readiness
-from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.weight_sync import SyncVerdict
 from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
 
 if TYPE_CHECKING:
@@ -73,23 +60,18 @@ else:
     _Host = object
 
 
-class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: ignore[misc]  # _routing, as in LossMixin
+class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Host):  # type: ignore[misc]  # _routing, as in LossMixin
     """Adds the `mismatch:` block to an AsyncGRPOTrainer or to a subclass of one; put it first among the bases.
 
     Without a block every method passes straight on.
     """
 
-    model: nn.Module
     processing_class: Any
     # As the parts that GRPO's trainers have too ask: there is no engine in this process, and no wrapper around one.
     use_vllm = False
     _kl = None
     _transfer: CheckedTransfer | None = None
     _collator: CarryingCollator | None = None
-    _audit_report: AuditReport | None = None
-    _sync_audited = False
-    _readiness: str | None = None
-    _told_bias = False
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchAsyncGRPOConfig)), None)
@@ -103,56 +85,37 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         self._verdicts = Verdicts(self._block.level, lambda: self.state.global_step)
         check_peers(type(self), self._block, use_vllm=True, server=True)
         _check_arguments(self._block, kwargs)
-        self._ranks = AcceleratorRanks(PartialState())
-        self._log = RunLog(
-            self._block,
-            run_folder(self._block.monitor, Path(config.output_dir)),
-            info=self._info,
-            step=lambda: self.state.global_step,
-            names=TRL,
-            ranks=self._ranks,
-            verdicts=self._verdicts,
-        )
+        self._open_log(config.output_dir)
         self._patches = described(*CHECKPOINTS) if self._block.routing is not None else []
         self._saved_step = 0
         self._step_lengths = []
-        with config.claimed():
+        with config.claimed(), overridden(self, _constructing=True):
             super().__init__(model, *args, **kwargs)
         self._build(config)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
-        super().create_accelerator_and_postprocess()
-        if self._block is None:
-            return
-        check_unsharded(self._block, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled)
-        precision = self._block.precision
-        if precision is not None and precision.dtype == "float16":
-            compute_in_float16(self.accelerator, precision.loss_scale)
-        if precision is not None:
-            audit(PrecisionPolicy.of(precision), self._read_trainer(), None, None, FIXES).raise_for_findings()
-            parameters = self.accelerator.unwrap_model(self.model).named_parameters()
-            self._readiness = check_readiness(((name, p.detach()) for name, p in parameters), precision)
-        if self._block.routing is not None:
-            with RoutingRefusals(self._block.routing):
+    def _check_sharding(self) -> None:
+        check_unsharded(self._config, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled)
+
+    def _check_model(self) -> None:
+        self._check_precision()
+        if self._config.routing is not None:
+            with RoutingRefusals(self._config.routing):
                 self._routing = TreeReplay(
-                    self._block.routing, self.model, seed=self.args.seed, ranks=self._ranks, step=lambda: self.state.global_step
+                    self._config.routing, self.model, seed=self.args.seed, ranks=self._ranks, step=lambda: self.state.global_step
                 )  # fmt: skip
 
     # Once TRL has built its parts.
 
     def _build(self, config: Any) -> None:
         """Ask the server what it runs with, audit both sides, and stand between TRL and its worker and transfer."""
-        assert self._block is not None
         self._sampling: SamplingSettings = sampling_settings(config, None)
         self._log.sampled_with(self._sampling)
-        self._log.recorder.follow_versions(self._block.monitor.numerics_tokens)
-        if self._block.correction is not None:
-            self._correction = resolve(self._block.correction)
-        self._alarms = AlarmCallback(lambda: self._log)
+        self._log.recorder.follow_versions(self._config.monitor.numerics_tokens)
+        if self._config.correction is not None:
+            self._correction = resolve(self._config.correction)
         self.add_callback(self._alarms)
-        if self._block.lr is not None:
-            self._lr: LrCallback | None = LrCallback(self._block.lr)
+        if self._config.lr is not None:
+            self._lr: LrCallback | None = LrCallback(self._config.lr)
             self.add_callback(Leading(self))
             self.add_callback(self._lr)
         self._readings: dict[str, Any] = {"trainer": self._read_trainer()}
@@ -167,7 +130,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         self._fresh = FreshRollouts(
             self._remote,
             self._sampling,
-            tokens=self._block.monitor.numerics_tokens,
+            tokens=self._config.monitor.numerics_tokens,
             length=config.max_completion_length,
         )
         self._follow(self._remote, config)
@@ -175,12 +138,11 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
 
     def _find_server(self, config: Any) -> RemoteEngine:
         """Wait for the server as TRL does, and refuse one that does not run as the block needs it."""
-        assert self._block is not None
         client: Any = self.vllm_client  # TRL's, on the main process
         client.wait_for_server_ready()
         session = without_repeating(requests.Session())
         remote = RemoteEngine(ServerHttp(client.server_url, session, config.vllm_server_timeout))
-        ServerCheck(self._block)(remote, self.accelerator.device.type)
+        ServerCheck(self._config)(remote, self.accelerator.device.type)
         return remote
 
     def _follow(self, remote: RemoteEngine, config: Any) -> None:
@@ -229,70 +191,26 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         return CarryingCollator(inner, ends, None if self._routing is None else self._routing.layout)
 
     def _verifier(self, remote: RemoteEngine) -> WeightVerifier | None:
-        assert self._block is not None
-        monitor = self._block.monitor
+        monitor = self._config.monitor
         if monitor.weight_sync == "off":
             return None
-        reading: TrainerReading = self._readings["trainer"]
-        side = TrainerSide(
-            named_parameters=lambda: self.accelerator.unwrap_model(self.model).named_parameters(),
-            score=self._score,
-            step=lambda: self.state.global_step,
-            on_sent=self._on_sent,
-            event=self._on_event,
-            compute_dtype=reading.compute_dtype,
-        )
         probes = draw_probes(plain_vocabulary(self.processing_class, self.accelerator.device), monitor, remote.longest)
         return WeightVerifier(
-            side,
+            self._trainer_side(),
             remote,
             monitor,
             probes,
             dtype=remote.reading().model_dtype,
-            trainer_dtype=reading.compute_dtype,
+            trainer_dtype=self._compute_dtype(),
             event=self._on_event,
         )
 
+    def _read_engine(self) -> EngineReading:
+        return self._remote.reading()
+
     def _score(self, token_ids: Tensor) -> Tensor:
-        """Return the trainer's log-probabilities of probe tokens, at temperature 1."""
-        model = self.accelerator.unwrap_model(self.model)
-        with plain_attention(model):
-            return score_tokens(model, token_ids, self._autocast)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
-
-    def _read_trainer(self) -> TrainerReading:
-        return read_trainer(self.model, self.accelerator.autocast, self.accelerator.scaler, self.accelerator.device)
-
-    def _audit(self, sync: SyncReading | None = None) -> None:
-        """Read both sides' dtypes back; refuse what is not as asked."""
-        assert self._block is not None
-        self._readings = {"trainer": self._read_trainer(), "engine": self._remote.reading()}
-        if self._block.precision is not None:
-            policy = PrecisionPolicy.of(self._block.precision)
-            self._audit_report = audit(policy, self._readings["trainer"], self._readings["engine"], sync, FIXES)
-            self._audit_report.raise_for_findings()
-
-    def _on_sent(self, dtypes: frozenset[str]) -> None:
-        """Audit both sides once more at the first weight update, with the dtypes that went over."""
-        if not self._sync_audited:
-            self._sync_audited = True
-            for sent in sorted(dtypes):
-                self._audit(SyncReading(sent_dtype=sent, received_dtype=self._readings["engine"].model_dtype))
-
-    def _on_event(self, level: str, name: str, message: str) -> None:
-        assert self._block is not None
-        self._log.event(level, name, message)
-        if self._block.monitor.weight_sync == "warn":
-            warnings.warn(message, stacklevel=2)
-
-    def _warn(self, name: str, message: str) -> None:
-        warnings.warn(message, stacklevel=3)
-        self._log.event("warning", name, message)
-
-    def _info(self) -> dict[str, Any]:
-        return info_of(self, self._readings, self._patches, self._audit_report)
+        with plain_attention(self.accelerator.unwrap_model(self.model)):
+            return super()._score(token_ids)
 
     # A training.
 
@@ -309,38 +227,24 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, _Host):  # type: i
         with shadowed(self.accelerator, prepare=prepare):
             return super().get_train_dataloader()
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self._block is None or not self.model.training:
-            super().log(logs, start_time)
-            return
-        step, by_layer = self.state.global_step, {}
-        extra = self._log.recorder.flush("train", step)
-        if self._routing is not None:
-            agreement = self._routing.take_agreement("train", self._ranks)
-            if agreement is not None:
-                extra |= {PREFIX + name: value for name, value in agreement.metrics().items()}
-                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
-        if "loss" in logs:
-            extra |= self._step_metrics()
-        logs.update(extra)
-        super().log(logs, start_time)
-        self._log.write(step, logs | by_layer, "train")
-        bias = self._sampling.ratio_bias()
-        if extra and bias is not None and not self._told_bias:
-            self._told_bias = True
-            self._warn("ratio_bias", bias)
+    def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        if split != "train":
+            return {}, {}
+        extra = self._log.recorder.flush(split, self.state.global_step)
+        agreement = None if self._routing is None else self._routing.take_agreement(split, self._ranks)
+        logged, by_layer = of_agreement(agreement)
+        return extra | logged | (self._training_metrics() if of_training else {}), by_layer
 
-    def _step_metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if isinstance(self.accelerator.scaler, LossScaler):
-            found |= self.accelerator.scaler.metrics()
+    def _further_metrics(self) -> dict[str, float]:
+        return {} if self._verdict is None else {"weight_sync_gap": self._verdict.gap_mean}
+
+    @property
+    def _verdict(self) -> SyncVerdict | None:
         verifier = None if self._transfer is None else self._transfer.verifier
-        if verifier is not None and verifier.verdict is not None:
-            found["weight_sync_gap"] = verifier.verdict.gap_mean
-        if self._lr is not None:
-            found |= self._lr.rate.metrics()
-        return {PREFIX + name: value for name, value in found.items()}
+        return None if verifier is None else verifier.verdict
+
+    def _ratio_bias(self) -> str | None:
+        return self._sampling.ratio_bias()
 
     # What a checkpoint holds.
 

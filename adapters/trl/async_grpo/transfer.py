@@ -8,9 +8,8 @@ from typing import Protocol
 
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.trl.async_grpo.gate import Gate, Held
-from mismatch_ext.adapters.trl.server_client import is_fresh
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
-from mismatch_ext.adapters.vllm.stamps import Stamps
+from mismatch_ext.adapters.vllm.stamps import Stamps, is_fresh
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, WeightSyncError
@@ -86,7 +85,7 @@ class CheckedTransfer:
             EngineError: The server does not hold this trainer's weights, or requests do not come back.
         """
         self.gate.close()
-        self._expect_own_weights()
+        self.stamps.expect_on(self.remote)
         begun = time.monotonic()
         self.remote.http.post("/pause?mode=abort")
         while self.gate.requests:
@@ -100,12 +99,7 @@ class CheckedTransfer:
             time.sleep(AGAIN)
             # One that was on its way came after the pause, and waits in the server's queue.
             self.remote.http.post("/pause?mode=abort")
-        if not (self.remote.http.post("/reset_prefix_cache") or {}).get("success", True):
-            raise EngineError(
-                f"the vLLM server at {self.remote.http.url} did not reset its prefix cache before a weight update: requests of "
-                "somebody else hold blocks of it, whose keys, values and routes are of the weights before. Give the trainer a "
-                "server of its own."
-            )
+        self.remote.http.reset_prefix_cache("before")
         if not self._over_http:
             self.inner.pause()
 
@@ -143,7 +137,7 @@ class CheckedTransfer:
             )
         self._on_sent(frozenset(self._sending.dtypes))
         if self.verifier is not None:
-            self._expect_own_weights()
+            self.stamps.expect_on(self.remote)
             self.verifier.verify(self._sending.samples)
         self._arrived()
         self.gate.open(Held(step=self._step(), update=self.stamps.count))
@@ -151,10 +145,3 @@ class CheckedTransfer:
     def destroy(self) -> None:
         """End it as TRL does."""
         self.inner.destroy()
-
-    def _expect_own_weights(self) -> None:
-        if self.stamps.last is None:
-            return
-        why = self.stamps.contradiction(self.remote.weight_version)
-        if why is not None:
-            raise EngineError(f"the vLLM server at {self.remote.http.url} does not hold this trainer's weights: {why}")

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
+from mismatch_ext.adapters.accelerate.deepspeed import engine_of
+from mismatch_ext.adapters.accelerate.sharded import held
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
-from mismatch_ext.adapters.trl.deepspeed import engine_of
-from mismatch_ext.adapters.trl.sharded import held
 from mismatch_ext.adapters.vllm.engine import runner
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer

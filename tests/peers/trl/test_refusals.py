@@ -294,7 +294,7 @@ def test_what_does_not_go_with_deepspeed_or_shards(
 def test_what_deepspeed_will_compute_in_is_read_off_its_configuration(
     peers: Any, section: Any, mixed: str, computes: str | None
 ) -> None:
-    from mismatch_ext.adapters.trl.deepspeed import read_deepspeed
+    from mismatch_ext.adapters.accelerate.deepspeed import read_deepspeed
 
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=section))
     accelerator: Any = SimpleNamespace(

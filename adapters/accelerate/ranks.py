@@ -1,4 +1,4 @@
-"""The ranks of a Trainer, from its accelerator."""
+"""The ranks of a trainer, from its accelerator."""
 
 from __future__ import annotations
 

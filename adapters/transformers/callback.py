@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.lr import LrCallback, ObservedLr, check_optimizer
-from mismatch_ext.adapters.transformers.ranks import AcceleratorRanks
-from mismatch_ext.adapters.trl.integration import PACKAGES, of_arguments
-from mismatch_ext.adapters.trl.lr import LENGTH, TRUNCATED
+from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
+from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback, ObservedLr, check_optimizer
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
