@@ -150,10 +150,6 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
             "mismatch.monitor.doctor", block.monitor.doctor, block.monitor.doctor is not None,
             "it examines log-probabilities over the whole vocabulary", "none",
         ),
-        (
-            "deepspeed", args.deepspeed, args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3,
-            "replay was not run where the output projection is sharded", "stages 0 to 2, DDP",
-        ),
     ):  # fmt: skip
         if wrong:
             raise ConfigError(f"mismatch.sampling_mask with {name}={value!r}: {why}; allowed: {instead}.")
@@ -212,11 +208,6 @@ def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None
     """
     if deepspeed is not None:
         check_deepspeed(block, deepspeed)
-    if fsdp is not None and block.sampling_mask is not None:
-        raise ConfigError(
-            "mismatch.sampling_mask with FSDP: replay was not run where the output projection is sharded; use DDP, or remove "
-            "mismatch.sampling_mask."
-        )
     if fsdp == 1 and block.monitor.weight_sync != "off":
         # torch starts it on no CPU, so that nobody has seen it verified.
         raise ConfigError(

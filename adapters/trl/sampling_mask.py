@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import RecordError, ReplayError
+from mismatch_ext.ranks import Ranks
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.sampling_mask import TokenSupport, head_logprobs, join
 
@@ -48,6 +49,22 @@ def masks_of(records: Sequence[RolloutRecord]) -> list[RowMask]:
         assert record.support is not None  # CheckedGeneration has read it
         found.append(RowMask(record.prompt_ids, record.response_ids, record.support))
     return found
+
+
+def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> float:
+    """Return how many tokens were left to sample from, on average over the sampled tokens of all ranks.
+
+    Args:
+        masks: Of this rank's completions.
+        ranks: The processes that train together; all of them must call it.
+        device: Where the ranks talk.
+    """
+    mine = [
+        sum(mask.support.ids.numel() for mask in masks),
+        sum(int((mask.support.counts > 0).sum()) for mask in masks),
+    ]
+    ids, sampled = ranks.sum(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
+    return float(ids / max(sampled, 1))
 
 
 def fit(masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length: int) -> bool:

@@ -38,6 +38,7 @@ from mismatch_ext.adapters.trl.refusals import (
     check_stitching,
 )
 from mismatch_ext.adapters.trl.sampling_mask import KEY as MASKS
+from mismatch_ext.adapters.trl.sampling_mask import mean_size
 from mismatch_ext.adapters.trl.turns import TurnsMixin
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
@@ -223,9 +224,9 @@ class MismatchTrainerMixin(
                     f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the whole "
                     "vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes less memory."
                 )
-            sampled = sum(int((mask.support.counts > 0).sum()) for mask in masks)
-            size = sum(mask.support.ids.numel() for mask in masks) / max(sampled, 1)
-            self._metrics["train" if self.model.training else "eval"][PREFIX + "sampling_mask_size"].append(size)
+            self._metrics["train" if self.model.training else "eval"][PREFIX + "sampling_mask_size"].append(
+                mean_size(masks, self._ranks, output["completion_ids"].device)
+            )
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]

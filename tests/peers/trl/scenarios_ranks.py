@@ -329,7 +329,16 @@ def engines(model: str, out: str) -> dict[str, Any]:
     verdict = None if trainer._verdict is None else trainer._verdict.status
     examined = [event.data for event in read_run(trainer._log.run_dir).events if event.name == "doctor"]
     version = trainer.vllm_generation.weight_version
-    return {**result, "verdict": verdict, "weight_version": version, "examined": examined}
+    # In the same processes: starting them takes longer than these two steps.
+    masks = masked(model, f"{out}/masked") if SHARDED else None
+    return {**result, "verdict": verdict, "weight_version": version, "examined": examined, "masked": masks}
+
+
+def masked(model: str, out: str) -> dict[str, Any]:
+    """Train with an engine per rank whose sampling masks are replayed, where the output projection is sharded."""
+    block = {"precision": {"dtype": "float32"}, "sampling_mask": {}, "routing": R3, "kl": {"coef": 0.05}}
+    trainer = build(model, out, block, use_vllm=True, bf16=False, top_p=0.9, top_k=8, max_steps=2)
+    return outcome(trainer, passes=trainer._masked_passes)
 
 
 def overflow_on_one(trainer: Any, scales: list[Any]) -> None:

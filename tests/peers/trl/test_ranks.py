@@ -188,6 +188,25 @@ def test_an_engine_for_each_rank(kind: str, engines: list[dict[str, Any]]) -> No
         assert (because, causes) == ("the first batch", [])
 
 
+def test_sampling_masks_are_replayed_where_the_output_projection_is_sharded(
+    kind: str, engines: list[dict[str, Any]]
+) -> None:
+    if kind == "ddp":
+        assert of(engines, "masked") == [None, None]  # nothing is sharded
+        return
+    found = of(engines, "masked")
+    check_ranks(kind, found)
+    for rank in found:
+        assert rank["passes"] >= 4  # the old policy's and the update's, in each of two steps
+        # Over the whole vocabulary the mass that truncation cuts off would stand in it: 0.02 and more.
+        assert max(series(rank, "mismatch/logp_abs_diff_mean")) < 1e-5
+        assert (
+            1 < min(series(rank, "mismatch/sampling_mask_size"))
+            and max(series(rank, "mismatch/sampling_mask_size")) <= 8
+        )
+        assert series(rank, "mismatch/routing/set_mismatch_frac") == [0.0] * 2
+
+
 def test_an_overflow_in_one_shard_stops_the_step_of_both(engines: list[dict[str, Any]], kind: str) -> None:
     if kind == "ddp":
         assert of(engines, "scales") == [[], []]  # float32
