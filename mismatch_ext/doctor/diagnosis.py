@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -84,7 +84,7 @@ class NamedCause:
     family: str
     said: str
     parameter: float
-    status: str
+    status: Literal["fits", "partly", "confirmed", "measured"]
     share: float | None
     z: float | None
     slope: float | None

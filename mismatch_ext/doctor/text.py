@@ -10,6 +10,8 @@ from mismatch_ext.doctor.rungs import Rung
 from mismatch_ext.doctor.split import LEAST_TOKENS
 from mismatch_ext.doctor.tokens import said
 
+STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}
+"""How sure a cause is, in words: every status that a `NamedCause` may have."""
 VERDICTS = {
     "clean": "Clean: what is left is rounding, and no cause on the list fits.",
     "explained": "Explained: the causes above and rounding make the gap.",
@@ -97,7 +99,5 @@ def _evidence(cause: NamedCause) -> str:
     sure = "" if cause.z is None else f", z {cause.z:.0f}"
     slope = "" if cause.low is None or cause.high is None else f", slope {cause.low:.2f} to {cause.high:.2f}"
     ties = f"; as well as {', '.join(cause.ties)}" if cause.ties else ""
-    status = {"confirmed": "cause, confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}[
-        cause.status
-    ]
+    status = "cause, confirmed" if cause.status == "confirmed" else STATUS[cause.status]
     return f"{status}{sure}{slope}{ties}"

@@ -10,11 +10,9 @@ from typing import Any
 
 from mismatch_ext.doctor.diagnosis import DOCTOR_FILE as DOCTOR_FILE
 from mismatch_ext.doctor.remedies import HOSTS
-from mismatch_ext.doctor.text import VERDICTS
+from mismatch_ext.doctor.text import STATUS, VERDICTS
 from mismatch_ext.report.text import quantity
 from mismatch_ext.rundata import RUN_FOLDER
-
-STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from mismatch_ext.doctor import Diagnosis, NamedCause, remedy
 from mismatch_ext.doctor.split import Part
+from mismatch_ext.doctor.text import STATUS, report
 from mismatch_ext.doctor.tokens import TokensTest
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.report import build, build_why
@@ -55,6 +57,14 @@ def test_a_folder_of_the_doctor_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert "Why the two sides differ" in page and "temperature is &lt;0.9&gt;" in page and "96% (94% to 98%)" in page
     assert "confirmed" in page and "temperature: 1" in page and "a note" in page and "a hint" in page
     assert "<script" not in page and "Explained: the causes above" in page
+
+
+@pytest.mark.parametrize("status", get_args(get_type_hints(NamedCause)["status"]))
+def test_every_status_of_a_cause_has_its_words(tmp_path: Path, status: Any) -> None:
+    diagnosis = found()
+    write(tmp_path, replace(diagnosis, causes=(replace(diagnosis.causes[0], status=status),)))
+    assert f">{STATUS[status]}<" in build_why(tmp_path).read_text(encoding="utf-8")
+    assert STATUS[status] in report(replace(diagnosis, causes=(replace(diagnosis.causes[0], status=status),)))
 
 
 def test_a_runs_report_has_the_section_and_its_verdict_names_the_cause(tmp_path: Path) -> None:
