@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from mismatch_ext.adapters.torch.shards import reshard
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 ZERO3 = 3
 
@@ -33,20 +33,11 @@ def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Args:
         model: The model, unwrapped.
     """
+    # FSDP2 keeps whole weights of the outermost module for a backward pass that may never come.
     reshard(model)
     for name, parameter in model.named_parameters():
         # Outside of a pass the parameter itself is empty under ZeRO-3.
         yield name, getattr(parameter, "ds_tensor", parameter)
-
-
-def reshard(model: nn.Module) -> None:
-    """Let go of whole weights that FSDP2 keeps from a forward pass for a backward pass that may never come.
-
-    It keeps those of the outermost module, whose parameters would else be shards at one time and whole at another.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def gathered(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:

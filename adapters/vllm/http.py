@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.adapters.answers import NOT_FINITE, words
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10.0
 # Of the server's own words in a message.
 SHOWN = 400
-# vLLM's answer where a log-probability is NaN or infinite.
-NOT_FINITE = "Out of range float values"
 COMPLETIONS = "/v1/completions"
 ALIVE = "/weight_info"
 """Answered by the engine itself, between two steps of a generation; /health is by the process before it alone."""
@@ -145,7 +144,7 @@ class ServerHttp:
                 return answer.json() if answer.content else None
             except ValueError as error:
                 raise EngineError(f"{self.url}{path} answered no JSON; give the address of a vLLM server.") from error
-        said = words(answer.text)
+        said = words(answer.text, SHOWN)
         if NOT_FINITE in said:
             raise NonFiniteLogprobError(
                 f"log-probabilities of the vLLM server at {self.url} are not finite: its weights are garbled, or its dtype "
@@ -156,17 +155,6 @@ class ServerHttp:
             answer.status_code,
             said,
         )
-
-
-def words(text: str) -> str:
-    """Return what a server says in the body of an error: vLLM's field, else the beginning of the text."""
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        found = text
-    while isinstance(found, dict):
-        found = next((found[key] for key in ("error", "message", "detail") if found.get(key)), str(found))
-    return " ".join(str(found).split())[:SHOWN]
 
 
 def without_repeating(session: Session) -> Session:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.weight_sync import Decoded, TensorComparison
+from mismatch_ext.weight_sync.updates import in_parts
 
 REQUEST_BYTES = 1 << 26
 """Bytes of weights in one request, before base64; a larger tensor goes alone."""
@@ -205,7 +206,9 @@ class RemoteEngine:
             EngineError: The server failed to load them.
         """
         assert self.backend == BACKEND
-        for part in _parts(parameters):
+        # As they are now: TRL unmerges LoRA adapters again, and gives gathered shards back.
+        copies = ((name, values.detach().cpu().clone()) for name, values in parameters)
+        for part in in_parts(copies, REQUEST_BYTES):
             info = {
                 "names": [name for name, _ in part],
                 "dtypes": [str(values.dtype).removeprefix("torch.") for _, values in part],
@@ -222,20 +225,6 @@ class RemoteEngine:
     @weight_version.setter
     def weight_version(self, name: str) -> None:
         self.http.post("/update_weight_version", {"new_version": name})
-
-
-def _parts(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    part: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, values in parameters:
-        if part and held + values.nbytes > REQUEST_BYTES:
-            yield part
-            part, held = [], 0
-        # What lies there now: TRL unmerges LoRA adapters again, and gives gathered shards back.
-        part.append((name, values.detach().cpu().clone()))
-        held += values.nbytes
-    if part:
-        yield part
 
 
 def _base64(values: Tensor) -> str:

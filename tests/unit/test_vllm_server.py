@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 from mismatch_ext.adapters.vllm.http import ALIVE, Refused, ServerHttp
-from mismatch_ext.adapters.vllm.remote import REQUEST_BYTES, RemoteEngine, _parts
+from mismatch_ext.adapters.vllm.remote import REQUEST_BYTES, RemoteEngine
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, METHODS, READ
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
 from mismatch_ext.adapters.vllm.stamps import FRESH, Stamps
@@ -25,6 +25,7 @@ from mismatch_ext.adapters.vllm.weights import Sending
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 from mismatch_ext.versions import installed
+from mismatch_ext.weight_sync.updates import in_parts
 
 SILENT = "/silent"
 Answers = dict[str, Any]
@@ -267,7 +268,7 @@ class TestSending:
     def test_requests_hold_what_fits_and_all_of_it(self) -> None:
         large = torch.zeros(REQUEST_BYTES // 4 - 3)
         tensors = [("a", torch.ones(2)), ("b", large), ("c", torch.ones(2))]
-        assert [[name for name, _ in part] for part in _parts(tensors)] == [["a", "b"], ["c"]]
+        assert [[name for name, _ in part] for part in in_parts(tensors, REQUEST_BYTES)] == [["a", "b"], ["c"]]
 
     def test_bytes_arrive_as_they_were(self) -> None:
         received: list[Any] = []
