@@ -173,7 +173,8 @@ class PreflightMixin(_Host):
             temperature=float(rollout.temperature),
             top_p=float(rollout.top_p),
             top_k=int(rollout.top_k),
-            repetition_penalty=float(rollout.get("repetition_penalty", 1.0)),
+            # Whatever rollout.repetition_penalty says: verl's agent loops ask for 1.
+            repetition_penalty=1.0,
         )
 
     @property
