@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch_ext.adapters.verl.settings.refusals import FSDP, LOOPS, refuse_first
+from mismatch_ext.adapters.verl.settings.refusals import FSDP, LOOPS, derives, refuse_first
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
@@ -50,7 +50,8 @@ def set_masks(config: DictConfig, block: MismatchConfig) -> None:
             "masks are read off what truncation has left",
         ),
         (
-            "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager, manager not in (None, LOOPS), repr(LOOPS),
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager,
+            manager is not None and not derives(manager, LOOPS), f"{LOOPS!r}, or a class derived from it",
             "masks are joined to rollouts in this package's",
         ),
         ("actor_rollout_ref.rollout.mtp.enable_rollout", drafts, drafts, "False", "masks of drafted tokens were not run"),

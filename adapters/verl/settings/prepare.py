@@ -155,9 +155,9 @@ def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
     if config.actor_rollout_ref.rollout.name != "vllm":
         return  # SGLang's server is ours by verl's registry
     engine = config.actor_rollout_ref.rollout.engine_kwargs
-    if block.level == "observe" and (engine.get("vllm") or {}).get("worker_extension_cls"):
-        return  # the user's own
-    engine.vllm = OmegaConf.merge(engine.get("vllm") or {}, {"worker_extension_cls": EXTENSION})
+    given = engine.get("vllm") or {}
+    if not given.get("worker_extension_cls"):  # the user's own is derived from ours, or nothing acts
+        engine.vllm = OmegaConf.merge(given, {"worker_extension_cls": EXTENSION})
 
 
 def set_precision(config: DictConfig, block: MismatchConfig) -> None:

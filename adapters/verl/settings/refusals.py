@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 from mismatch_ext.adapters.verl.settings.modes import MODES, SYNC, run_mode, unsupported
 from omegaconf import DictConfig, OmegaConf
@@ -72,6 +73,22 @@ def refuse_first(
             raise error(setting, value, allowed, why)
 
 
+def derives(name: str, own: str) -> bool:
+    """Tell whether a setting names a class of this package, or one that is derived from it.
+
+    Args:
+        name: Dotted name of the class, as verl and vLLM import it.
+        own: That of this package's class.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = None if name == own else getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    bases = getattr(found, "__mro__", ())
+    return name == own or any(f"{kind.__module__}.{kind.__qualname__}" == own for kind in bases)
+
+
 def check_host(config: DictConfig, block: MismatchConfig) -> None:
     """Refuse a configuration of verl that the block cannot work in.
 
@@ -101,10 +118,10 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
     if config.actor_rollout_ref.rollout.name == "sglang":
         _check_sglang(config, block)
     setting = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
-    if (given := OmegaConf.select(config, setting)) not in (None, EXTENSION):
+    if (given := OmegaConf.select(config, setting)) is not None and not derives(given, EXTENSION):
         why = "the rollout server proves by that class that it is as asked"
         raise refused(
-            setting, given, EXTENSION, why, "Derive your class from ours and put it in its place, or remove it"
+            setting, given, f"{EXTENSION}, or a class derived from it", why, "Derive your class from ours, or remove it"
         )
     if block.monitor.keep_weights and run_mode(config).name == SYNC:
         why = "with trainer_mode='sync' no rollout is of older weights"

@@ -65,6 +65,13 @@ TOOLS = (
     "data.max_response_length=40",
 )
 
+# As `cpu/derived.py` has them, which imports verl.
+DERIVED, DERIVED_IN = "VERL_CPU_DERIVED", "tests.peers.verl.cpu.derived"
+DERIVED_CLASSES = (
+    f"+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={DERIVED_IN}.OwnExtension",
+    f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={DERIVED_IN}.OwnLoopManager",
+)
+
 # verl's default, and that of most of its recipes.
 FSDP1 = ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp")
 
@@ -86,8 +93,8 @@ def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRu
     The rollout ignores the weights after the third, which is to be told and not to end the run; in the fourth, routes are lost.
     """
     work = tmp_path_factory.mktemp("experts")
-    overrides = [*EVERYTHING, *FSDP1, *TOOLS, "+mismatch.monitor.weight_sync=warn", *lasting(4)]
-    env = {FAULT: "lost_routes@4,stale_weights@3", LEFT: str(work / "left.jsonl")}
+    overrides = [*EVERYTHING, *FSDP1, *TOOLS, *DERIVED_CLASSES, "+mismatch.monitor.weight_sync=warn", *lasting(4)]
+    env = {FAULT: "lost_routes@4,stale_weights@3", LEFT: str(work / "left.jsonl"), DERIVED: str(work / "derived")}
     return run_verl(work, overrides, model=moe, plugin=True, env=env), work
 
 
@@ -165,6 +172,11 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     (examined,) = [event for event in data.events if event.name == "doctor"]
     assert (examined.step, examined.data["causes"], examined.data["verdict"]) == (1, [], "clean"), examined.message
     assert "mismatch/doctor/engine_ratio" in steps[0] and "mismatch/doctor/engine_ratio" not in steps[1]
+
+
+def test_a_users_classes_that_are_derived_from_ours_stay_in_their_places(experts: tuple[VerlRun, Path]) -> None:
+    _, work = experts
+    assert set((work / "derived").read_text(encoding="utf-8").split()) == {"OwnExtension", "OwnLoopManager"}
 
 
 def test_tools_between_the_policys_turns_are_replayed_and_not_counted(experts: tuple[VerlRun, Path]) -> None:

@@ -18,7 +18,7 @@ from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, run_command
 from tests.peers.verl.modes import COLOCATE, SEPARATE
-from tests.peers.verl.test_main_ppo import EVERYTHING, FLOAT32_K3, TOOLS, TURNS
+from tests.peers.verl.test_main_ppo import DERIVED_CLASSES, EVERYTHING, FLOAT32_K3, TOOLS, TURNS
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +45,7 @@ def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Return a run on one device with tools and truncated sampling, which an alarm stops after its third step."""
     work = tmp_path_factory.mktemp("colocate")
     alarm = f"+mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
-    overrides = [*COLOCATE, *TOOLS, *TRUNCATED, alarm, "trainer.total_training_steps=5"]
+    overrides = [*COLOCATE, *TOOLS, *TRUNCATED, *DERIVED_CLASSES, alarm, "trainer.total_training_steps=5"]
     return run_recipe("run_colocate_async.sh", work, overrides, moe), work
 
 

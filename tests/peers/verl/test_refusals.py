@@ -19,6 +19,7 @@ import pyarrow.parquet
 import ray
 import verl.utils.config
 from mismatch_ext.adapters.verl.settings.modes import unsupported
+from mismatch_ext.adapters.verl.settings.refusals import derives
 
 from mismatch_ext import versions
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, SeamError, UntestedVersionWarning
@@ -49,6 +50,13 @@ def test_verls_other_trainers_are_refused(trainer: str, monkeypatch: pytest.Monk
         ConfigError, match=rf"trainer='verl.experimental.{trainer.partition('.')[0]}.*verl.trainer.main_ppo"
     ):
         prepared("+mismatch.precision.dtype=float16")
+
+
+def test_a_class_is_known_to_be_derived_from_ours_by_its_name() -> None:
+    own = "logging.Handler"
+    assert derives(own, own) and derives("logging.StreamHandler", own) and derives("logging.handlers.QueueHandler", own)
+    for name in ("logging.Logger", "logging.INFO", "logging.NoSuchHandler", "no.such.module", "Handler", ""):
+        assert not derives(name, own), name
 
 
 def test_asynchronous_modes_run_with_vllm_alone() -> None:

@@ -1,0 +1,40 @@
+"""Classes that a user has derived from this package's, as their settings name them; each says that it was there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mismatch_ext.adapters.verl.rollout.turns import CheckedLoopManager
+from mismatch_ext.adapters.verl.rollout.vllm_extension import RolloutExtension
+
+DERIVED = "VERL_CPU_DERIVED"
+"""Environment variable that names the file in which they say so."""
+
+
+def _say(one: object) -> None:
+    if file := os.environ.get(DERIVED):
+        with Path(file).open("a", encoding="utf-8") as lines:
+            lines.write(f"{type(one).__name__}\n")
+
+
+class OwnExtension(RolloutExtension):
+    """In vLLM's workers."""
+
+    def mismatch_report(self) -> dict[str, Any]:
+        """Report as this package's class does."""
+        _say(self)
+        return super().mismatch_report()
+
+
+class OwnLoopManager(CheckedLoopManager):
+    """In the driver."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _say(self)
+
+
+class NotDerived:
+    """Nothing of this package's."""
