@@ -25,6 +25,8 @@ else:
 
 pytestmark = pytest.mark.engine
 DEEPSPEED = Path(sys.prefix) / "deepspeed"
+BUILT = Path(sys.prefix) / "torch_extensions"
+"""What DeepSpeed compiles, once for each environment."""
 STAGES = (2, 3)
 FLOAT32 = {"precision": {"dtype": "float32"}}
 FP16 = {"precision": {"dtype": "float16"}}
@@ -57,12 +59,15 @@ def launch(processes: int, out: Path, limit: int = 300, **payload: Any) -> Any:
     """Run trainers one after the other on some processes; return what each of these found."""
     given = {"out": str(out), "result": str(out / "result.json"), "limit": limit, **payload}
     scenario = scenarios.several
+    for lock in BUILT.rglob("lock"):
+        lock.unlink()  # of a process that was killed while it compiled: every later one would wait for it
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"),
         *("-m", scenario.module, scenario.name, json.dumps(given, default=str)),
     ]
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEEPSPEED),
+        "TORCH_EXTENSIONS_DIR": str(BUILT),
         # DeepSpeed compiles what ranks on one machine talk by, and asks for ninja by its name.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
