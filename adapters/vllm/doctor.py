@@ -47,8 +47,8 @@ class VllmEngine:
     def __init__(
         self, model: str, *, dtype: str, shape: RoutingShape | None = None, arguments: Mapping[str, Any] | None = None
     ) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # because its settings are read back from its objects
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # because it logs to where the table is printed
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its settings are read back from its objects
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to where the table is printed
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
