@@ -1,4 +1,4 @@
-"""Alarms in any transformers Trainer: a callback that ends a training where an alarm stops it."""
+"""Alarms in any transformers Trainer: a callback that ends training if an alarm asks for a stop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mismatch_ext.run.log import RunLog
 
 
 class AlarmCallback(TrainerCallback):
-    """Holds each training log against the alarms; all ranks stop together.
+    """Checks each training log for alarms; all ranks stop together.
 
     Args:
-        log: Returns the run's.
+        log: Returns the log of the run.
     """
 
     def __init__(self, log: Callable[[], RunLog]) -> None:
@@ -24,7 +24,7 @@ class AlarmCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin with losses logged as they are."""
+        """Make the trainer log losses as they are."""
         self._unsaved = False
         if not self._log().verdicts.observes:
             # transformers logs 0 for a loss that is NaN, unless told not to.
@@ -38,7 +38,7 @@ class AlarmCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Raise what a training log calls for; a stop ends training after this step, with a checkpoint."""
+        """Raise the alarms that a training log calls for; a stop ends training after this step, with a checkpoint."""
         if not logs or "loss" not in logs:
             return  # an evaluation, or the sum of a training that has ended
         if self._log().watch(state.global_step, logs) is not None:
@@ -46,11 +46,11 @@ class AlarmCallback(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note that what a stop would lose is saved."""
+        """Note that the checkpoint of a stop was saved."""
         self._unsaved = False
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ask for the checkpoint of a stop once more: `save_strategy="best"` overrules it after an evaluation."""
+        """Ask for the checkpoint of a stop again, because `save_strategy="best"` overrules it after an evaluation."""
         control.should_save = control.should_save or self._unsaved

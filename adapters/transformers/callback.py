@@ -1,4 +1,4 @@
-"""Learning-rate control and monitoring for a trainer whose class cannot be changed: one callback, from what it logs."""
+"""Learning-rate control and monitoring for a trainer whose class cannot be changed, by one callback that reads its logs."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ OWN_RATE = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class MismatchCallback(TrainerCallback, ExportableState):
-    """The `lr` and `monitor` sections for any trainer of TRL or transformers, stock as it is.
+    """The `lr` and `monitor` sections for any unchanged trainer of TRL or transformers.
 
         trainer = GRPOTrainer(..., callbacks=[MismatchCallback({"lr": {}, "monitor": {}})])
 
-    It sees what the trainer logs: lengths of the step that was just taken, so that a surge counts from the next one. Its state
-    is saved in the trainer's checkpoints, and resumed from them. W&B and TensorBoard come before it among the callbacks: they get
-    the rate that was applied as `learning_rate`, and the multiplier is in the trainer's history and in `metrics.jsonl`.
+    It sees only what the trainer logs, after each step. So a surge of response lengths counts from the next step on. Its state
+    is saved in the trainer's checkpoints, and resumed from them. W&B and TensorBoard are called before it: they get the applied
+    rate as `learning_rate`. The multiplier is in the trainer's history and in `metrics.jsonl`.
 
     Args:
         mismatch: The block as a mapping, a JSON or YAML string, or the path of a JSON or YAML file.
 
     Raises:
-        ConfigError: The block is malformed, or asks for what needs a trainer class.
+        ConfigError: The block is malformed, or asks for something that needs a trainer class.
     """
 
     def __init__(self, mismatch: MismatchConfig | Mapping[str, Any] | str | Path) -> None:
@@ -97,7 +97,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         return {"args": {"mismatch": self.block.to_dict()}, "attributes": {"saved": saved}}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check what can be told from the trainer's arguments: TRL has not started its engine yet.
+        """Check what the trainer's arguments tell, before TRL starts its engine.
 
         Raises:
             ConfigError, RunDirectoryError: As in `on_train_begin`.
@@ -105,7 +105,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         self._verdicts.at(lambda: state.global_step)
         with self._verdicts.checking("settings"):
             self._check_alone(state)
-            # A fraction is one of the steps of a training, of which there is none yet.
+            # A fraction counts steps of a training, whose number is not known yet.
             self._check(args, args.logging_steps if args.logging_steps >= 1 else 1)
         if state.is_world_process_zero:
             ensure_writable(self._run_dir(args))
@@ -121,14 +121,14 @@ class MismatchCallback(TrainerCallback, ExportableState):
         """Check what can be done with this trainer, resume, and say what is active.
 
         Raises:
-            ConfigError: The trainer's arguments leave the callback blind, or its logged rate would not be the applied one.
+            ConfigError: The callback could not see what it needs, or the trainer would not log the rate that was applied.
         """
         self._verdicts.at(lambda: state.global_step)
         with self._verdicts.checking("settings"):
             self._check_alone(state)
             self._check(args, state.logging_steps)
-        # transformers expects an entry when it saves, which a checkpoint from before this callback does not have. In a new
-        # training it is what this callback stood at when the trainer asked, perhaps in a training that failed.
+        # When transformers saves, it expects an entry, which a checkpoint from before this callback does not have. In a new
+        # training the entry holds this callback's state when the trainer last asked for it, perhaps in a training that failed.
         entries: Any = state.stateful_callbacks
         entry = entries.setdefault(type(self).__name__, {})
         self._logged = False
@@ -185,13 +185,13 @@ class MismatchCallback(TrainerCallback, ExportableState):
         return run_folder(self.block.monitor, Path(str(args.output_dir)))
 
     def _check_alone(self, state: TrainerState) -> None:
-        entries: Any = state.stateful_callbacks  # a dict; transformers annotates what it is made of
+        entries: Any = state.stateful_callbacks  # a dict, unlike transformers' annotation of it
         entry = entries.get(type(self).__name__)
         if isinstance(entry, list):
             raise ConfigError(f"{len(entry)} MismatchCallbacks on one trainer: give one, with both sections.")
 
     def _check(self, args: TrainingArguments, logging_steps: float) -> None:
-        """Refuse arguments that leave the callback blind."""
+        """Refuse arguments with which the callback could not see or control what it needs."""
         if getattr(args, "mismatch", None) is not None:
             raise ConfigError(
                 "MismatchCallback on a trainer that has a mismatch block already; leave out the callback."
@@ -222,7 +222,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let what was logged since the last step lead the rate of this one."""
+        """Let what was logged since the last step decide the rate of this one."""
         if self._lr is not None:
             self._lr.on_pre_optimizer_step(args, state, control)
 
@@ -244,7 +244,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         """Take the statistics of a training log, write it to the run directory, and raise its alarms.
 
         Raises:
-            ConfigError: The trainer does not log what leads the learning rate.
+            ConfigError: The trainer does not log the statistic that controls the learning rate.
         """
         if not logs or "loss" not in logs or self._log is None:
             return
@@ -256,7 +256,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         self._alarms.on_log(args, state, control, logs)
 
     def _lead(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        """Log the rate that was applied, and let what was logged lead the next one."""
+        """Log the rate that was applied, and let what was logged decide the next rate."""
         if self._lr is None or not self._lr.rate.attached:
             return
         applied = {PREFIX + name: value for name, value in self._verdicts.named(self._lr.rate.metrics()).items()}
@@ -290,7 +290,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ask for the checkpoint of a stop, where there is none yet."""
+        """Ask for the checkpoint of a stop if it is not saved yet."""
         self._alarms.on_epoch_end(args, state, control)
 
     def on_train_end(

@@ -25,19 +25,19 @@ def load_converted(model: nn.Module, checkpoint: str | Path) -> bool:
 
     Args:
         model: The model, unwrapped and unsharded.
-        checkpoint: Folder with `model.safetensors`, or its shards and their index; others are left to the trainer.
+        checkpoint: Folder with `model.safetensors`, or its shards and their index; other folders are left to the trainer.
 
     Returns:
-        Whether it did; if not, `load_state_dict` is enough.
+        Whether it loaded the checkpoint; if not, `load_state_dict` is enough.
 
     Raises:
         MismatchError: Weights of the model are not in the checkpoint under any name.
     """
     if not isinstance(model, PreTrainedModel) or _names(Path(checkpoint)) <= set(model.state_dict()):
         return False
-    # The widest of the model's own dtypes, which holds the others exactly; the copy below returns to each.
+    # The widest of the model's own dtypes holds the others exactly; the copy below goes back to each parameter's dtype.
     widest = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
-    # transformers' annotation knows the model alone.
+    # transformers' annotation says that only the model is returned.
     both: Any = type(model).from_pretrained(
         str(checkpoint), config=model.config, dtype=widest, output_loading_info=True
     )

@@ -1,4 +1,4 @@
-"""The trainer's side of the doctor: what a model says of sampled tokens, in the run's arithmetic and as a float32 oracle."""
+"""The trainer's side of the doctor: score sampled tokens with a model, in the run's arithmetic and as a float32 oracle."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.routing import RoutingTrace
 
-# Rows of logits that are in float64 at once.
+# Most rows of logits that are in float64 at once.
 PICKED = 512
-# Responses by which a parameter is chosen; those that are differentiated, and how many at once.
+# Most responses by which a cause's parameter is chosen; most responses that are differentiated, and how many at once.
 SCREENED = 64
 MOST_DERIVED, DERIVED_ROWS = 64, 8
-# What a run's own log-probabilities differ by from those of its weights in a plain pass.
+# Why a run's own log-probabilities differ from those of its weights in a plain pass.
 COMPUTED = "the run's own pass (its padding, positions, kernels, adapters)"
 
 
@@ -37,21 +37,21 @@ class Scorer:
     """Scores one sample's tokens with a model that can be changed.
 
     Args:
-        model: In float32; its weights are rounded to the engine's dtype, for good, once the trainer's own scores are known.
+        model: The model in float32. Once the trainer's scores are known, its weights are rounded to the engine's dtype, for good.
         sample: The tokens, with the engine's routes if it recorded them.
-        trainer_dtype: What the trainer computes in, under autocast unless it is float32.
-        engine_dtype: What the engine's weights are rounded to.
-        temperature: What the trainer divides logits by.
-        trainer_weights: What the trainer holds or gathers its weights in while it computes.
+        trainer_dtype: The dtype that the trainer computes in, under autocast unless it is float32.
+        engine_dtype: The dtype that the engine's weights are rounded to.
+        temperature: The trainer divides logits by it.
+        trainer_weights: The dtype in which the trainer holds or gathers its weights while it computes.
         replays: Whether the trainer replays the engine's routes.
-        layout: How the trainer lays sequences into a batch, of `LAYOUTS`.
-        head: What the trainer's head computes in, if not in what the rest of the model does: "float32".
-        oracle: What the oracle and the causes compute in: "float32" or "float64".
-        computed: What a run's trainer itself said of the tokens `[N]`; then nothing is laid as it lays them, and its own noise is
-            not measured. None has the model say it.
+        layout: How the trainer lays out sequences in a batch, a key of `LAYOUTS`.
+        head: "float32" if the trainer's head computes in it and the rest of the model does not; otherwise "".
+        oracle: The dtype that the oracle and the causes compute in: "float32" or "float64".
+        computed: The log-probabilities that a run's trainer itself computed `[N]`. Then the trainer's layout is not tried, and
+            its own noise is not measured. None computes them with the model.
 
     Attributes:
-        scores: What the trainer's side says; the oracle, from which causes start, is in it.
+        scores: The scores of the trainer's side, the oracle's among them, from which causes start.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Scorer:
         self._oracle = torch.float64 if oracle == "float64" else torch.float32
         self.shape = routing_shape(model)
         self._passes = partial(passes, model, shape=self.shape)
-        # As the run: no routes are replayed unless its block says so, and the doctor shows what they cost.
+        # As in the run, routes are replayed only if its block says so; otherwise the doctor shows what other routes cost.
         kept = torch_dtype(trainer_weights)
         self._head = head_of(model)
         if head and self._head is None:
@@ -110,7 +110,7 @@ class Scorer:
         )
 
     def rescored(self, sample: Sample) -> Scores:
-        """Return what the oracle says of the same tokens under other routes, at temperature 1, as engines score prompts."""
+        """Return the oracle's scores of the same tokens with a sample's routes, at temperature 1, as engines score prompts."""
         before, self.temperature = self.temperature, 1.0
         try:
             logits, own = self._logits(sample), self._own(sample)
@@ -122,8 +122,8 @@ class Scorer:
         """Return the tokens' log-probabilities `[N]` under the model as it is now.
 
         Args:
-            prompt: Changes each prompt; routes are then the model's own, since those of the engine are of other rows.
-            screen: Only of some of the responses that fit; NaN for the other tokens.
+            prompt: Changes each prompt; the model then routes itself, because the engine's routes belong to other tokens.
+            screen: Whether to score only some of the responses that fit; tokens of the others are NaN.
         """
         routes = self.sample.routes if prompt is None else None
         if not screen:
@@ -141,7 +141,7 @@ class Scorer:
         """Yield, batch by batch, sums of the tokens' weighted log-probabilities, to differentiate.
 
         Args:
-            weights: Of each sum, what each token's log-probability is multiplied by `[S, N]`; responses without are left out.
+            weights: Factors of the tokens' log-probabilities in each sum `[S, N]`; responses with only zeros are left out.
         """
         sample, row = self.sample, self.sample.row
         rows = [r for r in np.unique(row[np.any(weights != 0, 0)]).tolist()][:MOST_DERIVED]
@@ -169,10 +169,10 @@ class Scorer:
 
         Args:
             sample: The tokens.
-            layout: Of `LAYOUTS`.
-            routes: What each response is routed by; None leaves it to the model.
-            most_rows: Most responses of a batch.
-            exact: In float32, in the place of the trainer's dtype.
+            layout: A key of `LAYOUTS`.
+            routes: The routes of each response; None lets the model route.
+            most_rows: Largest number of responses in a batch.
+            exact: Whether to compute in float32 instead of the trainer's dtype.
         """
         with nullcontext() if exact else self._as_trainer():
             found = [
@@ -211,7 +211,7 @@ class Scorer:
         return self._joined(found), tuple(taken[row] for row in sorted(taken)) or None
 
     def _logits(self, sample: Sample) -> Tensor | Projected:
-        """Return the tokens' logits `[N, V]`: kept where they are few, else projected whenever they are read."""
+        """Return the tokens' logits `[N, V]`: kept if they are few, otherwise projected whenever they are read."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         counts = [sum(mask) for mask in sample.masks]
         starts = np.cumsum([0, *counts])
@@ -228,7 +228,7 @@ class Scorer:
         return kept if head is None else Projected(head, kept, width)
 
     def _projects(self, head: nn.Module | None, sample: Sample) -> bool:
-        """Tell whether the head alone makes logits of hidden states, on one response."""
+        """Tell, by one response, whether only the head turns hidden states into logits."""
         if head is None:
             return False
         row = min(range(len(sample.masks)), key=lambda row: len(sample.prompts[row]) + len(sample.responses[row]))
@@ -238,11 +238,11 @@ class Scorer:
         return is_head(head, hidden, logits)
 
     def _own(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
-        """Return the log-probabilities of the same weights in the engine's dtype; buffers keep theirs, as in a trainer.
+        """Return the log-probabilities of the same weights in the engine's dtype; buffers keep their dtype, as in a trainer.
 
         Args:
             sample: The tokens.
-            exact: The head, if it is to compute in float32.
+            exact: The head, if it has to compute in float32.
         """
         with self.cast(self.engine_dtype), in_float32(exact):
             found = [self._picked(row, logits) for row, logits in self._passes(sample, sample.routes)]
@@ -255,8 +255,8 @@ class Scorer:
 
     @contextmanager
     def cast(self, dtype: torch.dtype) -> Iterator[None]:
-        """Hold the weights in another dtype; buffers keep theirs, as in a trainer."""
-        # There and back without loss: the weights are rounded to it already.
+        """Hold the weights in another dtype; buffers keep their dtype, as in a trainer."""
+        # Nothing is lost on the way there and back, because the weights are rounded to this dtype already.
         try:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(dtype)
@@ -281,11 +281,11 @@ class Scorer:
 
 
 def scored_under(scorer: Scorer, change: Callable[[float], Any], **given: Any) -> Cause:
-    """Return the cause that a changed model shows.
+    """Return a cause that predicts the engine's log-probabilities by a changed model.
 
     Args:
-        scorer: Of the sample.
-        change: Maps the parameter to a context in which the model is the engine's.
+        scorer: The scorer of the sample.
+        change: Maps the cause's parameter to a context in which the model computes as the engine would.
         given: Other fields of the `Cause`.
     """
 

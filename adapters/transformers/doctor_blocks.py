@@ -1,4 +1,4 @@
-"""What each block of the trainer's model gives for an engine's own input of it."""
+"""Compare each block's output in the engine with the trainer's output for the same input."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def compared(
     rows: Sequence[Sequence[int]],
     held: Sequence[Mapping[At, tuple[Tensor, Tensor]]],
 ) -> list[Block]:
-    """Hold an engine's blocks against the trainer's in float32, and those in the engine's dtype against them, too.
+    """Compare an engine's blocks with the trainer's in float32, and the trainer's in the engine's dtype with the same.
 
     Args:
-        scorer: Of the sample; its weights are rounded to the engine's dtype.
+        scorer: The scorer of the sample; its weights are rounded to the engine's dtype.
         rows: Token ids of each sequence.
-        held: What the engine's blocks were given, and gave, of each.
+        held: For each sequence, the inputs and outputs of the engine's blocks.
     """
     blocks = blocks_of(scorer.model)
     apart: dict[At, list[Tensor]] = {}
@@ -46,7 +46,7 @@ def compared(
 def _given(
     model: nn.Module, blocks: Mapping[At, nn.Module], ids: Sequence[int], parts: Mapping[At, tuple[Tensor, Tensor]]
 ) -> dict[At, Tensor]:
-    """Run a model whose blocks are given what an engine's were, and return what they give `[T, H]`."""
+    """Run a model with the inputs of an engine's blocks instead of its own, and return its blocks' outputs `[T, H]`."""
     found: dict[At, Tensor] = {}
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     with _replaced(blocks, {at: given.to(device, dtype) for at, (given, _) in parts.items()}, found), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Causes that need a forward pass each: the oracle is scored once more as if its model, prompts or cache were the engine's."""
+"""Causes that need a forward pass each, in which the oracle scores again with the engine's supposed model, prompts or cache."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def of_model(
     windows: Sequence[int] = (),
     counts: Sequence[int] = (),
 ) -> list[Cause]:
-    """Return the causes that a changed model shows.
+    """Return the causes that need a forward pass of a changed model each.
 
     Args:
-        scorer: Of the sample; its model is changed while a cause is tried, and restored.
+        scorer: The scorer of the sample; its model is changed while a cause is tried, and then restored.
         older: Checkpoints or adapters whose weights an engine may have kept.
         base: Base model of the trainer's adapter, whose weights an engine without the adapter has.
-        windows: Sizes of a sliding window to try beside the usual ones, in tokens.
-        counts: Numbers of experts for each token, likewise.
+        windows: Sizes of a sliding window to try besides the usual ones, in tokens.
+        counts: Numbers of experts per token to try besides the usual ones.
     """
     model = scorer.model
     longest = max(map(len, scorer.sample.responses))
@@ -105,7 +105,7 @@ def of_model(
               lambda x: weights(model, quantised(model, int4(int(x)))), grid=GROUPS),
         cause("head_tied", "weights", "the engine's head is its embedding of tokens", lambda _: weights(model, _tied(model))),
     ]  # fmt: skip
-    # What this family of models has no hold for would change nothing, and is not on the list.
+    # A cause that finds nothing to change in this model would predict no difference, so it is left out of the list.
     tables, torch_attends = bool(rotary_tables(model)), attends_by_torch(model)
     usual = tables and _rope(model).get("rope_type", "default") == "default"
     holds = {
@@ -139,7 +139,7 @@ def _rope(model: Any) -> dict[str, Any]:
 
 
 def _tied(model: Any) -> dict[str, Any]:
-    """Return the embedding as the head's weight; nothing where they are one, or of other shapes."""
+    """Return the embedding as the head's weight; nothing if they are the same tensor or differ in shape."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     own = next((name for name, p in model.named_parameters() if head is not None and p is head.weight), None)
     if own is None or embedding.weight is head.weight or embedding.weight.shape != head.weight.shape:

@@ -1,4 +1,4 @@
-"""Changes of a model, or of its arithmetic, that hold while a block runs: what an engine may do otherwise."""
+"""Temporary changes of a model or of its arithmetic, such as an engine may have made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rotary_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def norms(model: nn.Module, only: str = "") -> list[tuple[nn.Module, str]]:
-    """Return modules with an epsilon, and what they call it; those with a part of a name."""
+    """Return the modules with an epsilon whose path contains `only`, each with the name of that attribute."""
     return [
         (m, name)
         for path, m in model.named_modules()
@@ -35,19 +35,19 @@ def norms(model: nn.Module, only: str = "") -> list[tuple[nn.Module, str]]:
 
 
 def attends_by_torch(model: nn.Module) -> bool:
-    """Tell whether attention is torch's, where it can be changed on its way."""
+    """Tell whether attention is torch's own function, whose calls can be changed."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa"
 
 
 def rotators(model: nn.Module) -> list[Any]:
-    """Return the modules of code whose attention rotates queries and keys by a function of the usual name."""
+    """Return the Python modules whose attention rotates queries and keys by a function of the usual name."""
     found = {type(m).__module__ for path, m in model.named_modules() if path.endswith("attn")}
     return [code for name in sorted(found) if hasattr(code := sys.modules[name], ROTATE)]
 
 
 @contextmanager
 def attributes(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> Iterator[None]:
-    """Change attributes of objects."""
+    """Change attributes of objects, and restore them afterwards."""
     kept = [getattr(place, name) for place, name in places]
     try:
         for (place, name), before in zip(places, kept, strict=True):
@@ -59,7 +59,7 @@ def attributes(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> I
 
 
 def rotary(model: nn.Module, theta: float, scale: float) -> Any:
-    """Change the frequencies theta^(-i/n) of every rotary embedding."""
+    """Change the frequencies theta^(-i/n) of every rotary embedding: multiply theta by `theta`, and all of them by `scale`."""
 
     def change(table: Tensor) -> Tensor:
         powers = torch.arange(len(table), device=table.device) / len(table)
@@ -85,7 +85,7 @@ def yarn(model: nn.Module, factor: float) -> Iterator[None]:
 
 @contextmanager
 def partly_rotated(model: nn.Module, factor: float) -> Iterator[None]:
-    """Rotate the first part of each head alone."""
+    """Rotate only the first part of each head, a share `factor` of it."""
     tables = rotary_tables(model)
     config: Any = model.config
     theta = float(config.rope_parameters["rope_theta"])
@@ -110,7 +110,7 @@ def partly_rotated(model: nn.Module, factor: float) -> Iterator[None]:
 
 @contextmanager
 def weights(model: nn.Module, changed: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put other weights into a model; those of the same name and shape."""
+    """Put other weights into the model's parameters of the same name and shape, and restore them afterwards."""
     own = dict(model.named_parameters())
     fitting = {name: w for name, w in changed.items() if name in own and own[name].shape == w.shape}
     kept = {name: own[name].detach().clone() for name in fitting}
@@ -150,7 +150,7 @@ class Cached(_Attending):
 
 
 class Windowed(_Attending):
-    """Hides what lies further back than a window, itself included, from attention."""
+    """Hides from attention what lies further back than a window, which includes the token itself."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class AttentionCapped(_Attending):
 
 
 class RoundedInputs(TorchFunctionMode):
-    """Rounds what goes into the linear layers that are quantised, token by token."""
+    """Rounds the inputs of the chosen linear layers, token by token."""
 
     def __init__(self, chosen: Mapping[int, str], rounded: Round) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class RoundedInputs(TorchFunctionMode):
 
 
 def _seen(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return what each query sees of the keys, and how far back they lie."""
+    """Return which keys each query sees, and how far back the keys lie."""
     query, key, _ = args
     at = torch.arange(key.shape[-2], device=key.device)
     back = at[-query.shape[-2] :, None] - at

@@ -1,4 +1,4 @@
-"""Causes of models with experts: how an engine weighs the chosen ones, and which weights they have."""
+"""Causes in models with experts: how an engine weighs the chosen experts, and which weights they have."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NORMALISED = "norm_topk_prob"
 
 
 def of_experts(scorer: Scorer, first: FirstOrder, counts: Sequence[int] = ()) -> list[Cause]:
-    """Return the causes that experts show; none for a model without.
+    """Return the causes that concern experts; none for a model without experts.
 
     Args:
-        scorer: Of the sample.
-        first: Chooses the pairs of experts that are tried.
-        counts: Numbers of experts for each token to try beside those near the trainer's.
+        scorer: The scorer of the sample.
+        first: Chooses the pairs of experts whose exchange is tried.
+        counts: Numbers of experts per token to try, besides those near the trainer's.
     """
     if scorer.shape is None:
         return []
@@ -45,7 +45,7 @@ def of_experts(scorer: Scorer, first: FirstOrder, counts: Sequence[int] = ()) ->
             scored_under(scorer, lambda _: attributes(flags, lambda before: not before), key="expert_norm", family="config",
                          said=f"the engine {said} the weights of the chosen experts, other than the trainer")
         )  # fmt: skip
-    # An engine that recorded its routes has as many as the trainer, or its routes were refused.
+    # If the engine recorded its routes, it has as many experts per token as the trainer; otherwise they were refused.
     if scorer.sample.routes is None and all(hasattr(r.module, "top_k") for r in layout.routers):
         near = [k for k in (*counts, 1, layout.top_k // 2, layout.top_k - 1, layout.top_k + 1, layout.top_k * 2)
                 if 0 < k <= layout.num_experts and k != layout.top_k]  # fmt: skip
@@ -58,7 +58,7 @@ def of_experts(scorer: Scorer, first: FirstOrder, counts: Sequence[int] = ()) ->
 
 
 def _swapped(scorer: Scorer, chosen: dict[int, nn.Module], first: FirstOrder) -> list[Cause]:
-    # Experts as one module of stacked weights: what transformers 5 has.
+    # Only layers whose experts are one module of stacked weights, as in transformers 5.
     stacked = {layer: m for layer, m in chosen.items() if any(p.dim() == 3 for p in m.parameters(recurse=False))}
     pairs = first.of_swaps(stacked) if stacked else []
     if not pairs:

@@ -1,4 +1,4 @@
-"""Which of many changes of a model an error follows, to first order: a few backward passes, not a forward pass for each."""
+"""Tell to first order which of many changes of a model explain an error, by a few backward passes instead of a forward each."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mismatch_ext.doctor.noise import Noise
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.doctor.table import LogitTable
 
-# Random signs by which the size of what a change predicts is estimated.
+# Number of random sign vectors by which the size of a change's prediction is estimated.
 PROBES = 6
-# Units of rounding beyond which an error counts no more: far ones are not of first order.
+# Errors are clipped at so many units of rounding, because larger ones are not of first order.
 FAR = 3.0
-# Nats that a change has to promise to be tried, and how many are.
+# Log-likelihood, in nats, that a change must promise to be tried, and the most changes that are tried.
 LEAST_NATS, MOST_TRIED = 10.0, 12
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FirstOrder:
-    r"""What changes of a model promise, by :math:`\delta_c \approx \nabla \log p \cdot c`.
+    r"""How much of the error changes of a model promise to explain, by :math:`\delta_c \approx \nabla \log p \cdot c`.
 
-    With whitened errors u and predictions v, the likelihood of a change rises by about :math:`(u \cdot v)^2 / 2 |v|^2`. The
-    first product is one backward pass; the size of v is estimated by random signs, one pass each.
+    With whitened errors u and predictions v, a change raises the log-likelihood by about :math:`(u \cdot v)^2 / 2 |v|^2`. The
+    product takes one backward pass; the size of v is estimated by random signs, with one pass each.
 
     Args:
-        scorer: Of the sample.
-        weights: What each token's log-probability is multiplied by before it is summed, error first, then signs `[1 + P, N]`.
+        scorer: The scorer of the sample.
+        weights: Factors of the tokens' log-probabilities in each sum `[1 + P, N]`: the errors in the first row, then signs.
     """
 
     scorer: Scorer
@@ -39,7 +39,7 @@ class FirstOrder:
 
     @classmethod
     def of(cls, scorer: Scorer, seed: int = 0) -> FirstOrder:
-        """Read it off the responses that fit."""
+        """Compute the weights from the responses that fit."""
         sample, scores = scorer.sample, scorer.scores
         table = LogitTable.of(sample, scores.logits, scores.temperature)
         noise = Noise.of(scores.own - table.logprob, table.spread)
@@ -52,7 +52,7 @@ class FirstOrder:
         """Return the parameters whose changes promise most, best first.
 
         Args:
-            changes: Of each parameter, by its name.
+            changes: The change of each parameter, by its name.
         """
         own = dict(self.scorer.model.named_parameters())
         names = [name for name in changes if name in own]
@@ -68,7 +68,8 @@ class FirstOrder:
         """Return the pairs of experts whose exchange promises most, as layer and two experts, best first.
 
         Args:
-            experts: Of each layer, with weights of three dimensions, called with states, indices and weights of choices.
+            experts: By layer, the module of its experts. It has weights of three dimensions, and is called with hidden states,
+                indices of the chosen experts, and their gate weights.
         """
         seen: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
@@ -102,8 +103,8 @@ class FirstOrder:
 
 
 def _exchanged(experts: nn.Module, states: Tensor, index: Tensor, chosen: Tensor, grads: Tensor) -> Tensor:
-    """Return what tokens of expert a would add up to if b computed them `[E, E, 1 + P]`."""
-    # By the module itself, an expert at a time for all tokens: whatever its activation is.
+    """Return how the sums change if expert b computes the tokens of expert a, for all pairs `[E, E, 1 + P]`."""
+    # The module itself computes all tokens with one expert at a time, so that its activation need not be known.
     count = next(p.shape[0] for p in experts.parameters() if p.dim() == 3)
     states, grads = states.reshape(-1, states.shape[-1]), grads.reshape(len(grads), -1, grads.shape[-1])
     one = torch.ones(len(states), 1, dtype=chosen.dtype, device=states.device)
@@ -112,7 +113,7 @@ def _exchanged(experts: nn.Module, states: Tensor, index: Tensor, chosen: Tensor
     mine = torch.zeros(len(states), count, device=states.device).scatter(
         1, index.reshape(len(states), -1), chosen.reshape(len(states), -1)
     )
-    # Of tokens s with weight w_sa of expert a: sum of w_sa (g . E_b - g . E_a).
+    # The sum over tokens s, which have weight w_sa for expert a, of w_sa (g . E_b - g . E_a).
     crossed = torch.einsum("sa,psb->abp", mine, along)
     return (crossed - crossed.diagonal().mT[:, None]).double().cpu()
 

@@ -1,4 +1,4 @@
-"""A head that computes in float32 while the rest of a model keeps its dtype."""
+"""Let a model's head compute in float32 while the rest of the model keeps its dtype."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 
 def head_of(model: nn.Module) -> nn.Linear | None:
-    """Return what maps a model's last hidden states to logits; None where that is no linear layer."""
+    """Return the linear layer that maps a model's last hidden states to logits; None if it is not a linear layer."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return head if isinstance(head, nn.Linear) else None
 
 
 @contextmanager
 def in_float32(head: nn.Linear | None) -> Iterator[None]:
-    """Let a head multiply in float32, outside of autocast, as TRL's `cast_lm_head_to_fp32` does; None changes nothing.
+    """Let a head multiply in float32, outside of autocast, as TRL's `cast_lm_head_to_fp32` does.
 
     Args:
-        head: Of the model; its weights keep their dtype, so that a tied embedding does.
+        head: The model's head; its weights keep their dtype, and so does an embedding tied to them. None changes nothing.
     """
     if head is None:
         yield

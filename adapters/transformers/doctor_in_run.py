@@ -1,4 +1,4 @@
-"""`monitor.doctor`: a batch of a run, examined while the run waits, by the rungs that need no engine to be started."""
+"""`monitor.doctor`: examine a batch of a run while the run waits, by the rungs that need no engine of their own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mismatch_ext.doctor.diagnosis import SAMPLED
 from mismatch_ext.errors import MismatchError, RecordError
 from mismatch_ext.routing import RoutingTrace
 
-# Of the copy's own size on an accelerator, what has to be free there beside the run: the copy in float32, a half of it in another
-# dtype, and activations.
+# An accelerator must have so many times the copy's size free, beside the run: for the copy in float32, for half as much again in
+# another dtype, and for activations.
 ROOM = 2.0
 SHARDED = "DeepSpeed ZeRO-3, under which transformers builds no model on one rank alone"
 LIMITS = (
@@ -30,15 +30,15 @@ LIMITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of a batch as its host has them; B of them, R tokens of a response.
+    """Rows of a batch as the trainer has them: B rows, each with R response tokens.
 
     Args:
         prompts: Token ids of each prompt.
         responses: Token ids of each response `[R]`.
         masks: True at tokens that the policy sampled `[R]`.
         engine: The engine's log-probabilities `[R]`.
-        trainer: The trainer's own, as the run computed them `[R]`.
-        routes: The engine's experts of each row; None where they are not known.
+        trainer: The trainer's log-probabilities, as the run computed them `[R]`.
+        routes: The experts that the engine chose for each row; None if they are not known.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -49,7 +49,7 @@ class Rows:
     routes: Sequence[RoutingTrace] | None = None
 
     def sample(self) -> Sample:
-        """Return what the doctor asks about.
+        """Return the sample that the doctor examines.
 
         Raises:
             RecordError: As in `Sample`.
@@ -68,12 +68,12 @@ class Computing:
     """How the two sides of a run compute, by the names of `Scorer`'s arguments.
 
     Args:
-        trainer_dtype: The trainer's, under autocast unless it is float32.
-        trainer_weights: Dtype that it holds its weights in while it computes.
-        engine_dtype: The engine's.
-        temperature: What the trainer divides logits by.
-        replays: Whether it replays the engine's routes.
-        head: What its head computes in, if in something else.
+        trainer_dtype: The trainer's compute dtype, under autocast unless it is float32.
+        trainer_weights: The dtype in which the trainer holds its weights while it computes.
+        engine_dtype: The engine's dtype.
+        temperature: The trainer divides logits by it.
+        replays: Whether the trainer replays the engine's routes.
+        head: The dtype in which the trainer's head computes, if it is another one; otherwise "".
     """
 
     trainer_dtype: str
@@ -85,9 +85,9 @@ class Computing:
 
 
 class SentWeights:
-    """A copy of what the engine is sent, in host memory; taken in the main process while a weight update goes by.
+    """A copy in host memory of the weights that the engine is sent; the main process makes it during a weight update.
 
-    What a rank holds may be a shard, or an adapter beside its base: what is sent is the whole model under a checkpoint's names.
+    A rank may hold only a shard, or an adapter beside its base. What is sent is the whole model under a checkpoint's names.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class SentWeights:
         self._failure: Exception | None = None
 
     def note(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor that goes by; where that fails, as for want of memory, `take` says so."""
+        """Copy a tensor that is sent; if that fails, for example because memory is short, `take` raises the error."""
         if self._failure is not None:
             return
         try:
@@ -104,10 +104,10 @@ class SentWeights:
             self._held, self._failure = {}, error
 
     def take(self) -> dict[str, Tensor]:
-        """Hand the copy out, and keep none.
+        """Return the copy, and forget it here.
 
         Raises:
-            RecordError: It could not be made.
+            RecordError: The copy could not be made.
         """
         found, self._held = self._held, {}
         if self._failure is not None or not found:
@@ -116,21 +116,21 @@ class SentWeights:
 
 
 def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device: torch.device) -> nn.Module:
-    """Build a model of its own from weights, in float32, where there is room; the run's random numbers stay where they are.
+    """Build a separate model from weights, in float32, without moving on the run's random numbers.
 
     Args:
-        weights: By a checkpoint's names, as the engine is sent them.
+        weights: Tensors by a checkpoint's names, as the engine is sent them.
         kind: Class of the model.
-        config: Its configuration.
-        device: Where the run's is; the copy is made in host memory unless there is room beside it.
+        config: Configuration of the model.
+        device: The device of the run's model; the copy stays in host memory unless there is room for it there.
 
     Raises:
-        RecordError: The weights are not those of such a model, or it cannot be built on one rank.
+        RecordError: The weights do not fit such a model, or it cannot be built on one rank.
     """
     if is_deepspeed_zero3_enabled():
-        # By collectives of all ranks, of which the main process alone is here: they would wait for ever.
+        # It would build the model by collectives of all ranks, but only the main process is here, so they would wait forever.
         raise RecordError(f"{SHARDED}.")
-    # Attention and other kernels are chosen anew: float32 has not all of them.
+    # Attention and other kernels are chosen anew, because not all of them support float32.
     plain = type(config).from_dict(config.to_dict())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model, loaded = kind.from_pretrained(
@@ -144,15 +144,15 @@ def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device:
 
 
 def class_of(model: nn.Module) -> type[Any]:
-    """Return the class that a model was built as, which FSDP2 puts one of its own over."""
+    """Return the class that a model was built as; FSDP2 gives the model a subclass of it."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def unexaminable(config: Any) -> str | None:
-    """Say why a model of some configuration cannot be examined in a run; None where it can.
+    """Say why a model with a configuration cannot be examined in a run, or return None if it can.
 
     Args:
-        config: Of transformers.
+        config: The model's configuration, from transformers.
     """
     if is_deepspeed_zero3_enabled():
         return SHARDED
@@ -173,14 +173,14 @@ def _fits(weights: Mapping[str, Tensor], device: torch.device) -> bool:
 def examine_batch(
     rows: Rows, computing: Computing, model: nn.Module, again: Callable[[Sample], Sample] | None = None
 ) -> Diagnosis:
-    """Say why the two sides differ on rows of a run's batch, by what the logits alone can tell.
+    """Say why the two sides differ on rows of a run's batch, as far as logits alone can tell.
 
     Args:
         rows: The rows.
         computing: How both sides compute.
-        model: A copy of the trainer's, which is changed for good.
-        again: Returns the engine's score of the same tokens as a prompt, which confirms causes of sampling; None where it cannot
-            be asked.
+        model: A copy of the trainer's model; it stays changed.
+        again: Returns the engine's log-probabilities of the same tokens in a prompt, which confirm causes that lie in sampling;
+            None if the engine cannot be asked.
 
     Raises:
         RecordError: The rows are malformed, or lack the routes that the trainer replays.

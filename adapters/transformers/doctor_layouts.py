@@ -1,4 +1,4 @@
-"""How trainers lay sequences into a batch, and how much that moves their log-probabilities."""
+"""How trainers lay out sequences in a batch, and how much the layout changes their log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mismatch_ext.doctor.sample import Floats
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor import Scorer
 
-# What a run's trainer may do, by the value of --trainer-layout.
+# Layouts that a run's trainer may use, by the value of --trainer-layout.
 LAYOUTS = {
     "right": "padding on the right",
     "left": "prompts padded on the left, without position_ids",
     "left-positions": "prompts padded on the left, with position_ids",
     "packed": "sequences packed into one row",
 }
-# Responses that each rung is measured on, and those of a batch, as a trainer's.
+# Most responses that each rung is measured on, and responses of a batch, as in a trainer.
 ROWS, BATCH = 32, 8
 
 
@@ -33,10 +33,10 @@ class Laid:
 
     Args:
         ids: Token ids `[B, S]`.
-        mask: 1 for tokens that are not padding `[B, S]`; None for a packed row, whose positions tell sequences apart.
-        positions: Position ids `[B, S]`; None where the model counts the columns.
-        places: For each response its row of the batch, and the column of its first token.
-        lengths: Tokens of each prompt with its response.
+        mask: 1 for tokens that are not padding `[B, S]`; None for a packed row, in which positions tell sequences apart.
+        positions: Position ids `[B, S]`; None if the model counts the columns.
+        places: For each response, its row of the batch and the column of its first token.
+        lengths: For each response, its number of tokens together with its prompt's.
     """
 
     ids: Tensor
@@ -52,7 +52,7 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
     Args:
         prompts: Token ids of each prompt.
         responses: Token ids of each response.
-        layout: Of `LAYOUTS`. "left" is TRL's: prompts end, and responses begin, in one column.
+        layout: A key of `LAYOUTS`. "left" is TRL's layout, in which all prompts end, and all responses begin, in one column.
     """
     rows = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     if layout == "packed":
@@ -77,10 +77,10 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
 
 
 def own_noise(scorer: Scorer) -> Iterator[Rung]:
-    """Yield what the trainer differs from itself by, on some of the responses: in smaller batches, and in other layouts.
+    """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses.
 
     Args:
-        scorer: Of the sample, with the trainer's own weights.
+        scorer: The scorer of the sample, with the trainer's own weights.
     """
     sample = scorer.sample
     kept = [row for row, mask in enumerate(sample.masks) if any(mask)]

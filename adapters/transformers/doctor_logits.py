@@ -1,4 +1,4 @@
-"""The oracle's logits where a large vocabulary forbids to keep them: projected from hidden states whenever they are read."""
+"""The oracle's logits if they are too large to keep: hidden states are projected to logits whenever these are read."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-# Elements of logits that are kept as they are: 256 MiB in float32.
+# Most elements of logits that are kept: 256 MiB in float32.
 KEPT = 2**26
-# Of the largest logit: more than a head that is applied again rounds otherwise.
+# A share of the largest logit; applying a head again changes logits by less than this, through rounding.
 NEAR = 1e-4
 
 
 class Projected:
-    """Logits `[N, V]` of hidden states; stretches of rows are computed when they are read, and not kept.
+    """Logits `[N, V]` of hidden states; slices of rows are computed when they are read, and not kept.
 
     Args:
-        head: Maps hidden states to logits; as it is when rows are read.
-        hidden: What the head was given at each token `[N, H]`, on the CPU; in its dtype logits are computed.
+        head: Maps hidden states to logits, with the weights that it has when rows are read.
+        hidden: The head's input at each token `[N, H]`, on the CPU; logits are computed in its dtype.
         width: V.
     """
 
@@ -40,7 +40,7 @@ class Projected:
 
 
 def is_head(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:
-    """Tell whether a model's logits are what its head says of hidden states: not capped, scaled or shifted after it."""
+    """Tell whether a model's logits are its head's output for hidden states, not capped, scaled or shifted after the head."""
     with torch.no_grad():
         again = head(hidden)
     return again.shape == logits.shape and bool((again - logits).abs().max() <= NEAR * logits.abs().max())
@@ -48,7 +48,7 @@ def is_head(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:
 
 @contextmanager
 def passing_hidden(head: nn.Module) -> Iterator[None]:
-    """Let a model return, in the place of its logits, what its head is given."""
+    """Let a model return the input of its head instead of its logits."""
     hook = head.register_forward_hook(lambda module, inputs, output: inputs[0])
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checkpoints as the doctor loads them, and what a model says of itself."""
+"""Load checkpoints for the doctor, and read facts about a model from it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mismatch_ext.routing import RoutingShape
 
 
 def ensure_checkpoint(option: str, path: str | Path) -> None:
-    """Refuse what is neither a checkpoint nor an adapter of one before anything expensive starts.
+    """Refuse a path that is neither a checkpoint nor an adapter of one, before anything expensive starts.
 
     Raises:
-        ConfigError: There is none; names the option that gave it.
+        ConfigError: It is neither; names the option that gave the path.
     """
     base = base_of(path)
     named = path if base is None else f"{base}, the base model of the adapter {path},"
@@ -37,12 +37,12 @@ def load_model(path: str | Path, option: str = "--model", config: Mapping[str, A
     """Load a checkpoint in float32, for scoring; an adapter is merged with its base model.
 
     Args:
-        path: Its folder, or an adapter's.
-        option: What gave it, for messages.
-        config: Fields of its configuration that have another value.
+        path: Folder of the checkpoint or adapter.
+        option: The option that gave the path, for messages.
+        config: Fields of the checkpoint's configuration to replace, with their new values.
 
     Raises:
-        ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave it.
+        ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave the path.
     """
     try:
         own = AutoConfig.from_pretrained(whole(path))
@@ -56,7 +56,7 @@ def load_model(path: str | Path, option: str = "--model", config: Mapping[str, A
 
 
 def _update(config: Any, changes: Mapping[str, Any]) -> None:
-    """Set fields of a configuration, as verl does; a mapping stands for the fields of a configuration in it."""
+    """Set fields of a configuration, as verl does; a mapping sets fields of a configuration inside it."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and not isinstance(getattr(config, key, None), Mapping | None):
             _update(getattr(config, key), value)
@@ -65,11 +65,11 @@ def _update(config: Any, changes: Mapping[str, Any]) -> None:
 
 
 def with_room(length: int | None, model: str) -> int | None:
-    """Return a maximal length in which a whole response can be scored: vLLM insists on one more token.
+    """Return a maximal length in which a whole response can be scored, one more than the host's: vLLM always adds a token.
 
     Args:
-        length: The host's; None for the checkpoint's own.
-        model: The checkpoint, whose own length is never exceeded.
+        length: The host's maximal length, in tokens; None for the checkpoint's own.
+        model: The checkpoint; its own maximal length is never exceeded.
     """
     if length is None:
         return None

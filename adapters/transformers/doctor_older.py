@@ -1,4 +1,4 @@
-"""Causes that an engine has weights of another checkpoint, or no adapter: all of them, those of one layer, or one tensor."""
+"""Causes in which an engine has weights of another checkpoint, or lacks the adapter: all weights, one layer's, or one tensor."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mismatch_ext.doctor import Cause
 
 
 def of_older(scorer: Scorer, path: str | Path, first: FirstOrder, *, base: bool = False) -> list[Cause]:
-    """Return the causes that weights are another checkpoint's.
+    """Return the causes in which weights are another checkpoint's.
 
     Args:
-        scorer: Of the sample.
-        path: The checkpoint, or an adapter.
-        first: Chooses the tensors that are tried alone.
-        base: Whether it is the base model of the trainer's adapter.
+        scorer: The scorer of the sample.
+        path: Path of the other checkpoint or adapter.
+        first: Chooses the tensors that are tried one by one.
+        base: Whether the path is the base model of the trainer's adapter.
     """
     model = scorer.model
     other = load_model(path, "--model" if base else "--older")

@@ -1,4 +1,4 @@
-"""An oracle in float64, where one in float32 is not exact enough."""
+"""An oracle in float64, for samples for which float32 is not exact enough."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ EXPERTS = "_experts_implementation"
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """Compute in float64 what a model's code asks to be computed in float32; its weights are in float64 already."""
+    """Compute in float64 what a model's code asks to compute in float32; the model's weights must be in float64 already."""
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), EXPERTS)}
-    # Torch's grouped product of experts takes no float64.
+    # torch's grouped matrix product of experts does not support float64.
     with attributes([(config, EXPERTS) for config in configs.values()], lambda _: "eager"), Widened():
         yield
 
 
 class Widened(TorchFunctionMode):
-    """Takes float64 wherever float32 is asked for: norms, rotary positions, routers, softmax."""
+    """Uses float64 wherever code asks for float32: norms, rotary positions, routers, softmax."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:

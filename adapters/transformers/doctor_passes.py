@@ -1,4 +1,4 @@
-"""Forward passes of the doctor's model over a sample's responses, laid out and routed as they are asked for."""
+"""Forward passes of the doctor's model over a sample's responses, with the layout and the routes that are asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mismatch_ext.doctor import Sample
 from mismatch_ext.routing import RoutingShape, RoutingTrace, align, align_packed
 
-# Elements of a batch's logits: 256 MiB in float32. Rows of a batch are as many as tests of this size run with.
+# Most elements of a batch's logits, 256 MiB in float32, and most rows of a batch, which are as many as the tests run with.
 MOST_LOGITS, MOST_ROWS = 2**26, 64
 Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
 
@@ -32,19 +32,19 @@ def passes(
     layout: str = "right",
     most_rows: int = MOST_ROWS,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield each response's row and logits `[T, V]`; batches of like length, no cache.
+    """Yield each response's row and logits `[T, V]`; batches hold responses of similar length, and no KV cache is used.
 
     Args:
         model: The model.
         sample: The tokens.
-        routes: What each response is routed by; None leaves it to the model.
-        shape: Of the model's routes; None for a model without experts.
+        routes: The routes of each response; None lets the model route.
+        shape: The shape of the model's routes; None for a model without experts.
         prompt: Changes each prompt.
-        taken: Filled with the model's own routes by response, on right padding.
-        grad: Whether the logits are to be differentiated.
-        only: Rows that are asked for; None for all.
-        layout: Of `LAYOUTS`.
-        most_rows: Most responses of a batch.
+        taken: Is filled, by response, with the model's own routes; only with padding on the right.
+        grad: Whether the logits keep their graph.
+        only: The rows that are asked for; None for all.
+        layout: A key of `LAYOUTS`.
+        most_rows: Largest number of responses in a batch.
     """
     prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
     lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
@@ -82,13 +82,13 @@ def _routed(
     else:
         with record_routing(model) as recording:
             yield
-        assert taken is not None and mask is not None  # padded on the right
+        assert taken is not None and mask is not None  # because padding is on the right
         whole, width = recording.trace, mask.shape[1]
         for place, row in enumerate(batch):
             taken[row] = whole.sequence(place * width, place * width + int(mask[place].sum()))
 
 
 def _given(made: Laid, device: torch.device) -> dict[str, Tensor]:
-    """Return a batch as arguments of a model; what is None is left out, as by a trainer that does not pass it."""
+    """Return a batch as arguments of a model; None is left out, as a trainer without that argument does."""
     given = {"input_ids": made.ids, "attention_mask": made.mask, "position_ids": made.positions}
     return {name: tensor.to(device) for name, tensor in given.items() if tensor is not None}

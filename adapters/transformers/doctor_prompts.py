@@ -1,4 +1,4 @@
-"""Causes that an engine sees other prompts than the trainer: special tokens twice, templates, truncation."""
+"""Causes in which an engine sees other prompts than the trainer: special tokens twice, templates, truncation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mismatch_ext.doctor.sample import Floats
 
 Ids = tuple[int, ...]
 
-# Tokens of a prompt that are tried as the missing one, and lengths that a prompt may have been cut to.
+# How far from either end of a prompt a token is tried as the missing one, and about how many lengths of a cut prompt are tried.
 PLACES, LENGTHS = 6, 8
 
 
 def of_prompts(scorer: Scorer) -> list[Cause]:
-    """Return the causes that other prompts show."""
+    """Return the causes in which the engine has other prompts."""
     prompts = scorer.sample.prompts
     added = _special(scorer.model)
     # A token of a template has the same place, from the start or from the end, in every prompt.
@@ -28,10 +28,10 @@ def of_prompts(scorer: Scorer) -> list[Cause]:
     places = [(f"{at + 1} from the start", at) for at in range(1, min(PLACES, shortest - 1))]
     places += [(f"{-at} from the end", at) for at in range(-2, -min(PLACES, shortest - 1), -1)]
     places = [(name, at) for name, at in places if len({prompt[at] for prompt in prompts}) == 1]
-    # Shorter ones: what is as long as the shortest prompt or longer cuts some prompts alone.
+    # Lengths of the prompts except the longest: such a length cuts some prompts but not others.
     lengths = sorted({len(prompt) for prompt in prompts} - {max(map(len, prompts))})
     lengths = lengths[:: -(-len(lengths) // LENGTHS)] if lengths else []
-    # The last one is each prompt's own first token.
+    # The last choice of an extra token is each prompt's own first token.
     common = {prompt[0] for prompt in prompts}
     names = (*map(str, added), f"{common.pop() if len(common) == 1 else 'its own first one'}, twice")
 

@@ -1,4 +1,4 @@
-"""What quantisation leaves of weights, activations and caches."""
+"""Round weights, activations and caches as quantisation does."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mismatch_ext.adapters.transformers.doctor_changes import RoundedInputs, wei
 from torch import Tensor, nn
 
 Round = Callable[[Tensor], Tensor]
-# Formats of a cache, by their names.
+# Formats of a KV cache, by their names.
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_LARGEST, INT8_LARGEST, INT4_LARGEST = 448.0, 127.0, 7.0
 
 
 def quantised(model: nn.Module, rounded: Round) -> dict[str, Tensor]:
-    """Return what quantisation leaves of the weights that it is applied to: linear layers and experts, not the head."""
+    """Return the rounded weights of linear layers and experts, by name; the head is not quantised."""
     linear = {f"{n}.weight" for n in linear_layers(model)}
     kept = {n: p for n, p in model.named_parameters() if n in linear or p.dim() == 3}
-    # Checkpoints hold gate and up of an expert apart, transformers as one matrix.
+    # Each half is rounded by itself: checkpoints hold gate and up of an expert apart, but transformers holds them as one matrix.
     return {
         name: torch.cat([rounded(part) for part in p.detach().chunk(2, 1)], 1)
         if "gate_up" in name
@@ -36,7 +36,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 @contextmanager
 def with_int8_activations(model: nn.Module) -> Iterator[None]:
-    """Hold linear layers in int8, a scale for each output channel, and what goes into them too, a scale for each token."""
+    """Round linear layers to int8 with a scale for each output channel, and their inputs with a scale for each token."""
     chosen = {id(m.weight): n for n, m in linear_layers(model).items()}
     with weights(model, {f"{n}.weight": int8(m.weight.detach()) for n, m in linear_layers(model).items()}):
         with RoundedInputs(chosen, int8):
@@ -44,13 +44,13 @@ def with_int8_activations(model: nn.Module) -> Iterator[None]:
 
 
 def int8(x: Tensor) -> Tensor:
-    """Symmetric, a scale for each row."""
+    """Round to int8, symmetrically, with a scale for each row."""
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / INT8_LARGEST
     return (x / scale).round().clamp(-INT8_LARGEST, INT8_LARGEST) * scale
 
 
 def int4(size: int) -> Round:
-    """Symmetric, a scale for each group of so many inputs; matrices of other widths stay as they are."""
+    """Return symmetric rounding to 4 bits, with a scale for each group of `size` inputs; other widths stay as they are."""
 
     def rounded(weight: Tensor) -> Tensor:
         if weight.shape[-1] % size:
@@ -63,20 +63,20 @@ def int4(size: int) -> Round:
 
 
 def fp8(weight: Tensor) -> Tensor:
-    """e4m3, a scale for each matrix."""
+    """Round to fp8 (e4m3), with a scale for each matrix."""
     scale = weight.abs().amax((-2, -1), keepdim=True).clamp(min=1e-12) / FP8_LARGEST
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
 def cached(kind: torch.dtype, *, truncated: bool = False) -> Round:
-    """A cache in an 8-bit float, rounded to the nearest value or towards zero."""
+    """Return the rounding of a cache in an 8-bit float, to the nearest value or towards zero."""
 
     def rounded(x: Tensor) -> Tensor:
         nearest = x.bfloat16().to(kind)
         if not truncated:
             return nearest.to(x.dtype)
         over = nearest.to(x.dtype).abs() > x.bfloat16().to(x.dtype).abs()
-        # One step towards zero is one bit less: sign and magnitude.
+        # These formats are sign and magnitude, so subtracting 1 from the bits is one step towards zero.
         lower = (nearest.view(torch.uint8) - 1).view(kind)
         return torch.where(over, lower.to(x.dtype), nearest.to(x.dtype))
 

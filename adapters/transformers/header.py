@@ -1,4 +1,4 @@
-"""What a Trainer says of its run, for the header of a metrics file."""
+"""Facts about a Trainer's run, for the header of a metrics file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 PACKAGES = ("transformers", "accelerate", "trl", "vllm")
-"""Those whose versions the header has."""
+"""The packages whose versions are in the header."""
 
 
 def of_arguments(args: TrainingArguments, model: Any) -> dict[str, Any]:
-    """Return what a Trainer's arguments and model say of its run, by the names of `run_info`."""
+    """Return facts about a run from its Trainer's arguments and model, by the names of `run_info`'s arguments."""
     config = getattr(model, "config", None)
     return {
         "name": args.run_name or str(args.output_dir),

@@ -1,4 +1,4 @@
-"""Logits over the completion, from a model's own forward."""
+"""Logits of the completion tokens, from a model's own forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def completion_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, com
         model: A causal language model, possibly wrapped for distributed training.
         input_ids: Prompt and completion `[B, S]`, int64.
         attention_mask: 1 for tokens that are not padding `[B, S]`.
-        completion_length: T, the last tokens of each row.
+        completion_length: T, the number of completion tokens at the end of each row.
 
     Returns:
         Logits `[B, T, V]` in the dtype that the model computes them in, with their graph unless gradients are off.

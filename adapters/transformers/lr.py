@@ -15,21 +15,21 @@ from mismatch_ext.lr.control import innermost
 from mismatch_ext.verdicts import Verdicts
 
 LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
-"""What TRL's trainers log of the lengths of their rollouts."""
+"""Names under which TRL's trainers log the lengths of their rollouts."""
 KEPT_IN = "`lr` in mismatch.json, or in trainer_state.json under MismatchCallback"
 WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class LrCallback(TrainerCallback):
-    """Attaches the rate's control when training begins, and takes it off when it ends; whoever knows the statistics collects.
+    """Attaches the rate's control when training begins, and takes it off when it ends; other code collects its statistics.
 
     Args:
         config: The `lr` section.
-        rate: What controls the rate; None makes it of the section.
+        rate: The control of the rate; None builds one from the section.
 
     Attributes:
-        rate: The control.
-        acts: Whether the multiplier is on the trainer's optimizer.
+        rate: The control of the rate.
+        acts: Whether the multiplier is applied to the trainer's optimizer.
     """
 
     acts = True
@@ -40,11 +40,11 @@ class LrCallback(TrainerCallback):
         self._saved: Mapping[str, Any] | None = None
 
     def resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on, when training begins, from what `saved_state` returned; None begins anew."""
+        """Set what `saved_state` returned, from which the control goes on when training begins; None begins anew."""
         self._saved = saved
 
     def saved_state(self) -> dict[str, Any] | None:
-        """Return the control's state for a checkpoint; None where no training has begun."""
+        """Return the control's state for a checkpoint; None if no training has begun."""
         return self.rate.state_dict() if self.rate.attached else None
 
     def on_train_begin(
@@ -60,7 +60,7 @@ class LrCallback(TrainerCallback):
 
         Raises:
             ConfigError: Steps of the optimizer cannot be counted.
-            RecordError: The state in the checkpoint is of another rule or trigger, or damaged.
+            RecordError: The state in the checkpoint belongs to another rule or trigger, or is damaged.
         """
         self.release()
         if hasattr(innermost(optimizer), "optimizer_dict"):
@@ -76,7 +76,7 @@ class LrCallback(TrainerCallback):
             self.rate.load_state_dict(saved)
 
     def _updates(self) -> Callable[[], int] | None:
-        """Return what counts the updates, where calls of the optimizer's `step` do not."""
+        """Return a function that counts the updates, or None if calls of the optimizer's `step` count them."""
         return None
 
     def on_pre_optimizer_step(
@@ -88,13 +88,13 @@ class LrCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note the multiplier while it is the one that was applied."""
+        """Note the multiplier that was applied, before it changes."""
         self.rate.after_step()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave optimizer and scheduler as they are without control."""
+        """Leave optimizer and scheduler as they would be without the control."""
         self.release()
 
     def release(self) -> None:
@@ -103,11 +103,11 @@ class LrCallback(TrainerCallback):
 
 
 class ObservedLr(LrCallback):
-    """Computes what the control would have made of the rate; the trainer's optimizer is left alone.
+    """Computes the rate that the control would have set, without changing the trainer's optimizer.
 
     Args:
         config: The `lr` section.
-        verdicts: What becomes of what it refuses.
+        verdicts: Decides what happens to errors of the control.
     """
 
     acts = False
@@ -147,9 +147,9 @@ class ObservedLr(LrCallback):
 
 
 class EngineLr(LrCallback):
-    """The rate of an optimizer that DeepSpeed's engine steps: inside of the backward pass, before a callback is asked.
+    """Controls the rate of an optimizer that DeepSpeed's engine steps, inside the backward pass and before callbacks are called.
 
-    A gradient norm is known when its step is taken, so that with `trigger: grad_norm` it leads the next.
+    The gradient norm of a step is known only after it, so with `trigger: grad_norm` it sets the rate of the next step.
 
     Args:
         config: The `lr` section.
@@ -173,7 +173,7 @@ class EngineLr(LrCallback):
             self.rate.moved()
             return result
 
-        # On this engine alone.
+        # Replaced on this engine only.
         engine.step = step
         return lambda: int(engine.global_steps - engine.skipped_steps)
 
@@ -196,7 +196,7 @@ class EngineLr(LrCallback):
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Refuse, by its name and before it is built, an optimizer that the rate of cannot be controlled.
+    """Refuse an optimizer whose rate cannot be controlled, by its name and before it is built.
 
     Raises:
         ConfigError: It is layer-wise.
@@ -213,7 +213,7 @@ def _layerwise(args: TrainingArguments) -> ConfigError:
 
 
 def _warmup_steps(args: TrainingArguments, max_steps: int) -> int:
-    """Return the steps of warm-up that the schedule has: some take none, whatever `warmup_steps` says."""
+    """Return the number of warm-up steps that the schedule has; some schedules have none, even if `warmup_steps` asks for it."""
     return 0 if args.lr_scheduler_type in WITHOUT_WARMUP else int(args.get_warmup_steps(max_steps))
 
 

@@ -1,4 +1,4 @@
-"""Adapters that peft has saved: their base model, and the two merged."""
+"""Adapters that peft has saved: find their base model, and merge them into it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CONFIG, TOKENIZER = "adapter_config.json", "tokenizer_config.json"
 
 
 def base_of(path: str | Path) -> str | None:
-    """Return the base model of the adapter in a folder; None for what is no folder of an adapter.
+    """Return the base model of the adapter in a folder; None if the path is not a folder with an adapter.
 
     Raises:
-        ConfigError: The adapter does not say its base model.
+        ConfigError: The adapter does not name its base model.
     """
     described = Path(path) / CONFIG
     if not described.is_file():
@@ -37,12 +37,12 @@ def base_of(path: str | Path) -> str | None:
 
 
 def whole(path: str | Path) -> str:
-    """Return what says a checkpoint's configuration: an adapter's base model, or the checkpoint itself."""
+    """Return where a checkpoint's configuration is: the base model of an adapter, or the checkpoint itself."""
     return base_of(path) or str(path)
 
 
 def tokenizing(path: str | Path) -> str:
-    """Return what holds a checkpoint's tokenizer: an adapter's folder if one was saved there, else its base model."""
+    """Return where a checkpoint's tokenizer is: its own folder if one was saved there, otherwise an adapter's base model."""
     return str(path) if (Path(path) / TOKENIZER).is_file() else whole(path)
 
 
@@ -52,10 +52,10 @@ def merged(model: nn.Module, path: str | Path, option: str) -> nn.Module:
     Args:
         model: The base model, in the dtype to merge in.
         path: Folder of the adapter.
-        option: What gave it, for messages.
+        option: The option that named it, for messages.
 
     Raises:
-        ConfigError: peft is missing, cannot load the adapter, or it is of a kind that has no weights to merge.
+        ConfigError: peft is missing or cannot load the adapter, or the adapter is of a kind that has no weights to merge.
     """
     try:
         from peft import PeftConfig, PeftModelForCausalLM
@@ -68,7 +68,7 @@ def merged(model: nn.Module, path: str | Path, option: str) -> nn.Module:
         if not hasattr(found.base_model, "merge_and_unload"):
             raise ValueError(f"a {found.active_peft_config.peft_type.value} adapter has no weights to merge")
         loaded = found.load_adapter(str(path), found.active_adapter)
-        # peft itself only warns, and leaves them as they begin: without effect.
+        # peft itself only warns, and leaves missing tensors at their initial values, which have no effect.
         if wrong := [*loaded.missing_keys, *loaded.unexpected_keys]:
             raise ValueError(f"{len(wrong)} tensors do not fit, such as {wrong[0]}")
         result: nn.Module = found.merge_and_unload(safe_merge=True)
@@ -76,20 +76,20 @@ def merged(model: nn.Module, path: str | Path, option: str) -> nn.Module:
         raise ConfigError(
             f"{option}: {path} cannot be merged into {base_of(path)}: {' '.join(str(error).split())[:300]}"
         ) from error
-    # peft freezes what it adapts.
+    # peft has frozen the model's parameters.
     return result.requires_grad_(True)
 
 
 @contextmanager
 def served(path: str, option: str) -> Iterator[str]:
-    """Give what an engine can load: a checkpoint itself, or an adapter merged with its base model, in a temporary folder.
+    """Yield a path that an engine can load: the checkpoint itself, or a temporary folder with an adapter and its base merged.
 
     Args:
-        path: Of the checkpoint or adapter.
-        option: What gave it, for messages.
+        path: Path of the checkpoint or adapter.
+        option: The option that named it, for messages.
 
     Raises:
-        ConfigError: It is an adapter that cannot be merged.
+        ConfigError: The path is an adapter that cannot be merged.
     """
     base = base_of(path)
     if base is None:

@@ -11,18 +11,18 @@ import torch
 from mismatch_ext.errors import ReadinessError
 from mismatch_ext.precision.readiness import ReadinessReport, scan_activations, scan_weights
 
-# Owner and name: an absolute path has no owner, nor has one of several folders.
+# An owner and a name: neither an absolute path nor a path of more than two parts matches.
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = "float16") -> ReadinessReport:
     """Scan a checkpoint's weights, and its activations on sample prompts, for what does not fit a dtype.
 
-    The forward pass runs in float32, so that what would overflow is measured and not suffered.
+    The forward pass runs in float32, so that it can measure what would overflow.
 
     Args:
         model_dir: Folder of the checkpoint and its tokenizer.
-        prompts: Texts typical of the prompts and responses to come; none scans the weights only.
+        prompts: Texts typical of the run's prompts and responses; if empty, only the weights are scanned.
         dtype: The compute dtype in question.
 
     Raises:
@@ -49,10 +49,10 @@ def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = 
 
 
 def _folder(model_dir: str | Path) -> Path:
-    """Return a checkpoint's folder, or the Hub's name of a model, which transformers looks up."""
+    """Return a checkpoint's folder, or a model's name on the Hub, which transformers looks up."""
     try:
         path = Path(model_dir).expanduser()
-    except RuntimeError as error:  # nobody's home folder
+    except RuntimeError as error:  # a "~name" of nobody
         raise ReadinessError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
     if path.is_dir() or (not path.exists() and HUB_NAME.fullmatch(str(model_dir))):
         return path

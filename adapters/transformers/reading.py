@@ -1,4 +1,4 @@
-"""What a trainer really computes with, read back from the live model, autocast context and loss scaler."""
+"""Read back from the live model, autocast context and loss scaler what a trainer really computes with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mismatch_ext.precision.audit import TrainerReading
 
 
 def read_trainer(model: nn.Module, autocast: Autocast, scaler: Any, device: torch.device) -> TrainerReading:
-    """Read parameter dtypes, the dtype that a matrix product takes under autocast, and the loss scaler's state.
+    """Read parameter dtypes, the dtype that a matrix product has under autocast, and the loss scaler's state.
 
     Args:
         model: The model being trained.
@@ -23,10 +23,10 @@ def read_trainer(model: nn.Module, autocast: Autocast, scaler: Any, device: torc
     """
     counts: Counter[str] = Counter()
     for parameter in model.parameters():
-        # Frozen ones too: a half-precision base under LoRA is merged in its own dtype, and not as the trainer adds it.
+        # Frozen parameters count too: a half-precision base under LoRA is merged in its own dtype, not as the trainer adds them.
         if parameter.is_floating_point():
             counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    # A product of two float32 matrices comes out in autocast's dtype only if autocast is really on: flags lie.
+    # Flags can lie, but a product of two float32 matrices has autocast's dtype only if autocast is really on.
     with autocast():
         ones = torch.ones(2, 2, dtype=torch.float32, device=device)
         product = (ones @ ones).dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Logits of a chunk of probes: 64 MiB in float32.
+# Most elements of the logits of a chunk of probes: 64 MiB in float32.
 MOST_LOGITS = 2**24
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -17,7 +17,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch every module to evaluation mode and back to the mode that it was in."""
+    """Switch every module to evaluation mode, and afterwards back to the mode that it was in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -41,7 +41,7 @@ def probe_logits(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
 
 
 def logits_width(model: nn.Module) -> int | None:
-    """Return the size of the vocabulary that a model's logits are over; None where it does not say."""
+    """Return the vocabulary size of a model's logits; None if its configuration does not say it."""
     return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
@@ -56,7 +56,7 @@ def score_tokens(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
     Returns:
         Log-probabilities `[N, T-1]`, float64, on the CPU.
     """
-    # So many sequences at a time as keep their logits small: over a large vocabulary they would be hundreds of megabytes.
+    # Sequences are scored in chunks, because over a large vocabulary all their logits would take hundreds of megabytes.
     width = logits_width(model)
     chunk = 1 if width is None else max(1, MOST_LOGITS // (token_ids.shape[1] * width))
     parts = []

@@ -1,4 +1,4 @@
-"""The places in torch and transformers that are relied on; routers are found by structure in each model."""
+"""The places in torch and transformers that this package relies on; routers are not listed, but found in each model."""
 
 from __future__ import annotations
 

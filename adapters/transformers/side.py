@@ -1,4 +1,4 @@
-"""The trainer's side of a loop of one's own: a model, its optimizer and its schedule."""
+"""The trainer's side of a training loop that the user wrote: a model, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ Logits = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def causal_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return what a causal language model of transformers makes of right-padded tokens."""
+    """Return the logits of a causal language model of transformers for right-padded tokens."""
     logits: Tensor = model(input_ids=tokens, attention_mask=attention_mask.long(), use_cache=False).logits
     return logits
 
 
 class TrainedModel:
-    """`TrainerSide` of a model that one's own loop trains.
+    """`TrainerSide` of a model that the user's own loop trains.
 
     Args:
-        model: A causal language model of transformers; or any module, with `logits`.
-        optimizer: What steps its parameters.
-        scheduler: The schedule of its rate; `run.step` moves it on.
-        tokenizer: The model's; special tokens then are not in probes, and a vocabulary beyond it is warned of.
+        model: A causal language model of transformers, or any module if `logits` is given.
+        optimizer: The optimizer of its parameters.
+        scheduler: The schedule of the learning rate; `run.step` steps it.
+        tokenizer: The model's tokenizer. With it, probes have no special tokens, and a warning tells if the model's vocabulary
+            is larger than the tokenizer's.
         reference: The reference policy of the `kl` section.
-        logits: How the two are called, if they are not models of transformers.
-        autocast: Returns the context of forward passes; the `precision` section takes its place.
+        logits: Computes the logits of model and reference, if they are not models of transformers.
+        autocast: Returns the context of forward passes; a `precision` section replaces it.
 
     Attributes:
-        scaler: The loss scaler of float16; None without.
+        scaler: The loss scaler of float16; None if there is none.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class TrainedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @property
@@ -81,22 +82,22 @@ class TrainedModel:
 
     @property
     def family(self) -> str:
-        """Its architecture, as its configuration names it; "" where it does not."""
+        """The model's architecture, as its configuration names it; "" if it names none."""
         return str(getattr(getattr(self.model, "config", None), "model_type", ""))
 
     def compute_in(self, dtype: str, scaler: LossScaler | None) -> None:
         """Run forward passes in a dtype, under autocast unless it is float32.
 
         Args:
-            dtype: float32, float16 or bfloat16.
-            scaler: Scales the loss; None for dtypes that need none.
+            dtype: "float32", "float16" or "bfloat16".
+            scaler: Scales the loss; None for dtypes that need no loss scaling.
         """
         half = None if dtype == "float32" else torch_dtype(dtype)
         self.autocast = nullcontext if half is None else partial(torch.autocast, self.device.type, half)
         self.scaler = scaler
 
     def reading(self) -> TrainerReading:
-        """Return what the model computes with, read back from it."""
+        """Return the dtypes and the scaler that the model computes with, read back from them."""
         return read_trainer(self.model, self.autocast, self.scaler, self.device)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +105,7 @@ class TrainedModel:
         return self.model.named_parameters()
 
     def checkpoint_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield them under the names and in the shapes of the model's checkpoint, which engines load."""
+        """Yield the present weights under the names and in the shapes of the model's checkpoint, as engines load them."""
         from mismatch_ext.adapters.sglang.weights import checkpoint_parameters
         from transformers import PreTrainedModel
 
@@ -127,7 +128,7 @@ class TrainedModel:
 
         Args:
             batch: The rollouts.
-            reference: Those of the reference policy, without gradients.
+            reference: Whether to use the reference policy, without gradients.
 
         Raises:
             ConfigError: There is no reference.
@@ -138,7 +139,7 @@ class TrainedModel:
         return batch.of_responses(found)
 
     def logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """Return what the next tokens of a batch's responses are drawn by `[B, T, V]`, before the temperature."""
+        """Return the logits `[B, T, V]` that a batch's response tokens are drawn from, before the temperature."""
         with torch.no_grad() if reference else nullcontext(), self.autocast():
             found = self._logits(self.policy(reference=reference), batch.tokens, batch.attention_mask)
         places = torch.arange(batch.response_mask.shape[1], device=found.device) + batch.prompt_lengths[:, None] - 1
@@ -173,7 +174,7 @@ class TrainedModel:
         return torch.arange(width, device=self.device)
 
     def surplus(self) -> VocabularySurplus | None:
-        """Return how much larger the model's vocabulary is than its tokenizer's; None where it is not, or is not known."""
+        """Return how much larger the model's vocabulary is than its tokenizer's; None if it is not larger, or not known."""
         if self.tokenizer is None:
             return None
         tokens = self.vocabulary()[None, :64]
@@ -183,10 +184,10 @@ class TrainedModel:
 
     @property
     def patches(self) -> Sequence[Mapping[str, Any]]:
-        """What is patched around each pass that is replayed or recorded: checkpoints recompute under the same routes."""
+        """The patches around each pass that is recorded or replayed, by which checkpoints recompute with the same routes."""
         return described(*CHECKPOINTS)
 
     @property
     def routing(self) -> Any:
-        """What records and replays in the model."""
+        """The module with the functions that record and replay routing in the model."""
         return routing

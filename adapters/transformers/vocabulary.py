@@ -1,4 +1,4 @@
-"""Token ids that the model can sample and its tokenizer does not have."""
+"""Token ids that the model can sample but its tokenizer does not have."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class VocabularySurplus:
     Args:
         model_size: Rows of the output layer.
         tokenizer_size: Tokens that the tokenizer knows.
-        mass_mean: Mean probability, over probe positions, of sampling an id without text.
-        mass_max: Largest such probability.
+        mass_mean: Mean over probe positions of the probability to sample an id that the tokenizer does not have.
+        mass_max: Largest such probability at a probe position.
     """
 
     model_size: int
@@ -59,7 +59,7 @@ def surplus_of(logits: Tensor, tokenizer_size: int) -> VocabularySurplus | None:
     """Return the surplus that logits show, or None when there is none.
 
     Args:
-        logits: Of probe tokens `[N, T, V]`.
+        logits: Logits of probe tokens `[N, T, V]`.
         tokenizer_size: `len(tokenizer)`.
     """
     if logits.shape[-1] <= tokenizer_size:
@@ -74,11 +74,11 @@ def surplus_of(logits: Tensor, tokenizer_size: int) -> VocabularySurplus | None:
 
 
 def plain_vocabulary(tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu") -> Tensor:
-    """Return the token ids `[V]`, int64, that have text and no special meaning.
+    """Return the token ids `[V]`, int64, that stand for text and have no special meaning.
 
     Args:
         tokenizer: The model's tokenizer.
-        device: Where the ids are to lie.
+        device: Device of the returned ids.
     """
     special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
     return torch.tensor(sorted(set(range(len(tokenizer))) - special), device=device)

@@ -1,4 +1,4 @@
-"""Tell which of a Trainer's checkpoints are whole; a run may have been killed while it wrote one.
+"""Tell which of a Trainer's checkpoints are whole, because a run may have been killed while it wrote one.
 
 transformers resumes from the folder with the highest step, whatever is in it, and fails on an incomplete one until somebody
 deletes it. A Trainer writes `trainer_state.json` last.
@@ -17,12 +17,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mismatch_ext.errors import RecordError
 
-# transformers' own note in a checkpoint that it writes as the machine is taken away.
+# transformers writes this file into a checkpoint that it saves while the machine is being taken away.
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Say why a checkpoint cannot be resumed, or return None: what was begun there was finished, as far as its files tell.
+    """Say why a checkpoint cannot be resumed, or return None if it was finished, as far as its files tell.
 
     Args:
         checkpoint: The folder.
@@ -42,7 +42,7 @@ def fault_of(checkpoint: Path) -> str | None:
                 pass
         except SafetensorError:
             return f"its {path.name} is cut off"
-    # What torch.save writes is a zip archive, whose directory comes last; other files beside these are their owners' affair.
+    # torch.save writes a zip archive, whose directory comes last. Files of other owners are not checked.
     saved = [checkpoint / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME)]
     for path in [*saved, *sorted(checkpoint.glob("rng_state*.pth"))]:
         if path.is_file() and not zipfile.is_zipfile(path):
@@ -51,7 +51,7 @@ def fault_of(checkpoint: Path) -> str | None:
 
 
 def last_whole(output_dir: str | Path) -> tuple[Path | None, dict[str, str]]:
-    """Return the last checkpoint that is whole, and what is wrong with those after it, by their folders' names.
+    """Return the last checkpoint that is whole, and by folder name what is wrong with the later ones.
 
     Args:
         output_dir: The trainer's output folder.
@@ -66,14 +66,14 @@ def last_whole(output_dir: str | Path) -> tuple[Path | None, dict[str, str]]:
 
 
 def resumable(asked: str | Path | bool | None, output_dir: str | Path) -> tuple[str | Path | bool | None, list[str]]:
-    """Return what `Trainer.train` is to resume from, and what to say of checkpoints that were passed over. Deletes nothing.
+    """Return what `Trainer.train` has to resume from, and messages about checkpoints that were passed over. Deletes nothing.
 
     Args:
-        asked: As `Trainer.train` takes it: a path, or True for the last checkpoint in the output folder.
+        asked: What `Trainer.train` was asked to resume from: a path, or True for the last checkpoint in the output folder.
         output_dir: The trainer's output folder.
 
     Raises:
-        RecordError: The checkpoint that was named, or every one in the folder, is not whole; says which is, or what to delete.
+        RecordError: The named checkpoint, or every checkpoint in the folder, is not whole; says which one is, or what to delete.
     """
     if asked is True:
         whole, faults = last_whole(output_dir)

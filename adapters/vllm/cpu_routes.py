@@ -1,8 +1,8 @@
-"""Carry routed experts out of an in-process CPU engine of vLLM 0.31 and later, whose runner vLLM itself has not wired. CPU only.
+"""Carry routed experts out of an in-process CPU engine of vLLM 0.31 and later, which vLLM itself does not do. CPU only.
 
-Since 0.31 routes leave the engine through an auxiliary-output connector that Model Runner V2 alone feeds; why that leaves out a
-CPU is said in `patches/vllm/cpu_routes.py`. The connector asks nothing of a runner but where each request's tokens lie in a step,
-which V1 knows.
+Since 0.31 routes leave the engine through an auxiliary-output connector that only Model Runner V2 feeds;
+`patches/vllm/cpu_routes.py` says why a CPU engine does not have V2. The connector needs only one thing of a runner: where each
+request's tokens lie in a step. The V1 runner knows that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 def attach_cpu_routes(llm: LLM) -> None:
     """Feed vLLM's connector from the V1 runner of a CPU engine, before its first request.
 
-    Does nothing on a GPU, where vLLM feeds it, for a vLLM that has no connector, and for an engine that records nothing.
+    It does nothing on a GPU, where vLLM feeds the connector, for a vLLM without the connector, and for an engine that records
+    no routes.
 
     Args:
         llm: An engine in this process, built while `cpu_routes_patches()` were applied.
 
     Raises:
-        RoutingError: The engine speculates: rows of rejected tokens are not taken back.
+        RoutingError: The engine decodes speculatively, and rows of rejected tokens would not be taken back.
         EngineError: The engine runs in another process.
     """
     config: Any = llm.llm_engine.vllm_config
@@ -45,19 +46,19 @@ def attach_cpu_routes(llm: LLM) -> None:
             "the vLLM engine records routing on a CPU and speculates (speculative_config is set), and there routes of rejected "
             "tokens are not taken back; start it without speculation, or on a GPU."
         )
-    # By name: vLLM before 0.31 has no such module.
+    # Imported by name, because vLLM before 0.31 has no such module.
     worker: Any = importlib.import_module("vllm.distributed.aux_output_connector.worker")
     connector = worker.get_aux_output_connector(model_runner.model, config, model_runner.kv_cache_config)
     model_runner.mismatch_routes = connector
     execute, sample = model_runner.execute_model, model_runner.sample_tokens
-    # The step whose tokens have been computed and not yet sampled: at most one.
+    # The step that has been computed but not yet sampled; there is at most one.
     pending: list[Any] = []
 
     @wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         connector.begin_step(scheduler_output.aux_output_connector_metadata)
         result = execute(scheduler_output, *args, **kwargs)
-        # None after a step without tokens.
+        # The state is None after a step without tokens.
         if model_runner.execute_model_state is not None:
             step = connector.prepare_output(_batch(model_runner))
             pending.extend([step] if step is not None else [])
@@ -77,7 +78,7 @@ def attach_cpu_routes(llm: LLM) -> None:
 
 
 def _batch(model_runner: Any) -> SimpleNamespace:
-    """Return what the connector reads of a step: requests, where their tokens begin, and how many were computed before."""
+    """Return what the connector needs to know of a step: requests, where their tokens begin, and how many came before."""
     batch = model_runner.input_batch
     requests = batch.num_reqs
     return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The engine's side of the doctor: vLLM in this process, started with a run's settings, asked twice about the same tokens."""
+"""The engine's side of the doctor: vLLM in this process, with a run's settings, samples tokens and then scores the same."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class VllmEngine:
     Args:
         model: Folder of the checkpoint that it serves.
         dtype: Its compute dtype.
-        shape: Of the routes that it is to record; None for a model without experts.
-        arguments: Of `vllm.LLM`, as the run has them.
+        shape: The shape of the routes that it has to record; None for a model without experts.
+        arguments: Arguments of `vllm.LLM`, as the run has them.
 
     Attributes:
-        reading: What it runs with, read back.
+        reading: What the engine runs with, read back from it.
 
     Raises:
-        ConfigError: vLLM refuses an argument; says which words it used.
+        ConfigError: vLLM refuses an argument; the message quotes vLLM's.
         EngineError: It does not start.
     """
 
@@ -68,9 +68,9 @@ class VllmEngine:
         try:
             with applied(*(cpu_routes_patches() if shape is not None and current_platform.is_cpu() else [])):
                 self._llm = LLM(model, **asked)
-        except (TypeError, ValueError, OSError) as error:  # OSError: a folder that holds no checkpoint of its kind
+        except (TypeError, ValueError, OSError) as error:  # OSError: the folder holds no checkpoint that it knows
             raise ConfigError(f"vLLM refuses the settings {asked}: {' '.join(str(error).split())[:400]}") from error
-        except (RuntimeError, AssertionError) as error:  # the latter for more ranks than the machine has places for
+        except (RuntimeError, AssertionError) as error:  # the latter if there are more ranks than places for them
             raise EngineError(
                 f"vLLM does not start with {asked}: {' '.join(str(error).split())[:400]}; if memory is short, give "
                 "--engine-arg gpu_memory_utilization=0.5, or a smaller max_model_len; if places for ranks are, one rank."
@@ -80,13 +80,13 @@ class VllmEngine:
                 attach_cpu_routes(self._llm)
             self.reading: EngineReading = read_engine(self._llm)
         except BaseException:
-            # Nobody else holds it yet.
+            # Nobody else holds the engine yet, so nobody else could end it.
             self.shutdown()
             raise
 
     @classmethod
     def around(cls, llm: LLM) -> VllmEngine:
-        """Return one that another program has started in this process, and ends; it is asked for no routes."""
+        """Wrap an engine that other code in this process has started and will end; no routes are taken from it."""
         found = cls.__new__(cls)
         found._llm, found._shape, found.reading = llm, None, read_engine(llm)
         return found
@@ -95,7 +95,7 @@ class VllmEngine:
         """Sample responses as the run does.
 
         Args:
-            asked: What is to be sampled; its `sampling` holds arguments of `vllm.SamplingParams`.
+            asked: What to sample; its `sampling` holds arguments of `vllm.SamplingParams`.
 
         Raises:
             ConfigError: vLLM refuses a sampling argument or a prompt.
@@ -119,15 +119,15 @@ class VllmEngine:
         return asked.sampled(found)
 
     def score(self, sample: Sample) -> Sample:
-        """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+        """Return the same tokens with the log-probabilities that the engine gives them in a prompt, at temperature 1."""
         return self._scored(sample, self._prefilled(sequences(sample)))
 
     def score_alone(self, sample: Sample) -> Sample:
-        """Return what `score` does, with each response's request sent after the last one was answered."""
+        """Return what `score` does, but send one request at a time, each after the one before was answered."""
         return self._scored(sample, [output for ids in sequences(sample) for output in self._prefilled([ids])])
 
     def blocks(self, rows: Sequence[Sequence[int]]) -> list[Held]:
-        """Return what each block is given, and gives, while a sequence is prefilled; nothing of one in several chunks.
+        """Return the input and output of each block while a sequence is prefilled; none for a sequence in several chunks.
 
         Args:
             rows: Token ids of each sequence.
@@ -137,7 +137,7 @@ class VllmEngine:
             held: Held = {}
             with holding(runner(self._llm).model, held):
                 self._prefilled([list(ids)])
-            # A step may be padded; one that is shorter held a chunk.
+            # A step may be padded beyond the sequence; a step that is shorter than it held only a chunk of it.
             count = len(ids)
             whole = {at: pair for at, pair in held.items() if min(map(len, pair)) >= count}
             found.append({at: (given[:count], out[:count]) for at, (given, out) in whole.items()})
@@ -161,7 +161,7 @@ class VllmEngine:
         routes = None
         if self._shape is not None:
             traces = to_traces(outputs, prompt_ids=whole, shape=self._shape, version=0)
-            # Without the one token that vLLM insists on.
+            # Leave out the one token that vLLM insists on generating.
             routes = tuple(trace.slice(0, len(ids)) for trace, ids in zip(traces, whole, strict=True))
         return replace(sample, logprobs=tuple(logprobs), routes=routes)
 
@@ -182,7 +182,7 @@ class VllmEngine:
 
 
 def free_share() -> float:
-    """Return half of the machine's free memory as a share of all of it: the trainer's side needs memory too."""
+    """Return half of the machine's free memory as a share of all memory; the other half is for the trainer's side."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -190,10 +190,10 @@ def free_share() -> float:
 
 
 def seeded(params: SamplingParams, requests: int) -> list[SamplingParams]:
-    """Return a request's settings for each of several; with a seed, none that two responses share.
+    """Return the settings of each request; if a seed is given, every response gets a seed that no other response has.
 
-    vLLM seeds response i of a request by seed + i. Requests of one seed would draw with the same noise, and the doctor's
-    statistics take responses for independent.
+    vLLM seeds response i of a request by seed + i. Requests with the same seed would draw with the same noise, but the doctor's
+    statistics assume that responses are independent.
     """
     if params.seed is None:
         return [params] * requests

@@ -1,4 +1,4 @@
-"""What each block of a vLLM engine in this process is given, and gives, while it prefills a sequence."""
+"""Record the input and output of each block of a vLLM engine in this process while it prefills a sequence."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Held = dict[At, tuple[Tensor, Tensor]]
 
 
 def holding(model: nn.Module, held: Held) -> AbstractContextManager[None]:
-    """Keep what each block is first given, and gives, on the CPU.
+    """Keep the first input and output of each block, on the CPU.
 
     Args:
-        model: The engine's.
-        held: Filled by layer and kind with input and output `[T, H]`.
+        model: The engine's model.
+        held: Is filled, by layer and kind of block, with input and output `[T, H]`.
     """
     given: dict[At, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""What an in-process vLLM engine really runs with, read back from the live objects and not from its arguments."""
+"""Read back from live objects, not from arguments, what an in-process vLLM engine really runs with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def runner(llm: LLM) -> Any:
 def asked_of(precision: PrecisionConfig) -> dict[str, str]:
     """Return the arguments of `vllm.LLM` that make an engine compute as the `precision` section says."""
     parts = {"quantization": precision.quantized.weights, "kv_cache_dtype": precision.quantized.kv_cache}
-    # A checkpoint that holds integers says its method itself.
+    # A checkpoint with integer weights names its quantisation method itself.
     return {"dtype": precision.dtype} | {name: value for name, value in parts.items() if value is not None}
 
 
@@ -61,7 +61,7 @@ def read_engine(llm: LLM) -> EngineReading:
 
 
 def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
-    """Read the same of a model runner in this process, be it the trainer's or a server's worker.
+    """Read what `read_engine` does from a model runner in this process, be it the trainer's process or a server's worker.
 
     Args:
         model_runner: The runner.
@@ -74,7 +74,7 @@ def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
         if parameter.numel():
             counts[_dtype_name(parameter.dtype)] += parameter.numel()
     caches = [cache for cache in getattr(model_runner, "kv_caches", []) if hasattr(cache, "dtype")]
-    # The tensor of an fp8 cache holds bytes: what they mean is in the setting.
+    # The tensor of an fp8 cache is uint8; only the setting says which fp8 format the bytes have.
     asked = str(vllm_config.cache_config.cache_dtype)
     held = _dtype_name(caches[0].dtype) if caches else canonical(config.dtype)
     return EngineReading(
@@ -89,16 +89,16 @@ def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
 
 
 def quantization_of(model: Any, asked: str | None) -> str | None:
-    """Return the method by which a model's layers are quantised; None where they are not, whatever was asked for.
+    """Return the method by which a model's layers are quantised; None if they are not, even if a method was asked for.
 
-    Some of vLLM's methods leave what they have no kernel for as it is, such as all layers of a model without experts.
+    Some of vLLM's methods do not quantise layers that they have no kernel for, such as all layers of a model without experts.
 
     Args:
-        model: The engine's.
+        model: The engine's model.
         asked: Name of the method in vLLM's configuration.
     """
     methods = {type(layer.quant_method).__name__ for layer in model.modules() if getattr(layer, "quant_method", None)}
-    # Attention has a method of its own, for the scales of a cache.
+    # Attention layers have a method of their own, for the scales of the KV cache; it does not count.
     holds = any(not name.startswith("Unquantized") and "KVCache" not in name for name in methods)
     return asked if holds else None
 
@@ -108,7 +108,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def shutdown(llm: LLM) -> None:
-    """End an in-process engine, so that another one can start in the same process."""
+    """End an in-process engine, so that another can start in the same process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm.llm_engine.engine_core.shutdown()

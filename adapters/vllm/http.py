@@ -1,4 +1,4 @@
-"""Requests to a vLLM server that a run depends on: each has an end, and a failure says what to do."""
+"""Requests to the vLLM server that a run depends on: no request waits forever, and an error says what to do."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from requests import Session
 
 CONNECT_SECONDS = 10.0
-# Of the server's own words in a message.
+# Most characters of the server's own words in a message.
 SHOWN = 400
 COMPLETIONS = "/v1/completions"
 ALIVE = "/weight_info"
-"""Answered by the engine itself, between two steps of a generation; /health is by the process before it alone."""
+"""The engine itself answers this path, between two steps of a generation; only the process in front of it answers /health."""
 
 
 class Refused(EngineError):
     """The server answered with an error.
 
     Args:
-        message: What to say.
-        status: Status of the answer.
+        message: The error message.
+        status: HTTP status of the answer.
         said: The server's own words.
     """
 
@@ -37,7 +37,7 @@ class Refused(EngineError):
 class ServerHttp:
     """A server at an address.
 
-    A request that failed is not sent again: the server may have begun with it.
+    A failed request is not sent again, because the server may have begun to carry it out.
 
     Args:
         url: The address, such as "http://127.0.0.1:8000".
@@ -53,7 +53,7 @@ class ServerHttp:
         """Return what is at a path.
 
         Raises:
-            EngineError: The server is not reached, or silent.
+            EngineError: The server cannot be reached, or is silent.
             Refused: It answers with an error.
         """
         return self._ask(self._session, "GET", path, self.timeout, params=query)
@@ -62,17 +62,17 @@ class ServerHttp:
         """Return the answer to a request.
 
         Raises:
-            EngineError: The server is not reached, or silent.
+            EngineError: The server cannot be reached, or is silent.
             Refused: It answers with an error.
             NonFiniteLogprobError: A log-probability of the answer is not finite.
         """
         return self._ask(self._session, "POST", path, self.timeout, json=body)
 
     def generate(self, path: str, body: Any) -> Any:
-        """Return the answer to a request that may take any time, as long as the engine answers others meanwhile.
+        """Return the answer to a request that may take any time, as long as the engine answers other requests meanwhile.
 
         Raises:
-            EngineError: The server is not reached, or its engine has stopped.
+            EngineError: The server cannot be reached, or its engine has stopped.
             Refused: It answers with an error.
             NonFiniteLogprobError: A log-probability of the answer is not finite.
         """
@@ -84,11 +84,11 @@ class ServerHttp:
         def ask() -> None:
             try:
                 answers.append(self._ask(self._session, "POST", path, None, json=body))
-            except Exception as error:  # noqa: BLE001  # raised where it was asked for
+            except Exception as error:  # noqa: BLE001  # raised again in the caller's thread
                 answers.append(error)
             ended.set()
 
-        # A thread that waits for a dead server must not keep the process.
+        # A daemon, because a thread that waits for a dead server must not keep the process from ending.
         threading.Thread(target=ask, name="mismatch-generate", daemon=True).start()
         while not ended.wait(self.timeout):
             with requests.Session() as other:
@@ -98,10 +98,10 @@ class ServerHttp:
         return answers[0]
 
     def rpc(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Call a method of each of the server's workers, and return what they answer.
+        """Call a method of each of the server's workers, and return their answers.
 
         Raises:
-            EngineError: The server is not reached, or silent.
+            EngineError: The server cannot be reached, or is silent.
             Refused: It has no such method, or the method failed.
         """
         body = {"method": method, "kwargs": arguments, "timeout": self.timeout}
@@ -158,11 +158,11 @@ class ServerHttp:
 
 
 def without_repeating(session: Session) -> Session:
-    """Let a session send what failed no second time; TRL's sends updates and generations up to six times."""
+    """Keep a session from sending a failed request again; TRL's session sends updates and generations up to six times."""
     from requests.adapters import HTTPAdapter
     from urllib3.util import Retry
 
-    # Of a proxy or a server that has taken nothing.
+    # It tries again only if a proxy or server has not taken the request.
     again = Retry(
         total=5, connect=5, read=0, other=0, redirect=0, status=3, status_forcelist=(503,), allowed_methods=None,
         backoff_factor=0.5, raise_on_status=False,

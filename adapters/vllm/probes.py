@@ -1,4 +1,4 @@
-"""Log-probabilities that the engine assigns to given tokens and to those that it decodes, for checking its weights."""
+"""Log-probabilities that the engine assigns to given tokens and to tokens that it decodes, for checking its weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
     """Score fixed token sequences with the engine's present weights.
 
-    Greedy decoding of the one token that vLLM insists on draws no random number, so scoring leaves the engine's
-    sampling as it was. The prompt path is used, at temperature 1 and without truncation of the support.
+    vLLM insists on decoding one token. It does so greedily, which draws no random number, so scoring leaves the engine's
+    sampling as it was. Scores come from the prompt path, at temperature 1 and without truncation of the support.
 
     Args:
         llm: An engine in this process.
@@ -43,12 +43,12 @@ def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
 def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
     """Sample tokens after prompts with the engine's present weights, at temperature 1 and without truncation.
 
-    Each request has a seed of its own; a text's end does not end it. The engine's random numbers are left as they are.
+    Each request has its own seed, and an end-of-sequence token does not end it. The engine's random numbers stay as they are.
 
     Args:
         llm: An engine in this process.
         token_ids: N prompts of the same length P.
-        count: Tokens after each.
+        count: Number of tokens to sample after each prompt.
     """
     from vllm import SamplingParams
 
@@ -57,7 +57,7 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
         for row in range(len(token_ids))
     ]
     prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
-    # vLLM's CPU sampler draws for requests with seeds from torch's own numbers, too, and throws them away.
+    # Even for requests with seeds, vLLM's CPU sampler also draws from torch's global generator, and drops what it drew.
     with torch.random.fork_rng(devices=[]):
         outputs = [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
     logprobs = [
@@ -69,6 +69,6 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
 
 
 def _after_first(output: RequestOutput) -> list[dict[int, Logprob]]:
-    """Return the prompt's log-probabilities without the first token's, which has none."""
+    """Return the log-probabilities of a prompt's tokens; the first token has none and is left out."""
     assert output.prompt_logprobs is not None  # asked for
     return [entry for entry in output.prompt_logprobs[1:] if entry is not None]

@@ -20,33 +20,33 @@ from mismatch_ext.weight_sync import Decoded, TensorComparison
 from mismatch_ext.weight_sync.updates import in_parts
 
 REQUEST_BYTES = 1 << 26
-"""Bytes of weights in one request, before base64; a larger tensor goes alone."""
+"""Most bytes of weights in one request, before base64; a larger tensor has a request of its own."""
 
-# All of it is said, because a server fills in what a request leaves out from the model's generation_config.json.
+# Every setting is given, because a server takes those that a request leaves out from the model's generation_config.json.
 NEUTRAL = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "seed": 0, "ignore_eos": True,
 }  # fmt: skip
-"""Settings that sample from the model's own distribution, with the same random numbers each time, and do not end with a text."""
+"""Settings that sample from the model's own distribution, with the same random numbers each time, beyond the end of a text."""
 
 
 class RemoteEngine:
     """A `vllm serve` with its development endpoints.
 
-    With this package installed where the server runs, its workers are read back. Without it they are not: what is known of dtypes
-    is then what the server's configuration says, and no tensor is compared.
+    If this package is installed where the server runs, the server's workers are read back. Otherwise dtypes are taken from the
+    server's configuration, and no tensor is compared.
 
     Args:
         http: The server.
 
     Attributes:
-        config: vLLM's resolved configuration, as the server says it.
-        version: The server's vLLM.
+        config: vLLM's resolved configuration, as the server reports it.
+        version: The version of the server's vLLM.
         model: The name that requests give for the model.
-        plugin: The version of this package there; None without it.
+        plugin: The version of this package in the server; None if it does not run there.
 
     Raises:
-        EngineError: The server is not reached, or has no development endpoints.
+        EngineError: The server cannot be reached, or has no development endpoints.
     """
 
     def __init__(self, http: ServerHttp) -> None:
@@ -68,35 +68,35 @@ class RemoteEngine:
         try:
             return str(self.http.rpc(READ)[0]["mismatch"])
         except Refused as error:
-            # How vLLM says it differs between versions, but the name is in it.
+            # The words for a missing method differ between versions of vLLM, but they contain its name.
             if READ not in error.said:
                 raise
             return None
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it computes on a CPU."""
+        """Whether the server computes on a CPU."""
         return str(self.config["device_config"]["device"]).startswith("cpu")
 
     @property
     def backend(self) -> str | None:
-        """How weights reach the server: vLLM's name of it, or None."""
+        """vLLM's name of the backend by which weights reach the server; None if it takes no weights."""
         transfer = self.config.get("weight_transfer_config")
         return None if transfer is None else str(transfer["backend"])
 
     @property
     def longest(self) -> int:
-        """Most tokens that can be scored at once."""
+        """Largest number of tokens of a sequence that can be scored."""
         return int(self.config["model_config"]["max_model_len"]) - 1
 
     @property
     def records_routing(self) -> bool:
-        """Whether it returns the experts that tokens were routed to."""
+        """Whether the server returns the experts that tokens were routed to."""
         holders = (self.config["model_config"], self.config.get("aux_output_config") or {})
         return any(bool(holder.get(FLAG)) for holder in holders)
 
     def reading(self) -> EngineReading:
-        """Return what the server computes with: all its workers together, or what its configuration says.
+        """Return what the server computes with: read from all its workers, or taken from its configuration without the plugin.
 
         Raises:
             EngineError: The workers differ in a dtype or a mode.
@@ -125,14 +125,14 @@ class RemoteEngine:
     def score(self, tokens: Tensor) -> Tensor:
         """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first.
 
-        All are NaN where the server says that one is not finite.
+        All are NaN if the server says that one of them is not finite.
         """
         rows = tokens.tolist()
         body = {"model": self.model, "prompt": rows, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         try:
             choices = self.http.post(COMPLETIONS, body)["choices"]
         except NonFiniteLogprobError:
-            # vLLM does not say of which tokens.
+            # vLLM does not say which tokens have them.
             return torch.full((len(rows), len(rows[0]) - 1), torch.nan, dtype=torch.float64)
         found = [
             [entry[str(token)]["logprob"] for entry, token in zip(choice["prompt_logprobs"][1:], row[1:], strict=True)]
@@ -141,9 +141,10 @@ class RemoteEngine:
         return torch.tensor(found, dtype=torch.float64)
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Sample `count` tokens after each prompt of `[N, P]`; log-probabilities are NaN where one is not finite.
+        """Sample `count` tokens after each prompt of `[N, P]`; all log-probabilities are NaN if one of them is not finite.
 
-        With a seed, or the likeliest on a CPU, whose sampler draws from the numbers of all requests even so.
+        Sampling has a seed. On a CPU the likeliest tokens are taken instead, because its sampler draws from the random numbers
+        of all requests even if there is a seed.
         """
         rows = tokens.tolist()
         body = {
@@ -169,14 +170,14 @@ class RemoteEngine:
     def compare(self, sent: Mapping[str, SentTensor], before: Mapping[str, SentTensor]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms of every worker with what was sent, by digests after rounding to the worker's dtype.
 
-        A worker that has a part of an embedding is not compared in it; the probes tell of that.
+        An embedding of which a worker holds only a part is not compared there; the probe tokens check it.
 
         Args:
             sent: By checkpoint name, what the last weight update sent.
-            before: The same of the update before.
+            before: By checkpoint name, what the update before sent.
 
         Returns:
-            One comparison per tensor found whole on a worker; none without this package there.
+            One comparison for each tensor that a worker holds whole; none if this package does not run in the server.
         """
         if self.plugin is None or not sent:
             return []
@@ -200,7 +201,7 @@ class RemoteEngine:
         return found
 
     def send(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Send tensors of a weight update that was begun, in the bodies of requests; for servers with `BACKEND`.
+        """Send tensors of a weight update that has begun, in the bodies of requests; only for servers with `BACKEND`.
 
         Raises:
             EngineError: The server failed to load them.
@@ -219,7 +220,7 @@ class RemoteEngine:
 
     @property
     def weight_version(self) -> str:
-        """What the last weight update was called; "default" before the first."""
+        """The name of the last weight update; "default" before the first."""
         return str(self.http.get("/weight_info")["weight_version"])
 
     @weight_version.setter

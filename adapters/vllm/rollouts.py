@@ -1,4 +1,4 @@
-"""What vLLM's `LLM.generate` returned, as rollout records."""
+"""Turn what vLLM's `LLM.generate` returned into rollout records."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def to_records(
         prompt_ids: One list of token ids per prompt.
         provenance: Where the rollouts come from; its weight version is that of the routes too.
         shape: The model's routing shape when the engine records routing; None reads none.
-        routed_experts_start: As it was in the requests (`routed_experts_prompt_start`), one for all or one per prompt.
+        routed_experts_start: The requests' `routed_experts_prompt_start`, one for all or one per prompt.
         n: Responses per prompt.
-        allow_abort: Keep what aborted requests had sampled.
+        allow_abort: Whether to keep what aborted requests had sampled.
 
     Raises:
         RecordError: An output is malformed or unfinished, or their number is wrong; names request, field, value and what is
@@ -67,7 +67,7 @@ def to_records(
 
 
 def _completions(outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]], allow_abort: bool) -> Iterator[Any]:
-    """Yield the responses, each of which has ended."""
+    """Yield the responses, after checking that each has ended."""
     for output, ids in zip(outputs, prompt_ids, strict=True):
         if list(output.prompt_token_ids or ()) != list(ids):
             raise RecordError(

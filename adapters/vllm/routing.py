@@ -1,9 +1,10 @@
-"""Routing that vLLM recorded while it sampled, as routing traces.
+"""Turn the routing that vLLM recorded while it sampled into routing traces.
 
 vLLM keeps the routes of a token beside its KV-cache slot. A prefix-cache hit returns the routes that were recorded when the
-block was computed, by whatever weights the engine had then: after a weight update the prefix cache must be reset. vLLM's own
-update leaves that to the caller, and declines it, by a return value alone, while a request holds blocks; `update_weights` of
-this package does both, and `captured_outputs(version=...)` makes sure for updates by others.
+block was computed, with the weights that the engine had then. So the prefix cache must be reset after a weight update. vLLM's
+own update leaves the reset to the caller. While a request holds blocks, vLLM declines the reset, and only the return value says
+so. `update_weights` of this package resets the cache and raises an error if vLLM declines. For updates by other code,
+`captured_outputs(version=...)` makes sure of the reset.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 FLAG = "enable_return_routed_experts"
 
-# Version of the weights that every cached block of an engine was computed with, where a capture has made sure of it.
+# By engine, the version of the weights that computed every cached block, if a capture has made sure of it.
 _cached_versions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
@@ -36,7 +37,7 @@ def records_routing(config: Any) -> bool:
     """Tell whether an engine with this configuration records routing.
 
     Args:
-        config: vLLM's `VllmConfig`; the flag lies in `model_config`, and since 0.31 in `aux_output_config`.
+        config: vLLM's `VllmConfig`; the flag is in `model_config` before vLLM 0.31, and in `aux_output_config` since.
     """
     holders = (config.model_config, getattr(config, "aux_output_config", None))
     return any(bool(getattr(holder, FLAG, False)) for holder in holders)
@@ -53,7 +54,7 @@ def require_routing(llm: LLM) -> None:
 
 
 def reset_prefix_cache(llm: LLM) -> None:
-    """Forget all cached prefixes, and the routes with them; to be called after every weight update.
+    """Forget all cached prefixes and their routes; call it after every weight update.
 
     Raises:
         EngineError: vLLM declined, because a request still holds blocks.
@@ -68,15 +69,15 @@ def reset_prefix_cache(llm: LLM) -> None:
 
 @contextmanager
 def captured_outputs(llm: LLM, *, version: int | Callable[[], int] | None = None) -> Iterator[list[RequestOutput]]:
-    """Collect what an engine returns while somebody else calls its `generate`.
+    """Collect what an engine returns while other code calls its `generate`.
 
     TRL keeps token ids and log-probabilities of the outputs and drops the rest, routing included.
 
     Args:
-        llm: The engine; its `generate` is shadowed on this object alone, for the time of the block.
-        version: Version of the engine's weights, or a function that returns it when `generate` is called. Where it is another
-            than at the last capture on this engine, the prefix cache is reset first, so that no route of other weights can
-            come from it. None leaves that to the caller.
+        llm: The engine; its `generate` is shadowed on this object only, while the context is open.
+        version: Version of the engine's weights, or a function that returns it when `generate` is called. If it differs from
+            the version of the last capture on this engine, the prefix cache is reset first, so that the cache returns no routes
+            of other weights. None leaves the reset to the caller.
 
     Yields:
         The outputs of all calls that returned, in order; those of a call that raised are lost, as they are to its caller.
@@ -99,7 +100,7 @@ def captured_outputs(llm: LLM, *, version: int | Callable[[], int] | None = None
             result = plain(*args, **kwargs)
         finally:
             depth -= 1
-        # A call from within a call is part of what the outer one returns.
+        # If generate calls itself, the outer call returns the inner call's outputs too.
         if not depth and not ended:
             outputs.extend(result)
         return result
@@ -109,7 +110,7 @@ def captured_outputs(llm: LLM, *, version: int | Callable[[], int] | None = None
         yield outputs
     finally:
         ended = True
-        # Whoever shadowed it after us still calls us: that shadow stays, and we only pass its calls on.
+        # If other code has shadowed it after us, its shadow stays and still calls ours, which then only passes calls on.
         if vars(llm).get("generate") is generate:
             if before is None:
                 del llm.generate
@@ -134,20 +135,20 @@ def to_traces(
 ) -> list[RoutingTrace]:
     """Turn vLLM's outputs into one trace per completion, in the order of the outputs.
 
-    vLLM returns `[prompt + completion - 1, layers, top_k]`: prompt rows included, also after a prefix-cache hit, and no row
-    for the last sampled token, which never passed through the model. Each trace owns its prompt rows. For a GRPO group
-    `mismatch_ext.routing.share_prompts(traces, prompt_lengths, groups)` stores them once, where they are equal, with the
-    prompt's token ids as a tuple for the group's key.
+    vLLM returns `[prompt + completion - 1, layers, top_k]`. Prompt rows are included, also after a prefix-cache hit. The last
+    sampled token has no row, because it never passed through the model. Each trace owns its prompt rows. For a GRPO group
+    `mismatch_ext.routing.share_prompts(traces, prompt_lengths, groups)` stores equal prompt rows once; give it the prompt's
+    token ids, as a tuple, for the group's key.
 
     Args:
         outputs: What `LLM.generate` returned, finished requests only.
         prompt_ids: Token ids of each prompt; None takes those that the outputs come with.
         shape: The routing shape of the model that replays.
-        version: Weight version that the engine sampled with; that its prefix cache held no others is up to
-            `captured_outputs(llm, version=...)` or `reset_prefix_cache`.
-        routed_experts_start: What the requests had as `SamplingParams.routed_experts_prompt_start`, one for all or one per
-            prompt: prompt rows before it are absent.
-        n: Completions per prompt; None takes as many as there are.
+        version: Weight version that the engine sampled with; `captured_outputs(llm, version=...)` or `reset_prefix_cache`
+            has to make sure that the prefix cache held routes of no other version.
+        routed_experts_start: The requests' `SamplingParams.routed_experts_prompt_start`, one for all or one per prompt:
+            prompt rows before it are absent.
+        n: Completions per prompt; None accepts any number.
 
     Raises:
         RoutingError: Routing is missing or malformed; names request, row and layer.
@@ -186,7 +187,7 @@ def to_traces(
 
 
 def unpacked(routes: str | None) -> NDArray[Any] | None:
-    """Return the experts that a choice of vLLM's answer has in base64; None where it has none."""
+    """Return the experts that a choice in a server's answer holds in base64; None if it holds none."""
     if routes is None:
         return None
     found: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)

@@ -1,4 +1,4 @@
-"""What this package holds on to in vLLM."""
+"""The places in vLLM that this package relies on."""
 
 from __future__ import annotations
 

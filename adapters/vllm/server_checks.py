@@ -1,4 +1,4 @@
-"""What a run needs of a vLLM server, found out before anything is sent to it; an error is what to add to the server's command."""
+"""Check that a vLLM server is what a run needs before anything is sent to it; an error says what to add to its command."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ LOGPROBS = "processed_logprobs"
 
 
 class ServerCheck:
-    """Refuses a server with which a block cannot be what it says.
+    """Refuses a server with which the settings of a block cannot be kept.
 
     Args:
-        block: The block.
+        block: The `mismatch` block.
     """
 
     def __init__(self, block: MismatchConfig) -> None:
         self.block = block
 
     def __call__(self, remote: RemoteEngine, device: str) -> None:
-        """Look at a server.
+        """Check a server.
 
         Args:
             remote: The server.
             device: Type of the device that the trainer computes on.
 
         Raises:
-            EngineError: It has to be started otherwise; names each flag, with the reason.
+            EngineError: It has to be started with other settings; names each flag, with the reason.
         """
         wanted = [*self._transfer(remote, device), *self._settings(remote)]
         if wanted:
@@ -62,7 +62,7 @@ class ServerCheck:
             )
 
     def _transfer(self, remote: RemoteEngine, device: str) -> list[tuple[str, str]]:
-        """Return what is missing for weights to reach the server."""
+        """Return the flags that are missing for weights to reach the server, with reasons."""
         backend = BACKEND if "cpu" in (device, remote.config["device_config"]["device"]) else "nccl"
         asked = f'--weight-transfer-config \'{{"backend": "{backend}"}}\''
         if remote.backend is None:
@@ -73,7 +73,7 @@ class ServerCheck:
         return []
 
     def _settings(self, remote: RemoteEngine) -> list[tuple[str, str]]:
-        """Return which of the server's settings are not as asked."""
+        """Return the flags for those of the server's settings that are not as asked, with reasons."""
         found, reading = [], remote.reading()
         if reading.logprobs_mode != LOGPROBS:
             found.append((f"--logprobs-mode {LOGPROBS}", f"it reports {reading.logprobs_mode}, before the temperature"))
@@ -92,7 +92,7 @@ class ServerCheck:
         return found
 
     def _quantized(self, policy: PrecisionPolicy, reading: EngineReading) -> list[tuple[str, str]]:
-        """Return which parts of the server are quantised otherwise than asked; what is not asked for is the audit's to refuse."""
+        """Return the flags for parts that are not quantised as asked, with reasons; the audit refuses what was not asked for."""
         found = []
         if policy.quantization not in (None, reading.quantization):
             said = reading.quantization or "none"
@@ -108,7 +108,7 @@ class ServerCheck:
 
 
 def unchecked(remote: RemoteEngine) -> str | None:
-    """Say what of a server without this package is not checked; None with it."""
+    """Say what is not checked if a server runs without this package; None if it runs with it."""
     if remote.plugin is not None:
         return None
     return (

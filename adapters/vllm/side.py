@@ -1,4 +1,4 @@
-"""The engine's side of a loop of one's own: vLLM in the trainer's process."""
+"""The engine's side of a training loop that the user wrote: vLLM in the trainer's process."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ class Rollout(InProcess):
     Args:
         llm: An engine; `Rollout.launch` starts one as a block asks for it.
         sampling: Settings to sample with.
-        max_new_tokens: Most tokens of a response.
+        max_new_tokens: Largest number of tokens in a response.
         n: Responses per prompt.
-        stop_token_ids: Tokens that end a response, beside the model's own.
-        patches: What was applied while the engine was built; on a CPU, what is applied for each update joins it.
+        stop_token_ids: Ids of tokens that end a response, besides the model's own.
+        patches: The patches that were applied while the engine was built; on a CPU, those of each weight update are added.
 
     Attributes:
-        weight_version: Updates that were begun on the engine.
+        weight_version: Number of weight updates that were begun on the engine.
 
     Raises:
-        EngineError: The engine runs in another process, or reports log-probabilities before the temperature that is not 1.
+        EngineError: The engine runs in another process, or it reports log-probabilities before the temperature, and the
+            temperature is not 1.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Rollout(InProcess):
         super().__init__(llm)
         self.sampling, self.max_new_tokens, self.n = sampling, max_new_tokens, n
         self.stop_token_ids = tuple(stop_token_ids)
-        # Those of each weight update beside those that the engine was built with.
+        # The patches that the engine was built with, and those of each weight update.
         found = [dict(patch) for patch in patches] + (described(*cpu_moe_repack()) if is_cpu(llm) else [])
         self.patches: Sequence[Mapping[str, Any]] = tuple(found)
         self.patch_digest = digest_of(found) if found else "none"
@@ -92,12 +93,12 @@ class Rollout(InProcess):
             model: Folder or name of the checkpoint.
             block: The block of the run.
             sampling, max_new_tokens, n, stop_token_ids: As for `Rollout`.
-            arguments: Of `vllm.LLM`; they come before the block's.
+            arguments: Arguments of `vllm.LLM`; they override the block's.
 
         Raises:
             PatchError: This vLLM records no routes on a CPU, and cannot be made to.
         """
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its weights and dtypes are to be in reach
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that its weights and dtypes can be read
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -118,31 +119,31 @@ class Rollout(InProcess):
         return cls(llm, sampling, **limits, patches=building)
 
     def record_routing(self, shape: RoutingShape) -> None:
-        """Take the routes of rollouts from here on.
+        """Take the routes of rollouts from now on.
 
         Args:
-            shape: Of the model that replays them.
+            shape: The routing shape of the model that replays them.
 
         Raises:
-            RoutingError: The engine does not record any.
+            RoutingError: The engine does not record routes.
         """
         require_routing(self.llm)
         attach_cpu_routes(self.llm)
         self._shape = shape
 
     def check(self, block: MismatchConfig, trainer_dtype: str) -> None:
-        """Fit every block: what can be wrong is in the reading, which the audit compares."""
+        """Accept every block: the audit compares what the engine computes with, and nothing else can be wrong."""
 
     @property
     def longest(self) -> int:
-        """Most tokens that can be scored at once."""
+        """Largest number of tokens of a sequence that can be scored."""
         return int(self.llm.llm_engine.model_config.max_model_len) - 1
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[RolloutRecord]:
-        """Sample `n` responses to each prompt, those of a prompt beside each other.
+        """Sample `n` responses to each prompt; the responses to one prompt follow each other.
 
         Args:
-            prompts: Token ids of each.
+            prompts: Token ids of each prompt.
 
         Raises:
             RecordError: vLLM returned something malformed.
@@ -163,13 +164,13 @@ class Rollout(InProcess):
         return to_records(outputs, prompt_ids=ids, provenance=self._provenance(), shape=self._shape, n=self.n)
 
     def update(self, weights: NamedTensors) -> tuple[SyncReading, dict[str, SentTensor]]:
-        """Load new weights, and forget what was cached with those before.
+        """Load new weights, and reset the prefix cache, which was computed with the weights before.
 
         Args:
             weights: Checkpoint names and tensors of the whole model.
 
         Returns:
-            The dtypes on the way, and samples of what was sent, for `compare`.
+            The dtypes that were sent and received, and samples of what was sent, for `compare`.
 
         Raises:
             EngineError: Unfinished requests hold blocks of the prefix cache.

@@ -1,4 +1,4 @@
-"""Names of weight updates on a server: whose the weights are that it holds."""
+"""Names of weight updates, by which a server tells whose weights it holds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Stamps:
     """The names that one trainer gives to its updates.
 
     Attributes:
-        owner: What all of them begin with.
-        count: Updates that were begun; the last finished one is called by it.
-        last: That of its last finished update; None before the first.
+        owner: The beginning of all of its names.
+        count: Number of updates that were begun; the name of a finished update ends with it.
+        last: The name of its last finished update; None before the first.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Stamps:
         self.last: str | None = None
 
     def begin(self) -> str:
-        """Return the name for the time of the next update, which a server keeps if the update fails half-way."""
+        """Return the name of the next update while it runs; a server keeps this name if the update fails half-way."""
         self.count += 1
         return f"{self.owner}{self.count}{UNFINISHED}"
 
     def end(self) -> str:
-        """Return the name of the update that was begun, which is finished."""
+        """Return the final name of the update that was begun and has now finished."""
         self.last = f"{self.owner}{self.count}"
         return self.last
 
     def contradiction(self, found: str) -> str | None:
-        """Say why a server does not hold this trainer's last update, or return None where it does.
+        """Say why a server does not hold this trainer's last update, or return None if it does.
 
         Args:
             found: What the server calls its weights.
@@ -65,10 +65,10 @@ class Stamps:
         return f"somebody else has named or sent its weights ({said}); give each trainer a server of its own."
 
     def expect_on(self, remote: RemoteEngine) -> None:
-        """Refuse to go on where a server does not hold this trainer's last update.
+        """Refuse to go on if a server does not hold this trainer's last update.
 
         Raises:
-            EngineError: It was restarted, somebody else has updated it, or an update failed; names which.
+            EngineError: It was restarted, somebody else has updated it, or an update failed; says which.
         """
         if self.last is None:
             return

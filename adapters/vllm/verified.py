@@ -41,7 +41,7 @@ class InProcess:
         return decode_tokens(self.llm, tokens.tolist(), count)
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Compare embeddings and norms of the engine with what was sent; `Sending.samples` of this update and the one before."""
+        """Compare the engine's embeddings and norms with what was sent: `Sending.samples` of this update and the one before."""
         return compare_tensors(self.llm, sent, before)
 
 
@@ -55,11 +55,12 @@ class VerifiedWeights(VerifiedUpdates):
         llm: An engine in this process.
         parameters: Returns checkpoint names and tensors of the whole model each time that it is called.
         score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]` at temperature 1.
-        probes: Probe tokens `[N, T]`, int64; no longer than the engine's context less one.
+        probes: Probe tokens `[N, T]`, int64; T is at most the engine's context length minus one.
         dtype: The engine's dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
-        version: Number of updates that were begun on the engine.
-        decode_tokens: Tokens that the engine decodes in the place of each probe's last ones, held to its prefill; 0 for none.
+        version: Number of weight updates that were begun on the engine.
+        decode_tokens: Number of last tokens of each probe that the engine decodes instead; its decode log-probabilities are
+            compared with its prefill's. 0 decodes none.
 
     Raises:
         EngineError: The engine runs in another process.

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 # fused, padded or packed and are covered by the probe log-probabilities instead.
 COMPARABLE = ("embed_tokens.weight", "norm.weight", "layernorm.weight")
 
-# Rows of an embedding that are compared; copying a whole one would cost a large model a gigabyte.
+# About so many rows of an embedding are compared, because a copy of a whole embedding can take a gigabyte.
 SAMPLED_ROWS = 1024
 
 
 def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Load new weights through vLLM's layer-wise reload, which undoes and redoes its weight packing.
 
-    The prefix cache is reset as well: what it holds is of the weights before.
+    The prefix cache is reset as well, because it was computed with the weights before.
 
     Loading tensor by tensor into a CPU engine fails (its packed linear layers have lost their weight loader) or, for
     mixture-of-experts layers, silently leaves unpacked weights in a packed layout.
@@ -42,12 +42,12 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
     Raises:
         EngineError: Unfinished requests hold blocks of the prefix cache.
     """
-    # Copies: vLLM keeps a tensor until its layer is complete, for a padded vocabulary until the very end, and TRL has then
-    # unmerged the LoRA adapters from it again.
+    # Copies, because vLLM keeps a tensor until its layer is complete (for a padded vocabulary until the very end), and by then
+    # TRL has unmerged the LoRA adapters from it again.
     copies = ((name, parameter.detach().clone()) for name, parameter in named_parameters)
     with swapped(*(cpu_moe_repack() if is_cpu(llm) else ())):
         runner(llm).reload_weights(weights_iterator=copies, is_checkpoint_format=True)
-    # vLLM leaves that to the caller: cached prompts would keep keys, values and routes of the weights before.
+    # vLLM leaves the reset to the caller; otherwise cached prompts would keep keys, values and routes of the weights before.
     reset_prefix_cache(llm)
 
 
@@ -58,7 +58,7 @@ def is_comparable(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SentTensor:
-    """What was sent of a tensor, for comparison with what the engine then holds.
+    """Rows of a tensor that was sent, for comparison with what the engine then holds.
 
     Args:
         values: Every `stride`-th row, as sent.
@@ -78,7 +78,7 @@ def sample_rows(parameter: Tensor) -> SentTensor:
 
 
 def digest_of_rows(values: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes, by which a server's is compared without being sent."""
+    """Return the SHA-256 of a tensor's bytes; by it a server's tensor is compared without being sent."""
     flat = values.detach().contiguous().cpu().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
@@ -87,8 +87,8 @@ class Sending:
     """Notes what a weight update sends: dtypes, and samples of what the engine should then hold.
 
     Attributes:
-        dtypes: Names of the dtypes.
-        samples: By checkpoint name, what is comparable.
+        dtypes: Names of the dtypes that were sent.
+        samples: By checkpoint name, rows of each tensor that can be compared.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Sending:
             self.samples[name] = sample_rows(parameter)
 
     def through(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors as they are, noting each."""
+        """Note each tensor, and yield it unchanged."""
         for name, parameter in named_parameters:
             self.note(name, parameter)
             yield name, parameter
@@ -116,7 +116,7 @@ def compare_tensors(
     Args:
         llm: An engine in this process.
         sent: By checkpoint name, what the last weight update sent.
-        previous: The same of the update before, to recognise an engine that kept its weights.
+        previous: By checkpoint name, what the update before sent, to recognise an engine that kept those weights.
 
     Returns:
         One comparison per tensor found on both sides.

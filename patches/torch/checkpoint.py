@@ -29,13 +29,13 @@ class Binder(Protocol):
     """Knows the context that checkpointed functions belong to, if they are its own."""
 
     def bound(self, function: Call) -> Call:
-        """Return a function that finds the context when it is run again; the function itself if that is none of its."""
+        """Return a function that finds the context when it is run again, or the function itself if it is not its own."""
 
     def checkpointing(self) -> AbstractContextManager[None]:
         """Return the context in which such a function first runs."""
 
 
-_BINDERS: list[Binder] = []  # of the contexts that are open, in any thread
+_BINDERS: list[Binder] = []  # one for each context that is open, in any thread
 
 
 def _bound(function: Call) -> Call:
@@ -56,7 +56,7 @@ def _reentrant(original: Any) -> Any:
 def _non_reentrant(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     @wraps(original)
     def generator(function: Call, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        # The first run is torch's own, between this generator's two steps, and is of the function as it was.
+        # torch itself makes the first run, between this generator's two steps, with the function as it was.
         with ExitStack() as stack:
             for binder in tuple(_BINDERS):
                 stack.enter_context(binder.checkpointing())
@@ -66,7 +66,7 @@ def _non_reentrant(original: Callable[..., Iterator[Any]]) -> Callable[..., Iter
 
 
 def _probe_function(original: Any) -> str | None:
-    """Tell whether it is the autograd function whose first arguments are the function and whether to keep random states."""
+    """Say why this is not the autograd function whose first arguments are a function and `preserve_rng_state`, or return None."""
     if not (isinstance(original, type) and issubclass(original, Function)):
         return "it is no autograd Function."
     return _called(f"{original.__name__}.apply(") or _first_parameters(
@@ -75,14 +75,14 @@ def _probe_function(original: Any) -> str | None:
 
 
 def _probe_generator(original: Any) -> str | None:
-    """Tell whether it is the generator that torch runs around a checkpointed function, its first argument."""
+    """Say why this is not the generator that torch runs around its first argument, a checkpointed function, or return None."""
     if not inspect.isgeneratorfunction(original):
         return "it is no generator function any more, so torch does not step through it."
     return _called(f"{original.__name__}(") or _first_parameters(original, ("fn",))
 
 
 def _called(call: str) -> str | None:
-    """Say so when torch's module does not contain a call: whatever lies there under the name is not what torch runs."""
+    """Say that torch's module does not contain a call, or return None; without the call, torch does not run the symbol."""
     source = inspect.getsource(_checkpoint)
     return (
         None

@@ -14,7 +14,7 @@ from mismatch_ext.patching import Patch
 
 
 def _probe(original: Any) -> str | None:
-    """Tell whether the name is vLLM's class, or TRL's stand-in for it where vLLM is not installed, and TRL still calls it."""
+    """Say why the name is not what TRL calls to start its engine, or return None; without vLLM it is TRL's stand-in."""
     import trl.generation.vllm_generation as module
 
     if "LLM(" not in inspect.getsource(module.VLLMGeneration):
@@ -25,12 +25,12 @@ def _probe(original: Any) -> str | None:
 def engine_arguments(arguments: Mapping[str, Any], *, optional: bool = False) -> Patch:
     """Declare the patch that adds arguments to TRL's colocated `LLM(...)` call.
 
-    TRL passes a fixed list without a dtype, so vLLM resolves "auto", which is bfloat16 for a float32 checkpoint
-    whatever the trainer's own precision is.
+    TRL passes a fixed list without a dtype, so vLLM resolves "auto" without regard to the trainer's own precision: a float32
+    checkpoint then runs in bfloat16.
 
     Args:
         arguments: Keyword arguments of `vllm.LLM`, for example `{"dtype": "float16"}`.
-        optional: Whether an engine that does not start with them is started without them.
+        optional: Whether to start the engine without them if it does not start with them.
     """
     items = tuple(sorted(arguments.items()))  # plain values, so that the patch's digest tells one dtype from another
 
@@ -42,7 +42,7 @@ def engine_arguments(arguments: Mapping[str, Any], *, optional: bool = False) ->
             except Exception:
                 if not optional:
                     raise
-            gc.collect()  # what the first had begun to build
+            gc.collect()  # frees what the failed engine had begun to build
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             return original(*args, **kwargs)

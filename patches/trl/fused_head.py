@@ -1,4 +1,4 @@
-"""Let log-probabilities be computed beside TRL's, from what its fused output projection takes."""
+"""Let a function compute log-probabilities instead of TRL's fused output projection, from the same arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mismatch_ext.patching import Given, Patch
 
 Score = Callable[..., Tensor | None]
 """Takes hidden states `[N, H]`, weight `[V, H]`, bias or None, labels `[N]`, and by keyword temperature, scale and softcap;
-returns log-probabilities `[N]`, or None to leave TRL's."""
+returns log-probabilities `[N]`, or None to keep TRL's."""
 
 _SCORES: Given[Score] = Given()
 _TAKEN = (
@@ -43,7 +43,7 @@ def _make(original: Any) -> Any:
 
 
 def _probe(original: Any) -> str | None:
-    """Tell whether it is the function that TRL's fused head calls, with the arguments that are read here."""
+    """Say why this is not the function that TRL's fused head calls with the arguments read here, or return None."""
     import trl.trainer.utils as module
 
     if not (isinstance(original, type) and issubclass(original, Function)):
@@ -74,10 +74,10 @@ FUSED_HEAD = Patch(
 
 
 def scoring_with(score: Score) -> AbstractContextManager[None]:
-    """Take the log-probabilities of TRL's fused head from a function, for the time of a block.
+    """Take the log-probabilities of TRL's fused head from a function while a context is open.
 
     Args:
-        score: Computes them; see `Score`.
+        score: Computes the log-probabilities; see `Score`.
 
     Raises:
         PatchError: TRL's fused head is not what it was.

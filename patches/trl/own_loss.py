@@ -1,4 +1,4 @@
-"""Let a trainer wrap TRL's own loss, below whatever a subclass makes of that loss."""
+"""Let a trainer wrap TRL's own loss itself, below every subclass that builds on that loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client by which TRL asks a vLLM server."""
+"""Replace the client with which TRL talks to a vLLM server by a subclass of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _make(original: type, subclass: Subclass) -> type:
 
 
 def _probe(original: type) -> str | None:
-    """Tell whether the class has the methods that a subclass overrides."""
+    """Say which of the methods that a subclass overrides the class lacks, or return None."""
     missing = [name for name in METHODS if not callable(getattr(original, name, None))]
     return f"it has no {', '.join(missing)}." if missing else None
 

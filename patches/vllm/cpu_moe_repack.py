@@ -53,8 +53,9 @@ CPU_MOE_REPACK = Patch(
 def cpu_moe_repack() -> tuple[Patch, ...]:
     """Return the patch for a CPU engine of the installed vLLM.
 
-    None before 0.29, which packs experts at every load. None, with a warning, where vLLM's function is not as it was when the
-    patch was written: dense models never needed it, and of experts the probes after each weight update tell.
+    The tuple is empty before vLLM 0.29, which packs experts at every load. It is also empty, with a warning, if vLLM's function
+    is not as it was when the patch was written: dense models never need the patch, and for models with experts the probes after
+    each weight update show whether the weights are garbled.
     """
     if in_range(installed("vllm") or "0", "<0.29"):
         return ()

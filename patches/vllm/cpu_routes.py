@@ -18,7 +18,7 @@ def _make(original: Callable[..., None]) -> Callable[..., None]:
 
         if not self.aux_output_config.enabled or not current_platform.is_cpu() or self.use_v2_model_runner:
             return original(self)
-        # Of a platform outside its tree, whose runner it does not know, vLLM asks all the rest: prefix caching, no speculation.
+        # vLLM does not ask for a runner on a platform outside its tree, but still checks prefix caching and speculation.
         with mock.patch.object(type(current_platform), "is_out_of_tree", lambda self: True):
             return original(self)
 
@@ -44,5 +44,5 @@ CPU_ROUTES = Patch(
 
 
 def cpu_routes_patches() -> list[Patch]:
-    """Return what must be applied while a CPU engine that records routing is built: nothing where this vLLM records by itself."""
+    """Return the patches to apply while a CPU engine that records routing is built; none for a vLLM without the connector."""
     return [CPU_ROUTES] if util.find_spec("vllm.distributed.aux_output_connector") else []

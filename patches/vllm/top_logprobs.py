@@ -1,4 +1,4 @@
-"""Keep what truncation left of an engine's most likely tokens as numbers, where vLLM makes objects and text of each."""
+"""Keep the most likely tokens that truncation left as numbers; vLLM makes an object and a text of each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mismatch_ext.sampling_mask.toplogprobs import LeftTokens
 
 
 class SampledLogprobs(list[Any]):
-    """The sampled tokens' log-probabilities of a request, as vLLM lists them.
+    """A request's log-probabilities of the sampled tokens, as vLLM lists them.
 
     Attributes:
-        left: What was left to sample from at each of them.
+        left: The tokens that were left to sample from at each sampled token.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ def _make(original: Callable[..., None]) -> Callable[..., None]:
         if asked > 0 and type(self.logprobs) is list and not self.logprobs:
             self.logprobs = SampledLogprobs()
         if isinstance(self.logprobs, SampledLogprobs):
-            # A step has as many columns as the request of its batch that asked for most; the sampled token's is the first.
+            # All requests of a step have as many columns as the one that asked for most; the sampled token has the first column.
             ids, logprobs = logprobs_lists.logprob_token_ids, logprobs_lists.logprobs
             self.logprobs.left.take(ids[:, : asked + 1], logprobs[:, : asked + 1])
             logprobs_lists = logprobs_lists._replace(logprob_token_ids=ids[:, :1], logprobs=logprobs[:, :1])
@@ -62,9 +62,9 @@ TOP_LOGPROBS = Patch(
 
 @cache
 def top_logprobs() -> tuple[Patch, ...]:
-    """Return the patch, or none where vLLM's function is not as it was when the patch was written.
+    """Return the patch; the tuple is empty if vLLM's function is not as it was when the patch was written.
 
-    Masks are then made of vLLM's objects, which costs time and memory and changes no mask.
+    Masks are then made from vLLM's objects, which costs time and memory but changes no mask.
     """
     try:
         PatchSet(TOP_LOGPROBS).check()

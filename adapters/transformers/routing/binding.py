@@ -1,6 +1,7 @@
 """Put a session between a model's routers and their top-k while a context is open.
 
-The session of the running thread decides what happens at a router. A recomputation sets it anew (see `checkpointing`).
+The session of the running thread decides what happens at a router. A recomputation sets the session of its own forward pass
+again (see `checkpointing`).
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Running(threading.local):
-    """What this thread is doing: autograd recomputes in threads of its own."""
+    """What this thread is doing; each thread has its own, because autograd recomputes in threads of its own."""
 
     session: Session | None = None
     forward: Forward | None = None
-    bound: int = 0  # depth of checkpointed functions that know their session
-    called: Arguments | None = None  # of the caller that embeds for the decoder
+    bound: int = 0  # how deep it is in checkpointed functions that know their session
+    called: Arguments | None = None  # arguments of the module that embeds tokens for the decoder
 
 
 class Binding:
-    """Stands in for the forward of the decoder, its routers and its experts; one for all contexts of a model.
+    """Replaces the forward of the decoder, its routers and its experts; all contexts of a model share one binding.
 
     Args:
-        layout: Where they are.
+        layout: Where these modules are.
     """
 
     def __init__(self, layout: MoeLayout) -> None:
@@ -55,7 +56,7 @@ class Binding:
 
     @classmethod
     def of(cls, model: nn.Module) -> Binding:
-        """Return the model's binding: the present one as long as a context or a graph needs it.
+        """Return the model's binding; it is the same one as long as a context or a graph still needs it.
 
         Args:
             model: The model, possibly wrapped.
@@ -75,10 +76,10 @@ class Binding:
         """Put a session at the routers, in this thread.
 
         Args:
-            session: Says what is done there.
+            session: Decides what happens there.
 
         Raises:
-            ReplayError: Another one is there.
+            ReplayError: Another session is there.
         """
         running = self._running
         if running.session is not None:
@@ -101,7 +102,7 @@ class Binding:
         running = self._running
         with self._installed(), self.checkpointing():
             before = running.session, running.forward
-            # Run again in a backward pass, a layer belongs to no forward that may be going on.
+            # A layer that runs again in a backward pass does not belong to a forward pass that may be under way.
             running.session, running.forward = session, None if in_backward() else running.forward
             try:
                 yield
@@ -110,22 +111,22 @@ class Binding:
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        """Note that what runs is in a checkpoint that knows its session."""
+        """Note that the running code is in a checkpoint that knows its session."""
         running = self._running
         running.bound += 1
         try:
             yield
         finally:
-            # The generator of a checkpoint whose function failed is closed late, possibly after a new session began.
+            # If a checkpointed function fails, its generator is closed late, possibly after a new session has begun.
             running.bound = max(0, running.bound - 1)
 
     def is_running(self, session: Session) -> bool:
-        """Tell whether a session is this thread's."""
+        """Tell whether a session is the one of this thread."""
         return self._running.session is session
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        """Stand in for the methods until the last user is gone, who restores what was there before."""
+        """Replace the methods until the last user leaves and restores what was there before."""
         with self._lock:
             if not self._users:
                 with ExitStack() as stack:
@@ -152,9 +153,9 @@ class Binding:
             shadow(stack, experts, "forward", around)
 
     def _session(self) -> Session | None:
-        """Return the session, or None where the model is to behave as if there were none."""
+        """Return the session, or None if the model has to behave as if there were none."""
         session = self._running.session
-        # A recomputation that no session is bound to belongs to a forward that ran before this context.
+        # A recomputation without a bound session belongs to a forward pass that ran before this context.
         return None if session is None or (not self._running.bound and in_backward()) else session
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -183,7 +184,7 @@ class Binding:
             outer=running.forward,
         )
         taken = session.takes(forward)
-        # A pass without session leaves its checkpoints unbound, so that what is recomputed of it is without one too.
+        # If the session does not take a pass, its checkpoints stay unbound, so that their recomputation has no session either.
         running.session, running.forward = (session, forward) if taken else (None, None)
         return session, forward, taken
 
@@ -233,7 +234,7 @@ class Binding:
             layout.num_experts,
             layout.top_k,
             partial(session.select, layer, forward),
-            # Renamed in transformers 5.17.
+            # transformers 5.17 renamed n_group to num_group.
             one_group=1 in (getattr(router.module, name, None) for name in ("n_group", "num_group")),
         )
         with answer:
@@ -258,7 +259,7 @@ class Binding:
         for given in (*args, *kwargs.values()):
             if not isinstance(given, Tensor) or given.shape != chosen.shape or given.is_floating_point():
                 continue
-            # Nearly always the very same memory; comparing would wait for the device.
+            # It is nearly always the very same memory, and comparing the values would wait for the device.
             if given.data_ptr() != chosen.data_ptr() and not torch.equal(given.to(chosen.dtype), chosen):
                 raise ReplayError(
                     f"{self.layout.family}: the experts of layer {layer} were given others than the router chose; code "

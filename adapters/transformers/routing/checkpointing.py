@@ -1,4 +1,4 @@
-"""Gradient checkpointing: what is recomputed in a backward pass must find the session of its own forward pass.
+"""Gradient checkpointing: a layer that is recomputed in a backward pass must find the session of its own forward pass.
 
 torch.utils.checkpoint, in both modes, keeps the function that it will run again. During replay that function is wrapped as the
 forward runs (patches/torch/checkpoint.py), and the wrapper holds the session. So the session lives as long as the graph does:
@@ -13,17 +13,17 @@ import torch
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is in a backward pass: a forward in it is a recomputation."""
+    """Tell whether this thread is in a backward pass, in which every forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint asks in this way
 
 
 def runs_unbound(gradients: bool) -> bool:
-    """Tell whether the running code is in a checkpoint, given that none that we know of is.
+    """Tell whether the running code is in a checkpoint that knows no session; ask only outside those that know theirs.
 
     Args:
         gradients: Whether gradients were on when the decoder's forward began.
     """
     if gradients and not torch.is_grad_enabled():
-        return True  # as reentrant checkpoints run
+        return True  # reentrant checkpoints run without gradients
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")

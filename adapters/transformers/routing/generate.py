@@ -1,4 +1,4 @@
-"""Record the experts of transformers' own generation: a trace per sequence, as from a rollout engine.
+"""Record the experts of transformers' own `generate`: a trace per sequence, as from a rollout engine.
 
 Shapes: B sequences, P prompt positions (left-padded), T new tokens, L MoE layers, K experts per token.
 """
@@ -24,16 +24,16 @@ from mismatch_ext.routing import RoutingTrace
 
 
 class GenerationRecording(Recording):
-    """Routes of what was generated under `record_generation`.
+    """Routes of the sequences that were generated under `record_generation`.
 
     Args:
         layout: The model's routers.
         version: Version of the policy that samples.
 
     Attributes:
-        traces: A trace per sequence, in the order of `generate`'s results, call after call: a row for each token but the last
-            of prompt and response, which the model never sees. Padding, and what follows the end of a sequence, has none: nor
-            have the passes of a rank that waits for others under FSDP.
+        traces: A trace per sequence, in the order of `generate`'s results, call after call. It has a row for each token of prompt
+            and response except the last one, which the model never sees. It has no rows for padding, for anything after the end
+            of a sequence, or for the passes of a rank that only waits for other ranks under FSDP.
     """
 
     def __init__(self, layout: MoeLayout, version: int = 0) -> None:
@@ -43,7 +43,7 @@ class GenerationRecording(Recording):
         self._mask: Tensor | None = None
 
     def finish(self, forward: Forward) -> None:
-        """Keep a step's routes `[B, S, L, K]`, and the first step's attention mask; other forward passes are not kept."""
+        """Keep a step's routes `[B, S, L, K]`, and the first step's attention mask; ignore passes outside of `generate`."""
         if self._steps is None:
             return
         args, kwargs = forward.arguments
@@ -54,7 +54,7 @@ class GenerationRecording(Recording):
         self._steps.append(step.view(len(tokens), -1, *step.shape[1:]))
 
     def begin(self) -> None:
-        """Start a call of `generate`, and forget what a failed one left."""
+        """Start a call of `generate`, and forget what a failed call left."""
         self._steps, self._mask = [], None
 
     def collect(self, model: Any, inputs: Tensor | None, output: Any, settings: dict[str, Any]) -> None:
@@ -62,12 +62,12 @@ class GenerationRecording(Recording):
 
         Args:
             model: The model that generated.
-            inputs: Prompts `[b, P]`, as given; B is b times the number of sequences returned for each.
+            inputs: Prompts `[b, P]`, as given; B is b times the number of sequences returned for each prompt.
             output: What `generate` returned.
-            settings: Its other arguments.
+            settings: The other arguments of `generate`.
 
         Raises:
-            ReplayError: The steps are not those of the sequences, or padding cannot be told from tokens.
+            ReplayError: The steps do not match the sequences, or padding cannot be told from tokens.
         """
         sequences = output if isinstance(output, Tensor) else output.sequences
         if inputs is None or inputs.dim() != 2:
@@ -142,7 +142,7 @@ def record_generation(model: nn.Module, *, version: int = 0) -> Iterator[Generat
 
 
 def _generator(model: nn.Module, layout: MoeLayout) -> Any:
-    """Return the innermost module that generates; wrappers around it call it."""
+    """Return the innermost module with `generate`; the wrappers around it call this one."""
     found = [
         module
         for module in model.modules()
@@ -155,7 +155,7 @@ def _generator(model: nn.Module, layout: MoeLayout) -> Any:
 
 
 def _setting(model: Any, name: str, kwargs: dict[str, Any]) -> Any:
-    """Return a generation setting as `generate` resolves it: the call, its config, the model's config."""
+    """Return a generation setting from where `generate` finds it first: the call, its config, or the model's config."""
     holders = (kwargs.get("generation_config"), model.generation_config)
     return next(
         (v for v in (kwargs.get(name), *(getattr(h, name, None) for h in holders if h is not None)) if v is not None),
@@ -164,7 +164,7 @@ def _setting(model: Any, name: str, kwargs: dict[str, Any]) -> Any:
 
 
 def _keeps_pace(model: Any, settings: dict[str, Any]) -> bool:
-    """Tell whether a rank that has finished runs the model on, as it must where the others need its shards to finish."""
+    """Tell whether a rank that has finished goes on running the model, because other ranks need its shards to finish."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     synced = settings.get("synced_gpus")
@@ -189,7 +189,7 @@ def _refuse_mode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fami
 
 
 def _prompt_mask(seen: Any, given: Any, sequences: int, width: int) -> Tensor:
-    """Return where the prompts' real tokens are `[B, P]`, as the model saw it or else as the caller said."""
+    """Return True at the prompts' real tokens `[B, P]`, by the mask that the model saw, or otherwise by the caller's."""
     for mask in (seen, given):
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == width and sequences % len(mask) == 0:
             return mask.cpu().bool().repeat_interleave(sequences // len(mask), 0)
@@ -199,7 +199,7 @@ def _prompt_mask(seen: Any, given: Any, sequences: int, width: int) -> Tensor:
 
 
 def _response_lengths(model: Any, responses: Tensor, settings: dict[str, Any]) -> list[int]:
-    """Return the tokens of each response, its end-of-sequence token included."""
+    """Return the number of tokens of each response, its end-of-sequence token included."""
     ends = _setting(model, "eos_token_id", settings)
     ids = torch.tensor([ends] if isinstance(ends, int) else list(ends or []), dtype=responses.dtype)
     ended = torch.isin(responses, ids)
@@ -211,7 +211,7 @@ def _response_lengths(model: Any, responses: Tensor, settings: dict[str, Any]) -
         and pad not in ids.tolist()
         and (_setting(model, "stop_strings", settings) or settings.get("stopping_criteria"))
     ):
-        # A sequence stopped otherwise is filled with padding from there on.
+        # A sequence that was stopped in another way is filled up with padding.
         kept = (responses != pad).flip(1).to(torch.uint8)
         lengths = torch.minimum(lengths, torch.where(kept.any(1), width - kept.argmax(1), 0))
     return lengths.tolist()

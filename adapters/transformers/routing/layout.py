@@ -1,8 +1,8 @@
-"""Where a transformers model chooses experts: found by structure, so that a new family needs no entry in a list.
+"""Find where a transformers model chooses experts, by structure, so that a new family needs no entry in a list.
 
-A mixture-of-experts block is a module with a child `experts`, or a gate that ranks experts by itself. Its router is the code in
-it that calls `topk`: a method `route_tokens_to_experts`, a sub-module, or the block's own forward. Every forward pass proves
-what was found here: in every layer the router must ask exactly once for the top K of E scores.
+A mixture-of-experts block is a module with a child `experts`, or a gate that ranks experts by itself. The block's router is the
+code in it that calls `topk`: a method `route_tokens_to_experts`, a sub-module, or the block's own forward. Every forward pass
+checks what was found here: in every layer the router must ask exactly once for the top K of E scores.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
-# What families call the number of experts and the number of them per token; the first that a router has. LongCat's has both of
-# the first two since transformers 5.17, and leaves its zero experts out of the second.
+# Names that families give to the number of experts, and to the number of experts per token; the first that a router has counts.
+# Since transformers 5.17 LongCat's router has both of the first two, and the second does not count its zero experts.
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 _PER_TOKEN = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _ROUTE = "route_tokens_to_experts"
-# What an indexer calls the number of positions that it selects.
+# Names that an indexer gives to the number of positions that it selects.
 _SELECTED = ("index_topk",)
 
 
@@ -35,8 +35,8 @@ class Router:
         layer: Absolute decoder index.
         name: Path of the module, for messages.
         module: The module whose method calls `topk`.
-        method: That method.
-        experts: The module that is handed the choice; None where there is none to ask.
+        method: Name of that method.
+        experts: The module that gets the chosen experts; None if there is no such module.
     """
 
     layer: int
@@ -51,10 +51,10 @@ class MoeLayout:
     """The routers of a model.
 
     Args:
-        shape: Its layers, the experts that a router ranks, and experts per token.
-        routers: The routers; several of one layer are alternatives, of which a forward pass runs one (PEFT's copies).
-        decoder: The module that runs the layers: one call of it is one forward pass, however the model is wrapped.
-        caller: The module that embeds the tokens for it, in a model that mixes them with other inputs; else None.
+        shape: Its layers, the number of experts that a router ranks, and of experts per token.
+        routers: The routers. Several of one layer are alternatives (PEFT's copies); a forward pass runs one of them.
+        decoder: The module that runs the layers; one call of it is one forward pass, however the model is wrapped.
+        caller: The module that embeds the tokens for the decoder, if the model mixes them with other inputs; otherwise None.
         family: `model_type` of the config, for messages.
         selectors: Modules beside the routers that select by a top-k, such as an indexer of key positions, with their paths.
     """
@@ -73,21 +73,21 @@ class MoeLayout:
 
     @property
     def num_experts(self) -> int:
-        """Experts that a router ranks."""
+        """Number of experts that a router ranks."""
         return self.shape.num_experts
 
     @property
     def top_k(self) -> int:
-        """Experts per token."""
+        """Number of experts per token."""
         return self.shape.top_k
 
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Return what tells whether two layouts are of the same objects."""
+        """Return the identities of the routers and experts; two layouts of the same objects have equal ones."""
         return tuple((id(router.module), id(router.experts), router.layer) for router in self.routers)
 
     @property
     def unreplayed(self) -> str | None:
-        """What the model selects beside experts, which no trace holds and no replay touches; None where there is nothing."""
+        """Describes what the model selects besides experts, which traces do not hold and replay does not touch, or None."""
         if not self.selectors:
             return None
         name, module = self.selectors[0]
@@ -171,10 +171,10 @@ def moe_layout(model: nn.Module) -> MoeLayout:
 
 
 def _caller(names: dict[str, nn.Module], decoder: str) -> nn.Module | None:
-    """Return the innermost model around the decoder, if it is one of several parts, as a multimodal model's decoder is."""
+    """Return the innermost model around the decoder that also has other parts, such as a multimodal model; None if none has."""
     while decoder:
         decoder = decoder.rpartition(".")[0]
-        # Llama 4 has a whole language model between the two.
+        # Not simply the decoder's parent, because Llama 4 has a whole language model between the two.
         if getattr(getattr(names[decoder], "config", None), "text_config", None) is not None:
             return names[decoder]
     return None
@@ -184,7 +184,7 @@ def _blocks(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that mix experts."""
     found: list[str] = []
     for name, module in names.items():
-        # A child of its own: PEFT's wrappers answer for attributes of what they wrap.
+        # Only a real child counts, because PEFT's wrappers also show the attributes of what they wrap.
         own = module._modules.get("experts") is not None
         if own or (_is_gate(module) and not name.startswith(tuple(found))):
             found.append(f"{name}.")
@@ -192,7 +192,7 @@ def _blocks(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _experts(block: nn.Module, router: nn.Module) -> nn.Module | None:
-    """Return the module that is handed the choice: not one that the router is part of, nor a mere list of experts."""
+    """Return the module that gets the chosen experts; None if the router is a part of it, or if it is a mere list of experts."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module) or type(experts).forward is nn.Module.forward:
         return None
@@ -215,10 +215,10 @@ def _routing_code(block: nn.Module, name: str, family: str) -> list[tuple[nn.Mod
     """Return the module and method in which a block chooses experts; several where PEFT keeps copies.
 
     Raises:
-        ReplayError: No code of the block calls `topk`, or its choice is not the top-k's.
+        ReplayError: No code of the block calls `topk`, or replayed experts could have gate weights of zero.
     """
     if getattr(block, "topk_method", "greedy") not in ("greedy", "noaux_tc"):
-        # The top-k is over scores that are 0 outside the chosen groups, and gate weights are its values.
+        # This top-k is over scores that are 0 outside the chosen groups, and its values are the gate weights.
         raise ReplayError(
             f"{family}: {name} has topk_method={block.topk_method!r}, whose gate weights are zero, without gradient, for "
             "experts outside the groups that the trainer chooses. Replayable: 'greedy'."
@@ -244,7 +244,7 @@ def _routing_code(block: nn.Module, name: str, family: str) -> list[tuple[nn.Mod
 
 
 def _place(names: dict[str, nn.Module], name: str, family: str) -> tuple[str, int]:
-    """Return the path of the stack of layers that a module is in, and its layer's index there."""
+    """Return the path of the stack of layers that contains a module, and the index of the module's layer in the stack."""
     path = name.split(".")
     for depth in range(1, len(path)):
         stack = ".".join(path[:depth])
@@ -254,7 +254,7 @@ def _place(names: dict[str, nn.Module], name: str, family: str) -> tuple[str, in
 
 
 def _shape(model: nn.Module, block: nn.Module, router: nn.Module, where: str) -> tuple[int, int]:
-    """Return experts and experts per token as the router itself says, or else what is around it, or else the config."""
+    """Return the numbers of experts and of experts per token: from the router, otherwise its block, otherwise the config."""
     holders: list[Any] = [router, block, getattr(block, "experts", None)]
     holders += [getattr(holder, "config", None) for holder in (*holders, model)]
     holders += [getattr(holder, "text_config", None) or getattr(holder, "ffn_config", None) for holder in holders[3:]]
@@ -275,7 +275,7 @@ def _integer(holder: Any, attributes: tuple[str, ...]) -> int | None:
 
 
 def _refuse_two_in_a_layer(routers: list[Router], family: str) -> None:
-    """Refuse layers with two routers, which a trace cannot tell apart; PEFT's copies of one router are no second one."""
+    """Refuse layers with two routers, which a trace cannot tell apart; PEFT's copies of one router count as one."""
     first: dict[int, str] = {}
     for router in routers:
         site = re.sub(r"\.(original_module|modules_to_save\.[^.]+)", "", router.name)
@@ -287,7 +287,7 @@ def _refuse_two_in_a_layer(routers: list[Router], family: str) -> None:
 
 
 def _why_none(names: dict[str, nn.Module]) -> str:
-    """Say why no router was found, by the module that comes nearest to one."""
+    """Say why no router was found, and name the module that comes nearest to one."""
     for name, module in names.items():
         if _integer(module, _EXPERTS) is not None and calls_topk(type(module)):
             return (

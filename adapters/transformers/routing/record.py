@@ -47,7 +47,7 @@ class Recording:
 
     @property
     def passes(self) -> list[RoutingTrace]:
-        """The same of each forward pass by itself."""
+        """Routes of each forward pass in a trace of its own, in order."""
         return [self._trace([part], [tokens]) for part, tokens in zip(self._parts, self._tokens, strict=True)]
 
     def _trace(self, parts: list[Tensor], tokens: list[TokenRows | str]) -> RoutingTrace:
@@ -67,7 +67,7 @@ class Recording:
         )
 
     def takes(self, forward: Forward) -> bool:
-        """Take every pass."""
+        """Accept every pass."""
         return True
 
     def select(
@@ -80,22 +80,22 @@ class Recording:
         return values, indices
 
     def keep(self, layer: int, forward: Forward, indices: Tensor) -> None:
-        """Remember a choice."""
+        """Remember the choice of a layer."""
         forward.seen[layer] = indices.detach().reshape(-1, self.layout.top_k).to(self._dtype)
 
     def finish(self, forward: Forward) -> None:
-        """Take a pass's layers together, and its tokens."""
+        """Keep the routes of a complete pass, all layers in one tensor, and its tokens."""
         self._parts.append(self.routes(forward))
         self._tokens.append(forward.tokens)
 
     def routes(self, forward: Forward) -> Tensor:
-        """Return what was chosen in a pass `[R, L, K]`, in the order of the layout."""
+        """Return the experts chosen in a pass `[R, L, K]`, layers in the order of the layout."""
         return torch.stack([forward.seen[layer] for layer in self.layout.layers], dim=1)
 
 
 @contextmanager
 def record_routing(model: nn.Module, *, version: int = 0) -> Iterator[Recording]:
-    """Record the experts of every forward pass of a model; nothing that it computes changes.
+    """Record the experts of every forward pass of a model, without changing what it computes.
 
     Args:
         model: A transformers model, possibly wrapped (PEFT, DDP, FSDP).
@@ -105,8 +105,8 @@ def record_routing(model: nn.Module, *, version: int = 0) -> Iterator[Recording]
         The recording; `recording.trace` afterwards. Recomputation in a backward pass is not recorded again.
 
     Raises:
-        ReplayError: The model's routing cannot be recorded; names family, module and reason. Or a forward pass did not run
-            each layer's router once.
+        ReplayError: The model's routing cannot be recorded (names family, module and reason), or a forward pass did not run
+            each layer's router exactly once.
     """
     binding = Binding.of(model)
     recording = Recording(binding.layout, version)

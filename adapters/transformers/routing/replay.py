@@ -32,14 +32,14 @@ class Replay:
     Args:
         layout: The model's routers.
         trace: Routes, a row per token.
-        mask: True where a row is replayed `[R]`; None for all.
+        mask: True for rows that are replayed `[R]`; None replays all.
         native: Whether to record the model's own choice beside the replayed one.
-        others: What becomes of a pass that is not proven to be over the trace's tokens, as for `replay_routing`.
+        others: How to treat a pass that is not proven to be over the trace's tokens, as for `replay_routing`.
 
     Attributes:
-        forwards: Forward passes of the decoder that were replayed.
-        rows: Tokens routed, over all passes.
-        native_rows: Those of them that the mask left to the model's own routing.
+        forwards: Number of forward passes of the decoder that were replayed.
+        rows: Number of tokens routed, over all those passes.
+        native_rows: Number of these tokens that the mask left to the model's own routing.
 
     Raises:
         RoutingError: Trace or mask do not fit the model or each other, or the trace has ids that no router can choose.
@@ -61,17 +61,17 @@ class Replay:
         self.forwards = self.rows = self.native_rows = 0
         self._trace = trace
         self._left = 0 if mask is None else trace.rows - int(mask.sum())
-        # A mask without gaps is none: the model's own top-k then need not run at all.
+        # A mask that replays every row is the same as no mask, and then the model's own top-k need not run at all.
         self._mask = mask if self._left else None
         self._native = Recording(layout) if native else None
         self._placed: dict[torch.device, tuple[RoutingTrace, Tensor | None]] = {}
 
     @property
     def native(self) -> RoutingTrace:
-        """What the model itself would have chosen, with the replayed routes in the layers before.
+        """What the model itself would have chosen in each layer, after the replayed routes in the layers before it.
 
         Raises:
-            ReplayError: It was not asked for, or no forward pass was run.
+            ReplayError: Recording it was not asked for, or no forward pass was run.
         """
         if self._native is None:
             raise ReplayError("the model's own routing was not recorded; use replay_routing(..., native=True).")
@@ -79,30 +79,30 @@ class Replay:
 
     @property
     def others(self) -> int:
-        """Forward passes over other tokens, which the model routed itself."""
+        """Number of forward passes over other tokens, which the model routed itself."""
         return self._proof.others
 
     def expect_replayed(self) -> None:
-        """Refuse a context in which only other passes ran."""
+        """Refuse a context in which only passes over other tokens ran."""
         self._proof.expect_replayed(self.forwards, self.layout.family)
 
     def takes(self, forward: Forward) -> bool:
         """Compare a pass's tokens with the trace's, once and on their device.
 
         Raises:
-            ReplayError: They are others, or are not known, and no other passes are allowed.
+            ReplayError: The tokens differ or are not known, and no other passes are allowed.
         """
         return self._proof.holds(forward.tokens, self.layout.family, again=forward.recomputed)
 
     def select(
         self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Give the router the trace's experts, with the scores that it has for them now.
+        """Give the router the trace's experts, with the scores that it now has for them.
 
         Args:
             layer: Absolute decoder index.
             forward: The running pass; None when a layer is recomputed.
-            scores: What the router ranks experts by `[..., E]`, R rows in all.
+            scores: The scores by which the router ranks experts `[..., E]`, R rows in all.
             plain: Computes the top-k of the scores.
 
         Returns:
@@ -118,7 +118,7 @@ class Replay:
                 "tokens, padding included; pass the rows of exactly these tokens, as mismatch_ext.routing.align makes them."
             )
         trace, mask = self._on(scores.device)
-        # One layer is widened at a time, here and again when it is recomputed: the graph never holds int64 ids for all.
+        # Ids are widened to int64 for one layer at a time, also when it is recomputed, so the graph never holds all layers' so.
         indices = trace.layer(layer).view(*scores.shape[:-1], -1)
         native = self._native if forward is not None and not forward.recomputed else None
         if mask is not None or native is not None:
@@ -139,7 +139,7 @@ class Replay:
             self._native.finish(forward)
 
     def _on(self, device: torch.device) -> tuple[RoutingTrace, Tensor | None]:
-        """Return trace and mask on a device. They are moved once, still narrow: each copy would wait for the device."""
+        """Return trace and mask on a device. They are moved once, in the narrow dtype, because each copy waits for the device."""
         if device not in self._placed:
             moved = replace(self._trace, parts=(self._trace.experts.to(device),))
             self._placed[device] = moved, None if self._mask is None else self._mask.to(device)
@@ -157,21 +157,21 @@ def replay_routing(
 ) -> Iterator[Replay]:
     """Route the tokens of the forward passes in this context as a trace says.
 
-    A pass is replayed that proves to be over the trace's tokens: equal ids, padding and beginnings of sequences, in every row.
+    A pass is replayed if it is over the trace's tokens: ids, padding and beginnings of sequences must be equal in every row.
 
-    One micro-batch a context: its backward pass may come at any time and in any order, inside or after the context, and
-    recomputes checkpointed activations, in both modes, with the same routes.
+    Use one context for each micro-batch. Its backward pass may come at any time and in any order, inside or after the context,
+    and recomputes checkpointed activations, in both modes, with the same routes.
 
     Args:
         model: A transformers model, possibly wrapped (PEFT, DDP, FSDP).
         trace: A row per token of the micro-batch, batch-first, padding included, as `align` or `align_packed` makes it.
         mask: True for rows that are replayed `[R]`, bool; the others are routed by the model. None replays all.
-        native: Also record what the model itself would choose; costs a top-k per layer.
-        others: What becomes of another pass: "refuse" raises, "native" lets the model route it as if there were no context and
-            counts it, and "replay" compares nothing, for inputs that are no token ids, whose caller vouches for them.
+        native: Whether to record what the model itself would choose, too; this costs a top-k per layer.
+        others: How to treat another pass: "refuse" raises, "native" lets the model route it as if there were no context and
+            counts it, and "replay" compares nothing, for inputs that are not token ids; the caller then vouches for them.
 
     Yields:
-        Counts, and `native`.
+        The replay: its counts and, if asked for, the `native` routes.
 
     Raises:
         RoutingError: The trace does not fit the model, has ids that no router can choose, or does not know its tokens.
@@ -191,7 +191,7 @@ def replay_routing(
 
 
 def _refuse_ids(trace: RoutingTrace, mask: Tensor | None) -> None:
-    """Refuse ids that no router chooses. Ingested traces have none; models would run with them, or fail far from here."""
+    """Refuse ids that no router chooses; with them a model would run on, or fail far from here. Ingested traces have none."""
     first = 0
     for part in trace.parts:
         wrong = _wrong(part, trace.num_experts)
@@ -209,10 +209,10 @@ def _refuse_ids(trace: RoutingTrace, mask: Tensor | None) -> None:
 
 
 def _wrong(part: Tensor, num_experts: int) -> Tensor:
-    """Tell which routes have an id out of range or twice `[rows, L]`."""
-    # torch has little arithmetic for uint16, which the storage dtype is for more than 256 experts.
+    """Return a mask `[rows, L]`, True for each route that has an id out of range, or the same id twice."""
+    # torch has little arithmetic for uint16, the storage dtype for more than 256 experts.
     ids = part.view(torch.int16).to(torch.int32) & 0xFFFF if part.dtype == torch.uint16 else part
-    # Slot against slot: this runs for every micro-batch, and is several times faster than sorting the K ids of each route.
+    # Slots are compared in pairs: this runs for every micro-batch, and is several times faster than sorting each route's K ids.
     slots = ids.movedim(-1, 0).contiguous().unbind()
     wrong = torch.stack([slot > num_experts - 1 for slot in slots]).any(0)
     for one, other in combinations(slots, 2):

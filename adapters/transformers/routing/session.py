@@ -1,4 +1,4 @@
-"""The base of recording and replay: a session, which each router asks, and the forward pass in which it asks."""
+"""The base of recording and replay: a session, which every router asks, and the forward pass in which the router asks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Forward:
     """One pass through the decoder.
 
     Args:
-        arguments: What the decoder was called with: positional and named.
-        tokens: What it is over, or why its arguments do not tell.
-        gradients: Whether gradients were on when it began.
+        arguments: The decoder's arguments, positional and named.
+        tokens: The tokens of the pass, or why the decoder's arguments do not tell them.
+        gradients: Whether gradients were on when the pass began.
         recomputed: Whether it runs again, in a backward pass.
         outer: The pass that it interrupts, if any.
-        hits: Times that each layer's router ran.
-        chosen: Experts chosen in a layer, until its experts were seen to get them.
-        seen: What the session keeps per layer.
+        hits: By layer, how often the router ran.
+        chosen: By layer, the ids that the router chose; removed once its experts were seen to get them.
+        seen: By layer, what the session keeps.
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -37,12 +37,12 @@ class Forward:
 
 
 class Session(Protocol):
-    """What is done at a router."""
+    """Decides what happens at a router."""
 
     replays: bool
 
     def takes(self, forward: Forward) -> bool:
-        """Tell, as a pass begins, whether it is this session's; the model runs another one as if there were no session."""
+        """Tell, when a pass begins, whether it is this session's; the model runs any other pass as if there were no session."""
 
     def select(
         self, layer: int, forward: Forward | None, scores: Tensor, plain: Callable[[], tuple[Tensor, Tensor]]
@@ -50,4 +50,4 @@ class Session(Protocol):
         """Return the values and indices of the top-k of `scores`; `forward` is None when a layer is recomputed."""
 
     def finish(self, forward: Forward) -> None:
-        """Take note of a complete pass."""
+        """Note that a pass is complete."""

@@ -1,7 +1,7 @@
-"""Replace methods of a model's own objects while a context is open.
+"""Replace methods on the objects of one model while a context is open.
 
-torch.compile does not trace a replacement; otherwise it would compile it for every layer, and again for every trace. A
-replacement finds the method behind it through the object that it is called on, because a copy of the model has a copy of the
+A replacement is hidden from torch.compile, which would otherwise compile it for every layer, and again for every trace. A
+replacement finds the original method through the object that it is called on, because a copy of the model has a copy of the
 replacement.
 """
 
@@ -24,7 +24,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """What is done before and after a method, which itself may be compiled.
+    """Functions to run before and after a method; the method itself may be compiled.
 
     Args:
         enter: Takes the arguments (positional, named); returns a state.
@@ -37,7 +37,7 @@ class Around:
 
 @dataclass(frozen=True, kw_only=True)
 class Instead:
-    """What is run in the place of a method; nothing in it is compiled.
+    """A function to run instead of a method; nothing in it is compiled.
 
     Args:
         call: Takes the method, and its arguments.
@@ -47,16 +47,16 @@ class Instead:
 
 
 def shadow(stack: ExitStack, module: nn.Module, name: str, by: Around | Instead) -> None:
-    """Put a stand-in before a module's method until a stack is closed, which restores what was there.
+    """Replace a module's method by a stand-in, until the stack is closed and restores what was there.
 
     Args:
-        stack: Takes the restoration.
+        stack: Gets the callback that restores the method.
         module: The module.
-        name: Of its method.
+        name: Name of its method.
         by: The stand-in.
 
     Raises:
-        ReplayError: The method has one already.
+        ReplayError: The method has a stand-in already.
     """
     key, attributes = (id(module), name), vars(module)
     if key in _SHADOWS:
@@ -76,7 +76,7 @@ def uncompiled(function: Call, *, inside: bool = False) -> Call:
         function: The function.
         inside: Whether what it calls in turn may be compiled.
     """
-    # Imports torch._dynamo, which takes seconds, but which transformers' models have imported before.
+    # This imports torch._dynamo, which takes seconds, but transformers' models have imported it before.
     compiler: Any = torch.compiler
     hidden: Call = compiler.disable(function, recursive=not inside)
     return hidden
@@ -108,7 +108,7 @@ def _stand_in(name: str, around: bool) -> Call:
 
 
 def _found(module: nn.Module, name: str) -> tuple[Any, Call]:
-    # A copy that was made of the model under the context has its stand-ins, but is no part of the context.
+    # A copy of the model that was made while the context was open has stand-ins, but does not belong to the context.
     return _SHADOWS.get((id(module), name)) or (None, getattr(type(module), name).__get__(module))
 
 

@@ -1,4 +1,4 @@
-"""Read from the code of a module's forward, without running it, how it chooses experts."""
+"""Find out how a module's forward chooses experts by reading its code, without running it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import CodeType
 
 from torch import nn
 
-# Ways of choosing that are no top-k over scores: a sampler, the best one, or a table of token ids.
+# Names of ways to choose that are not a top-k over scores: sampling, taking the best, or looking up token ids in a table.
 _OTHERS = {"sparsemixer", "argmax", "max", "route_tokens", "tid2eid", "multinomial"}
-# Answers by class.
+# Answers of `calls_topk`, by class.
 _CALLS_TOPK: dict[type[nn.Module], bool] = {}
 
 
 def calls_topk(kind: type[nn.Module]) -> bool:
-    """Tell whether a class's forward, or a method of its own that it calls, directly or not, names `topk`."""
+    """Tell whether `topk` is named in a class's forward, or in a method of the class that forward calls, directly or not."""
     if kind not in _CALLS_TOPK:
         _CALLS_TOPK[kind] = _reaches_topk(kind)
     return _CALLS_TOPK[kind]
@@ -38,7 +38,7 @@ def _reaches_topk(kind: type[nn.Module]) -> bool:
 
 
 def chooses_by(kind: type[nn.Module]) -> str:
-    """Name what a router's forward calls, for want of a top-k."""
+    """Name what a router's forward calls to choose experts instead of a top-k."""
     code = inspect.unwrap(kind.forward).__code__
     return ", ".join(name for name in code.co_names if name in _OTHERS) or "not by its forward alone"
 

@@ -1,4 +1,4 @@
-"""Find the tokens that a transformers model is called with; a replayed pass has to prove that they are its trace's."""
+"""Find the tokens that a transformers model is called with; only a pass over the trace's tokens is replayed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from mismatch_ext.routing.tokens import TokenRows, token_rows
 
 BESIDE = ("pixel_", "image_", "video_", "audio_", "input_features")
-"""Beginnings of the names of inputs whose content no token id tells."""
+"""Beginnings of the names of inputs whose content token ids do not show."""
 
 
 def pass_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenRows | str:
     """Return the tokens of a forward pass, or why its arguments do not tell them.
 
     Args:
-        module: The decoder, or what embeds the tokens for it.
+        module: The decoder, or the module that embeds the tokens for it.
         args: Its positional arguments.
-        kwargs: Its named ones.
+        kwargs: Its named arguments.
     """
     given = dict(zip(_parameters(type(module)), args, strict=False)) | kwargs
     ids, mask, places = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -35,7 +35,7 @@ def pass_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if cache_of_earlier is not None and cache_of_earlier.get_seq_length():
         return f"it continues a KV cache of {cache_of_earlier.get_seq_length()} tokens, which may be any"
     if isinstance(places, Tensor) and places.dim() == 3:
-        places = places[0]  # of text, in models that count height and width too
+        places = places[0]  # the positions of text, in models that count height and width too
     places = places if isinstance(places, Tensor) and places.dim() == 2 else None
     if places is not None and mask is None and _caches(module, given) and bool((places.diff(dim=1) != 1).any()):
         return "its position_ids are those of packed sequences, which see each other with use_cache=True; pass use_cache=False"

@@ -1,4 +1,4 @@
-"""The one question that every router asks: its top-k over one score per expert."""
+"""Answer the one question that every router asks: the top-k over one score per expert."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ Call = Callable[..., Any]
 
 
 class AnsweredTopK(TorchFunctionMode):
-    """Answers a router's question for its experts; other operations, top-ks over groups of experts too, are left alone.
+    """Answers a router's top-k over its experts; other operations run unchanged, even a top-k over groups of experts.
 
     Args:
         num_experts: Experts that the router ranks.
         top_k: Experts per token.
         select: Returns values and indices, given the scores and a function that computes torch's own answer.
-        one_group: Whether the experts are one group `[R, 1, E]`, whose best K scores are asked for to rank the group.
+        one_group: Whether all experts are one group. Its router first ranks the group by a top-k over `[R, 1, E]`, which is left
+            unanswered.
 
     Attributes:
-        calls: Times that the question was asked.
-        others: (scores, k) of the top-ks that were left alone.
-        chosen: The indices that were answered.
+        calls: Number of times that the top-k over the experts was asked for.
+        others: (number of scores, k) of each top-k that was left alone.
+        chosen: The indices that were answered last.
     """
 
     def __init__(self, num_experts: int, top_k: int, select: Call, *, one_group: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""What runs in the processes of a `vllm serve`, where this package is installed beside it; `remote.py` asks it over HTTP."""
+"""Code that runs in the processes of a `vllm serve` that has this package installed; `remote.py` calls it over HTTP."""

@@ -1,17 +1,17 @@
-"""vLLM's plugin: what a server of a trainer answers beside its own endpoints.
+"""This package's vLLM plugin: what a trainer's server answers besides vLLM's own endpoints.
 
-vLLM calls `register` in each of its processes, in those of every engine. It does nothing unless the server has its development
-endpoints, over which a trainer updates weights: VLLM_SERVER_DEV_MODE=1.
+vLLM calls `register` in each process of every engine. `register` does nothing unless the server has its development endpoints,
+over which a trainer updates weights: VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
 
 BACKEND = "mismatch_http"
-"""Name of the weight transfer in the bodies of requests, for `--weight-transfer-config`."""
+"""Name of the backend that transfers weights in the bodies of requests, for `--weight-transfer-config`."""
 
 
 def register() -> None:
-    """Add the weight transfer to vLLM's own, and the methods that read a worker back to its workers."""
+    """Register the weight transfer with vLLM, and add the methods that read a worker back to vLLM's worker class."""
     from vllm import envs
 
     if not envs.VLLM_SERVER_DEV_MODE:

@@ -1,6 +1,6 @@
-"""What a server's worker says of itself, called by name over /collective_rpc.
+"""Methods by which a server's worker reports on itself, called by name over /collective_rpc.
 
-An answer is made of what JSON has alone: of anything else vLLM's engine cannot send back a word, and from then on answers nobody.
+An answer holds only what JSON has: vLLM's engine cannot send anything else back, and after trying it answers no request.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def read(worker: Any) -> dict[str, Any]:
     """Return what a worker computes with: the fields of an `EngineReading`, and this package's version.
 
     Args:
-        worker: vLLM's, which calls this as its method.
+        worker: vLLM's worker, which calls this as its method.
     """
     runner = worker.model_runner
     return asdict(reading_of(runner, runner.vllm_config)) | {"mismatch": installed("mismatch-ext")}
 
 
 def digests(worker: Any, wanted: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
-    """Return the dtype, the shape and a digest of sampled rows of parameters; none of what the worker has not.
+    """Return the dtype, the shape and a digest of sampled rows of parameters; a parameter that the worker lacks is left out.
 
     Args:
-        worker: vLLM's, which calls this as its method.
-        wanted: By name, number of rows and the step between those that are looked at: vLLM pads the vocabulary beyond them.
+        worker: vLLM's worker, which calls this as its method.
+        wanted: By parameter name, the number of rows, beyond which vLLM pads the vocabulary, and the step between sampled rows.
     """
     held = dict(worker.model_runner.model.named_parameters())
     found = {}
@@ -45,4 +45,4 @@ def digests(worker: Any, wanted: Mapping[str, Sequence[int]]) -> dict[str, dict[
 
 
 METHODS: dict[str, Callable[..., Any]] = {READ: read, DIGESTS: digests}
-"""By the names that they have on a worker."""
+"""The methods above, by the names that they have on a worker."""

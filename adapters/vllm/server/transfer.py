@@ -1,4 +1,4 @@
-"""Weights in the bodies of requests: slower than NCCL, and the one way into a server that computes on a CPU."""
+"""Receive weights in the bodies of requests: slower than NCCL, but the only way into a server that computes on a CPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mismatch_ext.patching import swapped
 
 @dataclass
 class HttpInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+    """Empty, because nothing has to be agreed on before the first update."""
 
 
 @dataclass
 class HttpUpdate(WeightTransferUpdateInfo):
-    """Some tensors of an update.
+    """Some of the tensors of a weight update.
 
     Args:
         names: Their names in the checkpoint.
@@ -55,14 +55,14 @@ class HttpWeightTransferEngine(WeightTransferEngine[HttpInit, HttpUpdate]):
         """Do nothing: there is no group to join."""
 
     def start_weight_update(self) -> None:
-        """Prepare each layer for new weights, and the repack of a CPU's experts."""
-        self._repairs.close()  # of an update that failed
+        """Prepare each layer for new weights; on a CPU, also apply the patch that repacks experts."""
+        self._repairs.close()  # those of an update that failed
         if self.device.type == "cpu":
             self._repairs.enter_context(swapped(*cpu_moe_repack()))
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load some tensors; vLLM's own method waits for an accelerator afterwards, which a CPU has not."""
+        """Load some tensors; vLLM's own method then waits for an accelerator, which a CPU server does not have."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: HttpUpdate) -> None:
@@ -73,14 +73,14 @@ class HttpWeightTransferEngine(WeightTransferEngine[HttpInit, HttpUpdate]):
         self.model.load_weights(loaded)  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Pack the layers that are complete, as after the first load."""
+        """Pack the complete layers, as after the first load."""
         try:
             finalize_layerwise_reload(self.model, self.model_config)
         finally:
             self._repairs.close()
 
     def shutdown(self) -> None:
-        """Hold nothing."""
+        """Take off the patches of an update that was not finished."""
         self._repairs.close()
 
 
