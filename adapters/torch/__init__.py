@@ -1,1 +1,1 @@
-"""torch's FSDP, whose shards more than one trainer may have: read by name, summed up, kept and put back."""
+"""Shards of torch's FSDP, for every trainer that uses it: they are read by name, summed up, kept and put back."""

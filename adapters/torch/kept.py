@@ -1,4 +1,4 @@
-"""Weights of older versions that a rank keeps, of a model that FSDP1 or FSDP2 of torch has wrapped."""
+"""Older versions of the weights that a rank keeps, for a model that FSDP1 or FSDP2 of torch has wrapped."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class KeptWeights:
         return sorted(self._kept)
 
     def keep(self, model: nn.Module, version: int, count: int) -> None:
-        """Copy the present weights, and forget those that are older than the last few.
+        """Copy the present weights, and drop all but the last few older versions.
 
         Args:
             model: Wrapped by FSDP1 or FSDP2.
-            version: Of the present weights.
-            count: Older versions to keep beside it.
+            version: Version of the present weights.
+            count: How many older versions to keep beside it.
         """
         reshard(model)
-        # A copy also where the weights lie on the host: `.cpu()` would be the weights themselves, which go on.
+        # `copy=True` copies weights on the host too: `.cpu()` would return the weights themselves, which training changes.
         self._kept[version] = {name: local(p).to("cpu", copy=True) for name, p in model.named_parameters()}
         for older in self.versions[: -count - 1]:
             del self._kept[older]
 
     def use(self, model: nn.Module, version: int) -> None:
-        """Put a kept version in the place of the present weights, which must be kept too.
+        """Replace the present weights by a kept version; keep the present ones before, because they are overwritten.
 
         Raises:
-            RecordError: It is not kept.
+            RecordError: That version is not kept.
         """
         if version not in self._kept:
             raise RecordError(f"weights of version {version} are not kept; kept are {self.versions}.")

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that FSDP1 or FSDP2 of torch has wrapped: its shards, by the weights' own names."""
+"""A rank's shards of a model that FSDP1 or FSDP2 of torch has wrapped, by the weights' own names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def local(parameter: Tensor) -> Tensor:
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's part of each weight, under the name that the checkpoint has for it; nothing is gathered.
 
-    FSDP1 lays the weights of a layer end to end in one flat parameter, of which each rank has a piece. That begins and ends
-    wherever it happens to, and a weight that lies in no part of it is not yielded.
+    FSDP1 lays the weights of a layer end to end in one flat parameter, and each rank has a piece of it. A piece may begin and end
+    in the middle of a weight. A weight of which the piece has nothing is not yielded.
 
     Args:
         model: A model, wrapped by FSDP1 or FSDP2 or not at all.
@@ -38,8 +38,8 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
     """Yield this rank's part of each weight, and where it lies in the whole.
 
-    Left out are those that are cut along columns, and those of FSDP1 with `use_orig_params` on several ranks, which does not say
-    where its parts lie.
+    Weights that are cut along columns are left out. Nothing is yielded of a model under FSDP1 with `use_orig_params` on several
+    ranks, because FSDP1 does not say there where its parts lie.
 
     Args:
         model: A model, wrapped by FSDP1 or FSDP2 or not at all.
@@ -72,7 +72,7 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
 
 
 def _parts(name: str, flat: FlatParameter) -> Iterator[tuple[str, Tensor]]:
-    """Split a rank's piece of a flat parameter at the bounds of its weights, leaving out what fills it up."""
+    """Split a rank's piece of a flat parameter at the bounds of its weights; padding is left out."""
     prefix = name.rpartition(".")[0]
     for own, place in zip(flat._fqns, flat._shard_param_infos, strict=True):
         if place.in_shard:
@@ -97,5 +97,5 @@ def reshard(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            # On one rank there is one shard, and nothing was gathered.
+            # On one rank there is only one shard: nothing was gathered, and nothing is freed.
             module._handle.reshard(module._handle.uses_sharded_strategy)

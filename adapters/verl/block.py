@@ -12,10 +12,10 @@ from mismatch_ext.loading import load_mapping
 from mismatch_ext.verdicts import Finding
 
 BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
-"""Environment variable that holds the block as JSON: Ray hands it to all processes of a run, as verl's own settings travel."""
+"""Environment variable that holds the block as JSON; Ray hands it to all processes of a run, as it does verl's settings."""
 
 MODE_VARIABLE = "MISMATCH_EXT_MODE"
-"""Environment variable that holds the trainer's mode as JSON, where it is not verl's default: workers are told of none."""
+"""Environment variable that holds the trainer's mode as JSON if it is not the default: verl does not tell workers the mode."""
 
 FINDINGS_VARIABLE = "MISMATCH_EXT_FINDINGS"
 """Environment variable that holds what `observe` has found in the configuration, for the trainer that writes it."""

@@ -1,8 +1,8 @@
 """Loading: what happens when verl imports this package, in the driver and in every process that it starts.
 
-verl swallows a plugin that fails to load, with a message at DEBUG, and would train without the block. So a failure is said on
-standard error, and the driver refuses to run a configuration with a block. In the workers nothing of ours is needed to find out:
-the class that Ray starts there is ours, and cannot be loaded either.
+verl swallows a plugin that fails to load, with a message at DEBUG, and would train without the block. So a failure is printed on
+standard error, and the driver refuses to run a configuration with a block. Workers need no check of their own, because the class
+that Ray starts there is this package's, and cannot be loaded either.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class _Seam:
-    """What of this package is in place in verl's own functions, in this process."""
+    """This package's patches that are in place in verl's functions, in this process."""
 
     _patches: PatchSet | None = None
 
     def put(self, *patches: Patch) -> None:
-        """Put patches in place instead of those that were."""
+        """Replace the patches that are in place by these."""
         from mismatch_ext.patching import PatchSet
 
         if self._patches is not None:
@@ -38,7 +38,7 @@ def load() -> None:
     """Put the seam into this process and, in a process of a run with a block, register the trainer; loading twice is harmless.
 
     Raises:
-        MismatchError: This verl is outside of the range that was tested, or not as it was.
+        MismatchError: This verl is outside of the range that was tested, or differs from what was tested.
         SystemExit: The same, in a driver whose command line asks for a block.
     """
     try:
@@ -64,7 +64,7 @@ def unload() -> None:
 
 
 def _load() -> None:
-    # All imports here: one that fails is a failure to load like any other.
+    # All imports are here, so that one that fails is a failure to load like any other.
     from mismatch_ext.adapters.verl.block import active_block
     from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
 
@@ -81,7 +81,7 @@ def _load() -> None:
 
 
 def _prepare(config: Any) -> dict[str, Any]:
-    # Late: it imports what of verl is not loaded yet while verl imports this package.
+    # Imported late, because it imports parts of verl that are not loaded yet while verl imports this package.
     from mismatch_ext.adapters.verl.settings.prepare import prepare
 
     return prepare(config)
@@ -98,7 +98,7 @@ class NotLoaded:
     """Ends a driver that has a block.
 
     Args:
-        message: What it says, and why this package is not loaded.
+        message: The message to end with, which says why this package is not loaded.
     """
 
     message: str

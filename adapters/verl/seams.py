@@ -1,4 +1,4 @@
-"""What this package holds on to in verl, beside its version: the patches' symbols, and the classes that are derived."""
+"""What this package relies on in verl beside its version: the symbols that it patches, and the classes that it derives from."""
 
 from __future__ import annotations
 

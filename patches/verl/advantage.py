@@ -31,7 +31,7 @@ def _penalise(original: Callable[..., Any], handler: Handler) -> Callable[..., A
 def _correct(original: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def compute(data: Any, *args: Any, **kwargs: Any) -> Any:
-        # First verl's own, which measures the batch and, as it is set here, weighs nothing.
+        # verl's own function runs first: it measures the batch and, with the settings made here, weighs nothing.
         data, metrics = original(data, *args, **kwargs)
         return data, {**metrics, **handler(data)}
 

@@ -11,19 +11,19 @@ from mismatch_ext.patching import Patch
 
 
 class Guard(Protocol):
-    """What looks at replay, as `mismatch_ext.adapters.verl.megatron.replay.ReplayGuard` does."""
+    """An observer of the replay, such as `mismatch_ext.adapters.verl.megatron.replay.ReplayGuard`."""
 
     def batch(self, engine: Any, /, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return what a batch runs in; gets what `forward_backward_batch` gets."""
+        """Return the context that a batch runs in; takes the arguments of `forward_backward_batch`."""
 
     def before(self, router: Any) -> None:
-        """Raise where the RouterReplay would fall back on its router's own choice."""
+        """Raise if the RouterReplay would fall back on its router's own choice."""
 
     def take_others(self) -> int:
-        """Return how many passes were over other tokens than their routes since the last call."""
+        """Return how many passes since the last call were over other tokens than their routes."""
 
     def after(self, router: Any, scores: Any, top_k: int, indices: Any, native: Callable[[], Any]) -> None:
-        """Look at the expert ids `[T, K]` that it selected for scores `[T, E]`; `native` returns its router's own choice."""
+        """Look at the expert ids `[T, K]` that the RouterReplay selected for scores `[T, E]`; `native` returns the own choice."""
 
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from mismatch_ext.patching import Given, Patch
 
 Score = Callable[[Tensor, Tensor], Tensor]
-"""Takes logits over the temperature `[N, V]` and the ids of the next tokens `[N]`, and returns log-probabilities `[N]`."""
+"""Takes logits `[N, V]`, divided by the temperature, and the next tokens' ids `[N]`; returns log-probabilities `[N]`."""
 
 _SCORES: Given[Score] = Given()
 _TAKEN = ("logits", "labels", "inplace_backward")
@@ -28,7 +28,7 @@ def _make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _probe(original: Any) -> str | None:
-    """Tell whether verl's engine takes its log-probabilities from it, with the arguments that are read here."""
+    """Say why verl's engine does not take its log-probabilities from this function with these arguments, or return None."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     found = tuple(inspect.signature(original).parameters)
@@ -57,7 +57,7 @@ RESPONSE_LOGPROBS = Patch(
 
 
 def scoring_with(score: Score) -> AbstractContextManager[None]:
-    """Take the log-probabilities of verl's FSDP engine from a function, for the time of a block.
+    """Take the log-probabilities of verl's FSDP engine from a function, within a `with` block.
 
     Args:
         score: Computes them; see `Score`.

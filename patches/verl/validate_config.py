@@ -9,7 +9,7 @@ from typing import Any
 from mismatch_ext.patching import ANY_VERSION, Patch
 
 Prepare = Callable[[Any], dict[str, Any]]
-"""Gets a configuration with a `mismatch` block, may change or refuse it, and returns arguments that are then stale."""
+"""Gets a configuration with a `mismatch` block, may change or refuse it, and returns new values of arguments that it changed."""
 
 Refuse = Callable[[Any], None]
 """Gets a configuration with a `mismatch` block when Ray is about to start, and refuses one that was not prepared."""
@@ -23,7 +23,7 @@ def _make(original: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def checked(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.get("mismatch") is not None:
-            # Before verl's own checks, which then see the settings that the block stands for.
+            # Before verl's own checks, so that they see the settings that the block asks for.
             fresh = prepare(config)
             kwargs |= {name: value for name, value in fresh.items() if name in kwargs}
         return original(config, *args, **kwargs)

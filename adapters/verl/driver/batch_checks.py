@@ -13,34 +13,34 @@ from mismatch_ext.adapters.verl.worker.replay import FIELD
 from mismatch_ext.errors import RecordError, RoutingError
 
 ONE_TURN = 2
-"""What verl counts of a prompt and one answer."""
+"""verl's count of turns for a prompt and one answer."""
 SHOWN = 5
-"""Rollouts of which it is said what is wrong with them."""
+"""How many faulty rollouts an error message describes."""
 
 
 def sampled_rows(batch: Any) -> list[int]:
-    """Return the rows of a batch that verl has not filled it up with."""
+    """Return the rows of a batch that were sampled, without those that verl added to fill it up."""
     return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
 
 
 def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
     """Return each sampled rollout's key, and the versions of the weights at its first and last token; None when unknown.
 
-    verl stamps a weight update with its step, and its servers their answers with the stamp of the weights that they have.
+    verl stamps a weight update with its step; its servers stamp their answers with the stamp of their weights.
     """
     rows = ((batch.keys[row], batch.tags[row]) for row in sampled_rows(batch))
     return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
 
 
 def check_sampled(batch: Any, step: int) -> None:
-    """Refuse rollouts that are not what the servers were given and sampled, as the agent loops' processes have found them.
+    """Refuse rollouts that differ from what the servers were given and sampled; the agent loops' processes have found them.
 
     Args:
         batch: verl's keys of the batch.
         step: Step that trains on it.
 
     Raises:
-        RecordError: There are some; says of each what was done to its turns.
+        RecordError: There are some; says for the first `SHOWN` what was done to their turns.
     """
     keys = [batch.keys[row] for row in sampled_rows(batch)]
     if told := list(told_of(keys, batch.partition_id).values()):
@@ -52,10 +52,10 @@ def check_sampled(batch: Any, step: int) -> None:
 
 
 def told_of(keys: Sequence[str], partition: str) -> dict[str, str]:
-    """Return what the agent loops' processes have found wrong with rollouts, by their keys; nothing of those that are right.
+    """Return the faults that the agent loops' processes have found in rollouts, by key; a rollout without one has no entry.
 
     Args:
-        keys: Of the rollouts in TransferQueue.
+        keys: Keys of the rollouts in TransferQueue.
         partition: Their partition.
     """
     if not keys:
@@ -66,9 +66,9 @@ def told_of(keys: Sequence[str], partition: str) -> dict[str, str]:
 
 
 def check_turns(batch: Any, step: int) -> None:
-    """Refuse routes of the last turn alone where the weights have changed between turns.
+    """Refuse rollouts with the last turn's routes only, if the weights have changed between their turns.
 
-    verl's own client keeps those of each turn (`rollout/client.py`); whoever puts another one in its place may not.
+    verl's own client is made to keep the routes of each turn (`rollout/client.py`); another client may not keep them.
 
     Args:
         batch: verl's keys of the batch.
@@ -99,11 +99,11 @@ def _first(batch: Any, row: int) -> int | None:
 
 
 def check_routes(batch: Any, step: int) -> None:
-    """Name the rollouts without routes: of a batch with one of them TransferQueue hands out the routes of none.
+    """Refuse and name rollouts without routes: with one of them in a batch, TransferQueue returns no routes for any rollout.
 
     Args:
         batch: verl's keys of the batch.
-        step: Step that the rollouts are of.
+        step: The rollouts' step.
 
     Raises:
         RoutingError: There are some.
@@ -120,10 +120,10 @@ def check_routes(batch: Any, step: int) -> None:
 
 
 def without_routes(keys: Sequence[str], partition: str) -> list[str]:
-    """Return those of some rollouts that came without their routes.
+    """Return the keys of those rollouts that came without routes.
 
     Args:
-        keys: Of the rollouts in TransferQueue.
+        keys: Keys of the rollouts in TransferQueue.
         partition: Their partition.
     """
     if not keys or not _lack_routes(keys, partition):

@@ -20,7 +20,7 @@ def apply_correction(data: Any, settings: ResolvedCorrection) -> dict[str, float
         settings: The resolved `correction` section, of mode `decoupled`.
 
     Returns:
-        What is logged of the weights; verl's own function has measured the gap.
+        Metrics of the weights; verl's own function has measured the gap.
 
     Raises:
         RecordError: The rollout's log-probabilities are missing, or nothing is unmasked.

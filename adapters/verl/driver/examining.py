@@ -37,7 +37,7 @@ class ExaminingMixin(_Host):
         def _first_update(self) -> bool: ...
 
     def _examine(self, batch: Any) -> dict[str, float]:
-        """Examine a batch where one is due, and return its metrics; whatever fails is an event."""
+        """Examine a batch if one is due, and return the metrics of that; a failure becomes an event."""
         doctor = self._log.doctor
         if doctor is None or not doctor.due or self._measured is None or not self._first_update:
             return {}

@@ -1,4 +1,4 @@
-"""What a run in verl says of itself: the header of its metrics file, and by what each part of the block reaches verl."""
+"""How a run in verl describes itself: the header of its metrics file, and how each part of the block reaches verl."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def info_of(
     Args:
         config: verl's configuration.
         block: The parsed block.
-        checked: What the processes were found to run with.
+        checked: What the processes run with, as the check before the first step found it.
         patches: Descriptions of the patches in use in the driver.
         sampling: Settings that the engine samples with.
         host: Name of verl's trainer.
@@ -60,7 +60,7 @@ def info_of(
 
 
 def logs_applied_rate(report: Mapping[str, Any]) -> bool:
-    """Return whether `actor/lr` is the rate that an update applied: stock engines log the one of the next.
+    """Return whether `actor/lr` is the rate that an update applied; stock engines log the rate of the next update.
 
     Args:
         report: A worker's own report.
@@ -70,7 +70,7 @@ def logs_applied_rate(report: Mapping[str, Any]) -> bool:
 
 
 def integration_of(report: Mapping[str, Any]) -> Integration:
-    """Return by what the block reaches a worker, from the worker's own report."""
+    """Return the ways in which the block reaches a worker, from the worker's own report."""
     megatron = report.get("strategy") == "megatron"
     return Integration(
         trainer="registered engine; verl's own replay, checked" if megatron else "registered engine",

@@ -1,4 +1,4 @@
-"""The driver's share of the KL: which rows belong together, and its part of the rewards, where verl has the whole batch too."""
+"""The driver's part of the KL: it says which rows belong together, and penalises rewards, which verl does in the driver too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mismatch_ext.kl import KlTerm
 def groups(keys: Sequence[str]) -> list[list[str]]:
     """Return the rows of a batch whose responses answer the same prompt, by their keys, in the order of their first rows.
 
-    Outputs of one session, such as the turns of an agent, depend on each other: where a session has several, they have no
-    baseline and are in none, each in a group of its own.
+    Outputs of one session, such as the turns of an agent, depend on each other. Where a session has several, each is a group of
+    its own: it has no baseline, and is in no other row's baseline.
 
     Args:
         keys: verl's keys of the rows, `{uid}_{session}_{output}`.

@@ -1,7 +1,7 @@
-"""What verl's driver knows of a batch's tokens: what its workers measured of their parts, added up.
+"""What verl's driver knows about a batch's tokens: its workers measure their parts, and the driver adds these up.
 
 Nothing here grows with tokens. The driver asks for a measurement in the pass that scores a batch, and collects a state of a few
-kilobytes from each data shard, and two numbers a response.
+kilobytes from each data shard, and two numbers for each response.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Measured:
 
     Args:
         gap: Measures of the batch by name, as `MismatchSummary` has them; empty where the trainer has scored nothing.
-        lengths: The policy's own tokens of each response `[B]`.
-        truncated: Whether a response, with what tools wrote, has reached the limit `[B]`.
+        lengths: How many tokens of each response the policy itself sampled `[B]`.
+        truncated: Whether each response, tools' tokens included, has reached the length limit `[B]`.
     """
 
     gap: dict[str, float]
@@ -52,18 +52,18 @@ class Measured:
 
 
 def flags_of_scoring(temperature: float, *marks: str) -> dict[str, Any]:
-    """Return what a batch asks of a pass that scores it and does nothing else.
+    """Return the flags with which a batch asks for a pass that only scores it.
 
     Args:
-        temperature: Of the rollout.
-        *marks: What else it asks for, by the names of its entries.
+        temperature: The rollout's temperature.
+        *marks: Names of further flags to set.
     """
     return {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, **dict.fromkeys(marks, True)}
 
 
 @contextmanager
 def asking(batch: Any, flags: dict[str, Any]) -> Iterator[None]:
-    """Let a batch ask for these flags, and no others, for the time of a block."""
+    """Give a batch these flags, and no others, within a `with` block."""
     given, batch.extra_info = batch.extra_info, flags
     try:
         yield
@@ -107,7 +107,7 @@ class MeasuringMixin(_Host):
 
         Raises:
             NonFiniteLogprobError: A log-probability is not a number; names the rollout and the token.
-            RecordError: A part is malformed, or nobody has measured some of the batch.
+            RecordError: A part is malformed, or some of the batch was not measured.
         """
         answers = self.actor_rollout_wg.mismatch_measured()
         return self._added_up(batch, [answer for answer in answers if answer is not None])
@@ -143,7 +143,7 @@ class MeasuringMixin(_Host):
         return groups, parts
 
     def _known(self, batch: Any, parts: Sequence[PartMeasured], gap: dict[str, float]) -> Measured:
-        """Return what is known of the sampled responses of a batch, without those that verl has filled it up with."""
+        """Return what is known of the sampled responses of a batch; rows that verl added to fill it up are left out."""
         rows = sampled_rows(batch)
         tokens, lengths = (
             torch.tensor([n for part in parts for n in getattr(part, of)]) for of in ("tokens", "lengths")
@@ -152,7 +152,7 @@ class MeasuringMixin(_Host):
         return Measured(gap=gap, lengths=tokens[rows], truncated=lengths[rows] >= limit)
 
     def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
-        """Return what leads the rate with a trigger, of the batch that was measured last."""
+        """Return the statistics of the batch measured last that lead the rate with a trigger."""
         found = self._measured
         return {} if found is None else leading_statistics(trigger, found.lengths, found.truncated, found.gap)
 

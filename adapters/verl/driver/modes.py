@@ -21,13 +21,13 @@ from verl.trainer.ppo.v1.trainer_base import get_trainer_cls, register_trainer
 
 
 class DetachedWorkers(MismatchTrainer):
-    """Whose workers can put weights aside, for π_old of the updates between two weight updates."""
+    """A trainer whose workers can put weights aside, to compute π_old of the updates between two weight updates."""
 
     def _setup(self) -> None:
-        """Start workers and servers as verl does, without a line of its log.
+        """Start workers and servers as verl does, without one line of its log.
 
-        verl 0.9.1 logs it with an argument of `print`, `flush=True`, which is a TypeError wherever lines of INFO are shown, as
-        they are unless VERL_LOGGING_LEVEL says otherwise.
+        verl 0.9.1 logs that line with `flush=True`, an argument of `print`. This is a TypeError wherever lines of INFO are shown,
+        as they are unless VERL_LOGGING_LEVEL says otherwise.
         """
         logger = verl.trainer.ppo.v1.trainer_separate_async.logger
         level = logger.level

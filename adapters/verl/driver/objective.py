@@ -54,7 +54,7 @@ class ObjectiveMixin(_Host):
         return apply_correction(data, self._settings)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute advantages as verl does, with the coefficient and the baseline of this batch fixed before."""
+        """Compute advantages as verl does, after the coefficient and the baseline of this batch are fixed."""
         if self._kl is not None:
             sums = self._kl_sums(batch, self._kl, baseline=self._kl.config.has_baseline)
             metrics.update({PREFIX + name: value for name, value in self._kl.adapt_to(sums).items()})

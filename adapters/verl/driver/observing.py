@@ -1,4 +1,4 @@
-"""`mismatch.level: observe` in verl's driver: what stock verl has made of a batch is looked at, and nothing of it is changed."""
+"""`mismatch.level: observe` in verl's driver: stock verl's batches are measured, and nothing in them is changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
 
 
 class ObservingMixin(_Host):
-    """Measures batches of verl's trainer, where no section of the block acts."""
+    """Measures batches of verl's trainer under `observe`, where no section of the block acts."""
 
     _block: MismatchConfig
     _verdicts: Verdicts
@@ -43,7 +43,7 @@ class ObservingMixin(_Host):
         def _statistics(self, trigger: Trigger) -> dict[str, float | None]: ...
 
     def _watch(self) -> None:
-        """Build what computes beside the run what the sections would have done."""
+        """Build the objects that compute, beside the run, what the block's sections would have done."""
         if self._block.lr is not None:
             with self._verdicts.checking("lr"):
                 optim = self.config.actor_rollout_ref.actor.optim
@@ -63,12 +63,12 @@ class ObservingMixin(_Host):
         found: dict[str, float] = {}
         if self._block.correction is not None and not self._bypasses():
             with self._verdicts.checking("correction"):
-                # The whole batch, as verl's own correction has it, and no longer than this takes.
+                # This needs the whole batch in the driver, as verl's own correction does, but only while it computes.
                 fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
                 data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
                 padded = data.to_padded_tensor()
                 old, rollout, mask = (padded[name][sampled_rows(batch)] for name in fields)
-                # The off-policy mask is of the update, which stock verl makes without it.
+                # The off-policy mask belongs to the update, and stock verl updates without it.
                 settings = replace(settings_of(self._block.correction), off_policy_threshold=None)
                 metrics = correct(rollout.float(), old.float(), mask.bool(), settings).metrics
                 found |= {PREFIX + ENFORCE + name: value for name, value in of_weights(metrics).items()}
@@ -79,14 +79,14 @@ class ObservingMixin(_Host):
         return found
 
     def _would_set_rate(self) -> dict[str, float]:
-        """Return what is logged of the rate that the block would have applied to the next update."""
+        """Return metrics of the rate that the block would have applied to the next update."""
         if self._shadow_rate is None or self._block.lr is None:
             return {}
         found: dict[str, float] = {}
         with self._verdicts.checking("lr"):
             self._shadow_rate.collect(**self._statistics(self._block.lr.trigger))
             if self.local_trigger_step:
-                return {}  # the rule counts steps
+                return {}  # the rule counts steps, not local updates
             metrics = self._shadow_rate.lead()
             found = {f"{PREFIX}{ENFORCE}{name}": value for name, value in metrics.items()}
         return found
@@ -110,7 +110,7 @@ class ObservingMixin(_Host):
             return
         with self._verdicts.checking("findings"):
             for rank, found in enumerate(self.actor_rollout_wg.mismatch_findings()):
-                # Of all ranks alike; a worker knows no step.
+                # The step is added here, because a worker does not know it.
                 here = [Finding(**{**entry, "step": self.global_steps}) for entry in found]
                 if rank:
                     here = [Finding(**{**vars(f), "message": f"rank {rank}: {f.message}"}) for f in here]

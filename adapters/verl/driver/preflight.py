@@ -57,7 +57,7 @@ class PreflightMixin(_Host):
         return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
 
     def _bypasses(self) -> bool:
-        """Whether the engine's log-probabilities stand for the old policy's, so that the trainer takes none."""
+        """Whether the engine's log-probabilities are used as the old policy's, so that the trainer computes none."""
         given = self.config.algorithm.get("rollout_correction")
         return bool(given is not None and given.get("bypass_mode"))
 
@@ -93,7 +93,7 @@ class PreflightMixin(_Host):
         return draw_probes(plain_vocabulary(self.tokenizer), self._block.monitor, longest - 1)
 
     def _prepare_weights(self) -> None:
-        """Make ready to verify updates, and go on from the checkpoint that was loaded; nothing where they are not verified."""
+        """Prepare to verify weight updates, going on from the loaded checkpoint; do nothing where they are not verified."""
         if self._block.monitor.weight_sync == "off":
             return
         self._weights = RolloutWeights(
@@ -126,20 +126,20 @@ class PreflightMixin(_Host):
             self._weights.verify()
 
     def _raise_refused(self, what: str, timeout: float = ANSWER_TIMEOUT) -> None:
-        """Say which answers a rollout server refused, for verl drops them.
+        """Raise if a rollout server refused answers, because verl only drops them.
 
         Args:
             what: What was sampled.
             timeout: Seconds that the servers may take to say so.
 
         Raises:
-            EngineError: There are some, or a server does not answer.
+            EngineError: Answers were refused, or a server does not answer.
         """
         if refused := refused_answers(self._replicas(), timeout):
             raise EngineError(f"{what} of step {self.global_steps}: {refused}")
 
     def _announce(self) -> None:
-        """Open the metrics file, and say what is active, in which peer, and by what."""
+        """Open the metrics file, and say what is active, in which peer, and how."""
         self._log.sampled_with(self._scored_sampling)
         self._log.begin(self.global_steps or None)
         for message in self._readiness_of_ranks():
@@ -159,7 +159,7 @@ class PreflightMixin(_Host):
         self._log.announce(integration_of(self._checked.worker), measured="at every step")
 
     def _readiness_of_ranks(self) -> list[str]:
-        """Return what is to be warned of weights, each thing once, with the rank that holds them where there are several."""
+        """Return the warnings about weights, each once, with the first rank that has it where there are several ranks."""
         found = self.actor_rollout_wg.mismatch_readiness()
         first: dict[str, int] = {}
         for rank, message in enumerate(found):
@@ -179,21 +179,21 @@ class PreflightMixin(_Host):
 
     @property
     def _scored_sampling(self) -> SamplingSettings:
-        """The sampling settings as far as the trainer's log-probabilities do not follow them."""
+        """The sampling settings that the trainer's log-probabilities ignore: with sampling masks they follow truncation."""
         found = self._sampling()
         return found if self._block.acting.sampling_mask is None else found.without_truncation()
 
     def _info(self) -> dict[str, Any]:
         if self._verdicts.observes and not hasattr(self, "_checked"):
-            # Nothing is known of the processes, which is a finding; what else is measured is written all the same.
+            # The processes could not be checked, which is a finding; everything else is still measured and written.
             return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
-        # The class of verl's that this trainer is a mixin over.
+        # verl's own class, with which this mixin is combined.
         host = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
         found = info_of(self.config, self._block, self._checked, active_patches(), self._sampling(), host)
         present = self._origins.present
         return found if present is None else found | {"provenance": dataclasses.asdict(present)}
 
     def _event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
-        """Say it, and keep it in the run's metrics file."""
+        """Print an event's message, and write the event into the run's metrics file."""
         say(f"mismatch-ext: {message}")
         self._log.event(level, name, message, data)

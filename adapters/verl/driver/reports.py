@@ -1,7 +1,7 @@
-"""What every process of a run says it runs with, and whether that is the block: a function of reports, before the first step.
+"""The check, before the first step, that every process of a run runs with the block, as a function of the processes' reports.
 
-The processes are asked in `preflight.py` and `servers.py`. Nothing here asks anybody, so that each refusal is tested on reports
-that real processes sent (`tests/data/verl`).
+`preflight.py` and `servers.py` ask the processes. Nothing here does, so each refusal can be tested on reports that real processes
+sent (`tests/data/verl`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mismatch_ext.versions import PEERS
 Report = Mapping[str, Any]
 
 LOSS = "mismatch_ext.adapters.verl.worker.loss"
-"""Module of the loss that holds what verl's own has no words for."""
+"""Module of the loss that does what verl's own loss cannot."""
 
 SURPLUS_MASS = 1e-4
 """Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
@@ -57,7 +57,7 @@ class RolloutAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a run with the block was found to run with, for its banner and the header of its metrics.
+    """What a run with the block really runs with, for its banner and the header of its metrics.
 
     Args:
         worker: The first worker's report; the others agree with it.
@@ -86,13 +86,13 @@ def check_reports(
         block: The driver's block.
         workers: What the actor's workers report, in the order of ranks.
         rollouts: What each rollout server answered.
-        verdicts: What becomes of checks that fail; None raises their errors.
+        verdicts: Decides what happens when a check fails; None raises its error.
 
     Returns:
         What is active.
 
     Raises:
-        MismatchError: A process does not; names it and what it runs with.
+        MismatchError: A process runs with something else; names it and what it runs with.
     """
     verdicts = Verdicts("enforce") if verdicts is None else verdicts
     trainers = [(f"worker of rank {report['rank']}", report) for report in workers]
@@ -112,7 +112,7 @@ def check_reports(
     for name, report in trainers:
         with verdicts.checking("workers"):
             _check_worker(block.acting, name, report)
-    # Whether routes are recorded is the user's own choice where nothing acts, and masks are not asked for there.
+    # Under `observe` nothing acts: whether routes are recorded is the user's choice, and masks are not asked for.
     asked = replace(block, routing=None, sampling_mask=None) if verdicts.observes else block
     for name, report in engines:
         with verdicts.checking("rollout_workers"):
@@ -138,15 +138,15 @@ def check_reports(
 
 
 def merged(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what the ranks measured under the names that are logged; they agree on all of it before they answer."""
+    """Return the ranks' measurements under the names that are logged; all ranks answer the same, so the first one's are taken."""
     return {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in answers[0].items()}
 
 
 def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
-    """Check that ids which the rollout masks, its tokenizer having no text for them, have next to no probability.
+    """Check that ids without text in the tokenizer, which the rollout masks, have almost no probability.
 
     Args:
-        surplus: What a worker measured, `mismatch_vocabulary`; None where there are no such ids.
+        surplus: What a worker's `mismatch_vocabulary` measured; None where there are no such ids.
 
     Raises:
         ConfigError: They have enough of it to be taken for a gap between rollout and trainer.
@@ -241,7 +241,7 @@ def _check_rollout(block: MismatchConfig, name: str, report: Report) -> None:
         )
 
 
-# What all processes of a kind have in common. How many parameters of which dtype a rank holds follows from its shards.
+# What all processes of a kind must report alike. Parameter counts by dtype are not in it, because they depend on a rank's shards.
 _WORKER: tuple[tuple[str, ...], ...] = (
     ("versions",),
     ("engine",),

@@ -1,4 +1,4 @@
-"""Failure, checkpoint and resume in verl's driver: what a checkpoint holds of it, and what is saved when a run fails."""
+"""Failure, checkpoint and resume in verl's driver: the driver's state in a checkpoint, and what is saved when a run fails."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SavingMixin(_Host):
     def _pause_rollout(self) -> None:
         """Free the memory of rollout servers that share the trainer's devices, as verl does before it saves."""
         if self.trainer_mode != SYNC:
-            self.checkpoint_manager.abort_replicas()  # answers are in flight, which servers keep for their clients to resume
+            self.checkpoint_manager.abort_replicas()  # answers are in flight; their clients resume them later
         self.checkpoint_manager.sleep_replicas()
 
     def _folder(self, step: int) -> Path:
@@ -96,7 +96,7 @@ class SavingMixin(_Host):
         write_state(self._folder(self.global_steps) / STATE_FILE, {**state, **watched})
 
     def _state(self) -> dict[str, Any]:
-        """Return what the driver goes on with beside what its log has seen, as JSON-able data."""
+        """Return the state that the driver resumes with, except its log's, as JSON-able data."""
         return {
             "config": self._block.to_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
@@ -105,18 +105,18 @@ class SavingMixin(_Host):
         }
 
     def _logged(self) -> None:
-        """Bring the checkpoint of this step up to what its log has changed: verl saves before it logs."""
+        """Write the state into this step's checkpoint again, because verl saves before it logs, and logging changes the state."""
         self._logged_step = self.global_steps
         if self._saved_step == self.global_steps:
             self._write_state()
 
     def _load_checkpoint(self) -> None:
-        """Resume as verl does, from the last checkpoint that is whole, and the driver's own state with it."""
+        """Resume as verl does, but from the last checkpoint that is whole, and load the driver's own state too."""
         notes: list[Note] = []
         trainer, folder = self.config.trainer, None
         if trainer.resume_mode == "auto" and trainer.nnodes == 1 and not trainer.del_local_ckpt_after_load:
             with self._verdicts.checking("checkpoint"):
-                # On several nodes the driver's holds a part of the files alone.
+                # Only on one node: on several, the driver's node holds only a part of the files.
                 folder, message = resumable(Path(trainer.default_local_dir).absolute())
                 if message and self._verdicts.observes:
                     message = f"enforce would not resume as verl does: {message}"
@@ -127,7 +127,7 @@ class SavingMixin(_Host):
                 self._resume_state(notes)
 
     def _resume_state(self, notes: list[Note]) -> None:
-        """Take over what the checkpoint that verl has loaded holds of the driver's."""
+        """Load the driver's state from the checkpoint that verl has loaded."""
         self._updated_step = self._saved_step = self.global_steps
         if not self.global_steps:
             return
@@ -155,7 +155,7 @@ class SavingMixin(_Host):
 
     @contextlib.contextmanager
     def _failing_loudly(self) -> Iterator[None]:
-        """Turn a hang into its error; save what was trained when a check of ours fails; and write how the run ended."""
+        """Raise a hang as StallError, save what was trained if a check of this package fails, and write how the run ended."""
         try:
             yield
         except BaseException as error:
@@ -163,7 +163,7 @@ class SavingMixin(_Host):
                 with self._verdicts.checking("metrics"):
                     self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
                 raise
-            # Raised by a poll, it leaves the workers alive: what was trained can be saved.
+            # A StallError that a poll raises leaves the workers alive, so what was trained can be saved.
             stalled = None if isinstance(error, StallError) else self._watchdog.message
             if stalled is None and isinstance(error, Exception) and not isinstance(error, MismatchError):
                 error = self._refusal(error) or error
@@ -176,7 +176,7 @@ class SavingMixin(_Host):
             raise error
 
     def _refusal(self, error: Exception) -> MismatchError | None:
-        """Return what a rollout server refused, where that is behind an error of verl's: no rollout may be left."""
+        """Return the refusal of a rollout server if there was one: verl fails for another reason when no rollout is left."""
         try:
             self._raise_refused("rollouts", timeout=10.0)
         except EngineError as refused:
@@ -188,10 +188,10 @@ class SavingMixin(_Host):
         return None
 
     def _finished_update(self) -> None:
-        """Keep what a checkpoint of this step holds of the driver: a later failure finds it moved on to the next batch."""
+        """Keep the driver's state of this step for a checkpoint: when a later step fails, the driver is at the next batch."""
         self._updated_step, self._updating = self.global_steps, False
         if self._verdicts.observes:
-            return  # nothing of ours fails there
+            return  # under `observe` no check of this package fails
         self._kept = (self.train_dataloader.state_dict(), self._state())
 
     def _rescue(self, error: MismatchError) -> None:
@@ -217,7 +217,7 @@ class SavingMixin(_Host):
                         kept[0], self._folder(step) / "data.pt"
                     )  # the prompts of the step that failed are sampled again
                 else:
-                    error.add_note(IN_FLIGHT)  # with all prompts that were read and not taken for a batch
+                    error.add_note(IN_FLIGHT)  # also all prompts that were read and not taken for a batch
             except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
                 error.add_note(f"The training state of step {step} could not be saved: {failure}")
                 return
@@ -230,7 +230,7 @@ class SavingMixin(_Host):
 
 @contextlib.contextmanager
 def _no_limit(config: Any) -> Iterator[None]:
-    """Keep older checkpoints while one is rescued: nobody has seen yet whether it is any good."""
+    """Keep older checkpoints while one is rescued, because nobody knows yet whether the new one is any good."""
     given = config.trainer.get("max_actor_ckpt_to_keep"), config.trainer.get("max_critic_ckpt_to_keep")
     with open_dict(config):
         config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None

@@ -23,11 +23,11 @@ DECODE = {"logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0}
 DRAWN = DECODE | {"temperature": 1.0, "seed": 0}
 """vLLM draws with the request's own seed, and leaves its other random numbers as they are."""
 LIKELIEST = {"vllm": DECODE | {"temperature": 0.0}, "sglang": DECODE | {"temperature": 1.0, "top_k": 1}}
-"""SGLang, and vLLM on a CPU, would draw from the random numbers of all requests; both report these at temperature 1."""
+"""SGLang, and vLLM on a CPU, would draw from numbers that all requests share; both report these tokens at temperature 1."""
 
 
 def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer]:
-    """Ask every rollout server what it runs with: each of vLLM's workers, and SGLang's server for all of its own.
+    """Ask every rollout server what it runs with: each of vLLM's workers answers, and SGLang's server for all of its workers.
 
     Args:
         replicas: verl's rollout replicas.
@@ -37,7 +37,7 @@ def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer
         What each server answered, or why it did not.
     """
     asked = [_ask_server(replica, timeout) for replica in replicas]
-    # All are asked by now, so that a node that is down is waited for once and not once for each of its servers.
+    # All are asked by now: a node that is down is waited for once, not once for each of its servers.
     end = time.monotonic() + timeout + 10
     return [_collect(replica, answers, end) for replica, answers in zip(replicas, asked, strict=True)]
 
@@ -103,7 +103,7 @@ def ask_sums(replica: Any, shapes: Mapping[str, Sequence[int]], timeout: float) 
         timeout: Seconds that the workers may take.
 
     Returns:
-        What to wait for; nothing of SGLang, whose workers cannot be asked.
+        What to wait for; nothing for SGLang, whose workers cannot be asked.
     """
     return [] if _is_sglang(replica) else _ask_workers(replica, timeout, "mismatch_sums", dict(shapes))
 
@@ -122,12 +122,12 @@ def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, Sums]]
 
 
 def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
-    """Call a method on all vLLM workers of a server, from within it, and return what they return: verl's own call drops it.
+    """Call a method on all vLLM workers of a server, from within it, and return their answers, which verl's own call drops.
 
-    To a report is added what the server alone knows: the version of its weights, whether it sends sampling masks, its patches.
+    Only the server knows the version of its weights, whether it sends sampling masks, and its patches: each report gets them.
     """
     if server.node_rank:
-        return []  # without an engine of its own: the first node's reaches the workers of all
+        return []  # a later node has no engine: the first node's engine reaches the workers of all nodes
     # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
     loop = server._server_task.get_loop()
     found = asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method, args), loop).result(timeout)
@@ -141,7 +141,7 @@ def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> lis
 
 
 async def _every_engine(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
-    """Call a method on the workers of all data-parallel engines, of which vLLM's own call returns the first one's answers."""
+    """Call a method on the workers of all data-parallel engines; vLLM's own call returns only the first engine's answers."""
     client = engine.engine_core
     engines = getattr(client, "core_engines", ())
     if len(engines) < 2:
@@ -161,11 +161,11 @@ def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int, tim
     Args:
         replica: One of verl's rollout replicas.
         token_ids: N prompts of the same length.
-        count: Tokens after each.
+        count: How many tokens to decode after each.
         timeout: Seconds that the engines may take.
 
     Returns:
-        What to wait for, of each engine.
+        What to wait for, for each engine.
     """
     drawn = not _is_sglang(replica) and not on_cpu_build()
     settings = (DRAWN if drawn else LIKELIEST[replica.config.name]) | {"max_tokens": count}
@@ -175,7 +175,7 @@ def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int, tim
 def ask_probes(replica: Any, token_ids: Sequence[Sequence[Sequence[int]]], timeout: float) -> list[list[Any]]:
     """Ask each engine of a rollout server to score tokens; `answered` waits for one of them.
 
-    Greedy decoding of one token draws no random number, so that scoring leaves the server's sampling as it was.
+    Greedy decoding of one token draws no random number, so scoring leaves the server's sampling as it was.
 
     Args:
         replica: One of verl's rollout replicas.
@@ -183,7 +183,7 @@ def ask_probes(replica: Any, token_ids: Sequence[Sequence[Sequence[int]]], timeo
         timeout: Seconds that the engines may take.
 
     Returns:
-        What to wait for, of each engine.
+        What to wait for, for each engine.
     """
     return _ask_engines(replica, token_ids, PROBE, timeout)
 
@@ -193,7 +193,7 @@ def _ask_engines(
 ) -> list[list[Any]]:
     server = replica.servers[0]
     if engines_of(replica) > 1:
-        # verl's server leaves it to vLLM's balance which engine answers.
+        # verl's server lets vLLM's load balancing choose the engine that answers.
         return [
             [server.__ray_call__.remote(_probe_engine, number, [list(row) for row in rows], dict(settings), timeout)]
             for number, rows in enumerate(token_ids)

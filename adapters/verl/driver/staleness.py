@@ -48,17 +48,17 @@ class StalenessMixin(_Host):
         def _bypasses(self) -> bool: ...
 
     def get_llm_client(self) -> Any:
-        """Return verl's client, which notes versions where it resumes answers, and unless that is observed alone each turn."""
+        """Return verl's client, made to note versions where it resumes answers and, under `enforce`, every turn."""
         return versioned(super().get_llm_client(), turns=self._block.level == "enforce")
 
     def _follow_versions(self) -> None:
-        """Measure the parts of the gap from here on, where rollouts may be of older weights and the trainer scores them."""
+        """Measure numerics and drift apart from here on, if rollouts may be of older weights and the trainer scores them."""
         if self.trainer_mode != SYNC and not self._bypasses():
             self._log.recorder.follow_versions(self._block.monitor.numerics_tokens)
 
     @property
     def _version(self) -> int:
-        """Version of the weights that score a batch: of the last weight update."""
+        """Version of the weights that score a batch: the version of the last weight update."""
         return int(self.global_steps) - 1
 
     @property
@@ -81,15 +81,15 @@ class StalenessMixin(_Host):
             batch.extra_info.pop(STALE, None)
 
     def _measure_parts(self, batch: Any) -> None:
-        """Take what the workers have measured of a scored batch by version, and look further where that is too little."""
+        """Take the workers' measurements of a scored batch by version, and score more rollouts where those are too few."""
         whole = self._log.recorder.stale
         if whole is None:
             return
-        # Of this batch alone, which leads the rate; the log has those of all updates of a step.
+        # Only this batch's gap leads the rate; the log merges the gaps of all local updates of a step.
         gap = self._numerics = StaleGap(sampling=whole.sampling, least=whole.least)
         try:
             self._add_measured(gap)
-            # Later updates of a step have other weights than those that sampled, and keep none.
+            # At later local updates of a step the actor's weights are no version that sampled: nothing more is scored or kept.
             if int(getattr(self, "local_trigger_step", 0)):
                 return
             if not gap.enough():
@@ -110,7 +110,7 @@ class StalenessMixin(_Host):
 
     @property
     def _unit(self) -> int:
-        """Rows that a scoring pass takes a multiple of: whole micro-batches of every rank."""
+        """A scoring pass takes a multiple of this many rows, so that every rank has whole micro-batches."""
         rollout = self.config.actor_rollout_ref.rollout
         ranks = int(self.actor_rollout_wg.world_size)
         return (
@@ -118,7 +118,7 @@ class StalenessMixin(_Host):
         )
 
     def _score(self, gap: StaleGap, rows: Sequence[Row], partition: str, part: str, version: int) -> None:
-        """Score rows with the weights that the actor has now, which are of a version, and add what comes of it."""
+        """Score rows with the actor's present weights, which have this version, and add the measurement to the gap."""
         meta = KVBatchMeta(partition_id=partition, keys=[key for key, _ in rows], tags=[tags for _, tags in rows])
         meta.extra_info = flags_of_pass(self._block, self.config.actor_rollout_ref.rollout.temperature)
         with self._by_version(meta, part, version):
@@ -136,7 +136,7 @@ class StalenessMixin(_Host):
             if key not in taken and tags.get("status") == FINISHED and _span(tags) == (version, version)
         ]
         if self._replayed:
-            # One that has lost them is named when its own batch comes.
+            # A rollout that has lost its routes is named when its own batch comes.
             lost = set(without_routes([key for key, _ in rows], batch.partition_id))
             rows = [row for row in rows if row[0] not in lost]
         if self._block.sampling_mask is not None:
@@ -164,7 +164,7 @@ class StalenessMixin(_Host):
             workers.mismatch_use_weights(now)
 
     def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
-        """Return what leads the rate with a trigger: of numerics, where rollouts may be of older weights."""
+        """Return the statistics that lead the rate with a trigger; a stale batch's gap is that of numerics only."""
         gap = self._numerics
         if gap is not None and trigger in ("mismatch_kl", "f_tau"):
             return {**numerics_statistics(gap)}
@@ -172,24 +172,24 @@ class StalenessMixin(_Host):
 
 
 def flags_of_pass(block: MismatchConfig, temperature: float) -> dict[str, Any]:
-    """Return what a further scoring pass is asked for: under R2 no routes, which would take the place of those for the update.
+    """Return the flags of a further scoring pass; under R2 it records no routes, because they would replace the update's.
 
     Args:
-        block: The run's.
-        temperature: Of the rollout.
+        block: The run's block.
+        temperature: The rollout's temperature.
     """
     records = block.routing is not None and block.routing.mode == "R2"
     return flags_of_scoring(temperature, FURTHER, *([NATIVE] if records else []))
 
 
 def enough_rows(rows: Sequence[Row], tokens: int, unit: int, *, filling: Sequence[Row] = ()) -> list[Row]:
-    """Return the first rows that have so many tokens together, or all, as a multiple of a unit.
+    """Return the first rows that together have enough tokens, or all rows, as a multiple of a unit.
 
     Args:
         rows: Rows to choose from.
         tokens: Tokens of responses that are enough.
-        unit: Number that the rows are a multiple of: fewer rows than all where others are missing.
-        filling: Rows that may stand beside them to make a multiple, and are not measured.
+        unit: The number of returned rows is a multiple of this; the last unit is dropped where `filling` cannot complete it.
+        filling: Other rows that may complete the last unit; they are not measured.
     """
     count = total = 0
     while count < len(rows) and total < tokens:

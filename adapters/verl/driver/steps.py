@@ -1,7 +1,7 @@
-"""What is logged of a step that makes several local updates between two weight updates.
+"""The metrics of a step that makes several local updates between two weight updates.
 
-verl adds up such a step's metrics by parts of their names: what is called "sum" or "total" is summed, "max" and "min" likewise,
-and everything else is averaged, counts as well. This package's own are taken out before, and added up by what they are.
+verl combines such a step's metrics by parts of their names: "sum" and "total" are summed, "max" and "min" likewise, and
+everything else is averaged, counts too. This package's metrics are taken out before, and each is combined as its kind requires.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ LAST = frozenset(
         *("lr_multiplier", "lr_surges", "lr_surge_step", "lr_surge_threshold", "lr_period"),
     }
 )
-"""What stands for itself after the last update: settings, and counts since training began."""
+"""Metrics whose value after the last update holds for the step: settings, and counts since training began."""
 SUMS = frozenset({"skipped_steps", "replayed_forwards", "other_passes", "compared_tokens"})
-"""Counts of an update."""
+"""Counts of one update, which are summed."""
 
 
 class StepMetrics:
@@ -33,8 +33,8 @@ class StepMetrics:
         """Take this package's metrics out of those of a local update.
 
         Args:
-            metrics: Of the update; changed in place.
-            samples: Samples that it learnt from.
+            metrics: The update's metrics; changed in place.
+            samples: How many samples the update learnt from.
         """
         for name in [name for name in metrics if name.startswith(PREFIX)]:
             self._found[name].append((float(metrics.pop(name)), samples))
@@ -45,7 +45,7 @@ class StepMetrics:
 
 
 def _together(name: str, found: list[tuple[float, int]]) -> float:
-    """Return what several updates amount to."""
+    """Return a metric's value for the step from its values in several updates."""
     values, leaf = [value for value, _ in found], name.rpartition("/")[2]
     if len(values) == 1 or leaf in LAST:
         return values[-1]

@@ -1,4 +1,4 @@
-"""verl's PPO trainer with the `mismatch:` block, in each of its modes; `modes.py` puts it over the class of a mode.
+"""verl's PPO trainer with the `mismatch:` block, in each of verl's modes; `modes.py` combines it with verl's class of a mode.
 
 Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (the gap) ->
 `_compute_advantage` (correction, KL in rewards) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
@@ -52,10 +52,10 @@ from mismatch_ext.watchdog import STARTING, Watchdog
 class MismatchTrainer(
     PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin, ExaminingMixin
 ):
-    """Chosen by `settings.prepare` for a configuration with a block; verl's own trainer runs those without."""
+    """The trainer that `settings.prepare` chooses for a configuration with a block; without one, verl's own trainer runs."""
 
     host_mode: ClassVar[str] = SYNC
-    """Mode of the class of verl's that this one is put over."""
+    """Mode of the verl trainer that this class is combined with."""
 
     def __init__(self, config: DictConfig) -> None:
         block = active_block()
@@ -68,7 +68,7 @@ class MismatchTrainer(
         self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
         self._verdicts.add(early_findings(), said=True)
         with open_dict(config):
-            # verl reads its mode in many places: by it, it asks for settings, checkpoints and replay buffer.
+            # verl reads its mode in many places, for settings, checkpoints and the replay buffer.
             config.trainer.v1.trainer_mode = self.host_mode
         self._log = self._new_log(config)
         self._watchdog = self._new_watchdog()
@@ -84,7 +84,7 @@ class MismatchTrainer(
         self._follow_versions()
 
     def _new_log(self, config: DictConfig) -> RunLog:
-        """Return what writes this run, in the folder of verl's checkpoints."""
+        """Return the run's log, which writes into the folder of verl's checkpoints."""
         return RunLog(
             self._block,
             run_folder(self._block.monitor, Path(config.trainer.default_local_dir)),
@@ -96,7 +96,7 @@ class MismatchTrainer(
         )
 
     def _new_watchdog(self) -> Watchdog:
-        """Return what ends a run that hangs, or under `observe` says that enforce would have."""
+        """Return the watchdog, which ends a run that hangs; under `observe` it only says that enforce would have."""
         watchdog = partial(Watchdog, self._block.monitor.stall_timeout, host="verl", logs="Ray's worker logs")
         if not self._verdicts.observes:
             return watchdog(self._release_waiting)
@@ -162,14 +162,14 @@ class MismatchTrainer(
         super().on_step_begin()
 
     def on_sample_begin(self) -> None:
-        # Of each part of a step that has several updates.
+        # Called once for each local update of a step.
         self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")
         super().on_sample_begin()
 
     def on_step_end(self) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
         if self._updating:
-            self._finished_update()  # of the critic alone, in its warm-up
+            self._finished_update()  # only the critic was updated, in its warm-up
         with self._verdicts.checking("weight_sync"):
             self._look_at_weights()
         self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
@@ -189,11 +189,11 @@ class MismatchTrainer(
             self._raise_refused("validation")
         super().on_validate_end()
 
-    # One batch, of which a step has one for each local update.
+    # One batch: a step has a batch for each local update.
 
     @property
     def _first_update(self) -> bool:
-        """Whether the weights that are scored are those that the rollout servers have, and not moved on by an update since."""
+        """Whether the actor's weights are still those that the rollout servers have: no local update has changed them."""
         return bool(self.local_trigger_step == 0)
 
     @property
@@ -202,7 +202,7 @@ class MismatchTrainer(
         return bool(self.local_trigger_step == self.parameter_sync_step - 1)
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
-        """Take a step as verl does, and add up this package's metrics of its local updates by what they are."""
+        """Take a step as verl does, and combine this package's metrics of its local updates, each as its kind requires."""
         self._step_metrics = StepMetrics()
         batch = super().step(metrics, timing_raw)
         metrics.update(self._step_metrics.result())
@@ -235,7 +235,7 @@ class MismatchTrainer(
         return batch
 
     def _has_routes(self) -> bool:
-        """Whether rollouts come with the routes they were sampled with: always under R3, unless it is observed alone."""
+        """Whether rollouts come with the routes they were sampled with: always under R3, except where it is only observed."""
         if self._block.routing is None or self._block.routing.mode != "R3":
             return False
         group = self.config.actor_rollout_ref
@@ -243,7 +243,7 @@ class MismatchTrainer(
         return recorded or not self._verdicts.observes
 
     def _measure_gap(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Take what the workers have measured of a batch that verl has scored, or looks at without a score of its own."""
+        """Collect what the workers measured of a batch in verl's scoring pass; in bypass mode, which has none, let them look."""
         self._measured = None
         if self._bypasses():
             self._measured = self._known(batch, self._looked_at(batch), {})
@@ -253,7 +253,7 @@ class MismatchTrainer(
         self._log.merge("train", groups.state_dict()["train"])
         self._measure_parts(batch)
         if not self._first_update:
-            return  # a further pass would be of weights that have moved on
+            return  # a further pass would score with weights that an update has changed
         if not self._verdicts.observes:
             self._measure_native(batch)
         elif self._draws is not None and self._has_routes():
@@ -296,7 +296,7 @@ class MismatchTrainer(
             return self._update_observed(batch, metrics)
         if self._block.lr is not None:
             self._waiting.append(self._statistics(self._block.lr.trigger))
-            if self._first_update:  # the rule counts steps: what later updates learn from leads the next one
+            if self._first_update:  # the rule counts steps: batches of later local updates lead the next step's rate
                 *earlier, latest = self._waiting
                 metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(*earlier, **latest)))
                 self._waiting = []
@@ -328,7 +328,7 @@ class MismatchTrainer(
             metrics.update(self._would_change_advantages(batch))
         return super()._compute_advantage(batch, metrics)
 
-    # What came of it.
+    # The end of a step, and of the run.
 
     def _compute_metrics(
         self, batch: Any, metrics: dict[str, Any], timing_raw: Any, global_steps: int, epoch: int
@@ -345,7 +345,7 @@ class MismatchTrainer(
         logged = self._log.log(global_steps, metrics)
         metrics.update(logged.metrics)
         for name in [name for name in metrics if of_layer(name)]:
-            del metrics[name]  # verl's loggers get the worst layer alone
+            del metrics[name]  # verl's loggers get only the worst layer
         if logged.stop is not None:
             self._stop()
         self._logged()

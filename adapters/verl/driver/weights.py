@@ -1,8 +1,8 @@
 """The check of weight updates in verl: one verifier for each engine of the rollout servers, all of one actor.
 
-verl's replicas are loaded with random weights and sleep until the first update, so that there is no gap to be had before it:
-its own is the first baseline. Actor and rollout take turns on a device. The actor is asked before an update, while the rollout
-sleeps, and the engines after it.
+verl's replicas start with random weights and sleep until the first update. Before it there is no gap to measure, so the gap
+after it is the first baseline. Actor and rollout take turns on a device: the actor is asked before an update, while the rollout
+sleeps, and the engines are asked after it.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Actor:
 
 
 class Engine:
-    """The rollout's side: one engine of a replica, which is asked before it is waited for, so that all compute at once.
+    """The rollout's side: one engine of a replica. All engines are asked before any is waited for, so that they compute at once.
 
     Args:
         actor: The actor, for the shapes of its tensors.
 
     Attributes:
         decoded: What it decoded after the probes' beginnings; None where it was not asked to.
-        probes: What to wait for, of the probes and of what it decoded.
+        probes: The pending scores of the probes, and of what it decoded.
         sums: The sums of the bits of the engine's tensors.
     """
 
@@ -92,17 +92,17 @@ class Engine:
         Raises:
             EngineError: The server failed, or does not answer.
         """
-        # Nothing of the answers stays here until the next update.
+        # Dropped here, so that no answer stays in memory until the next update.
         probes, self.probes = self.probes, ()
         return answered(probes, ANSWER_TIMEOUT)
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
         """Return what the engine decoded when it was last asked to."""
-        assert self.decoded is not None  # `RolloutWeights` has asked before it lets judge
+        assert self.decoded is not None  # `RolloutWeights` asks the engine before the verifier calls this
         return self.decoded
 
     def compare(self, sent: Mapping[str, Sums], before: Mapping[str, Sums]) -> Sequence[TensorComparison]:
-        """Compare embeddings and norms by the sums of their bits; SGLang's servers tell none."""
+        """Compare embeddings and norms by the sums of their bits; SGLang's servers report none."""
         return compare_sums(self.sums, sent, before, self._actor.shapes)
 
 
@@ -179,7 +179,7 @@ class RolloutWeights:
         sums = [ask_sums(replica, self._actor.shapes, ANSWER_TIMEOUT) for replica in self._replicas]
         engines = iter([engine for _, engine in self._verifiers])
         for asked, held in zip(probes, sums, strict=True):
-            # All engines of a server together: one that holds something else spoils the sum.
+            # The sums of all engines of a server are added: one engine that holds something else changes the total.
             total = added(answered_sums(held, ANSWER_TIMEOUT))
             for of_engine in asked:
                 engine = next(engines)
@@ -205,11 +205,11 @@ class RolloutWeights:
         return [*self._probes.tolist(), *decoded]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run judges on with, as JSON-able data."""
+        """Return the state with which a resumed run continues the check, as JSON-able data."""
         return {"engines": [verifier.state_dict() for verifier, _ in self._verifiers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Judge on from what `state_dict` returned; return what begins anew under other settings, if anything does."""
+        """Continue the check from what `state_dict` returned; return a message if something begins anew under other settings."""
         engines = state["engines"]
         if len(engines) != len(self._verifiers):
             return (

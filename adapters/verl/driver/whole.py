@@ -1,9 +1,8 @@
 """Which of verl's checkpoints are whole: a run may have been killed while it wrote one, or the file that names the last.
 
-verl resumes the checkpoint that `latest_checkpointed_iteration.txt` names, which is written last, after `data.pt` and, in
-asynchronous modes, `transfer_queue`, which gets its name when it is finished. A kill can leave that file empty; and with
-`max_actor_ckpt_to_keep`, the actor's part of the checkpoint before is deleted before it is
-written.
+verl resumes the checkpoint that `latest_checkpointed_iteration.txt` names. That file is written last: after `data.pt` and, in
+asynchronous modes, after `transfer_queue`, which gets its name when it is finished. A kill can leave the file empty. With
+`max_actor_ckpt_to_keep`, the actor's part of the previous checkpoint is deleted before that file is written.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SHARD = re.compile(r"(.+)_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Say why a checkpoint cannot be resumed, or return None: what was begun there was finished, as far as its files tell.
+    """Say why a checkpoint cannot be resumed, or return None if it is whole, as far as its files tell.
 
     Args:
         checkpoint: The folder `global_step_N`, with the files of all ranks.
@@ -38,7 +37,7 @@ def fault_of(checkpoint: Path) -> str | None:
     ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
     for path in sorted(checkpoint.rglob("*.pt")):
         match = SHARD.fullmatch(path.name)
-        # What torch.save writes is a zip archive, whose directory comes last; other files are their owners' affair.
+        # torch.save writes a zip archive, whose directory comes last. Files of other names are not looked into.
         if (match or path.name == "data.pt") and not zipfile.is_zipfile(path):
             return f"its {path.relative_to(checkpoint)} is cut off"
         if match:
@@ -50,13 +49,13 @@ def fault_of(checkpoint: Path) -> str | None:
 
 
 def resumable(folder: Path) -> tuple[Path | None, str | None]:
-    """Return the checkpoint to resume in place of the one that verl would, and what to say of it; None where verl's is whole.
+    """Return the checkpoint to resume instead of verl's choice, and what to say about it; both None leave the choice to verl.
 
     Args:
         folder: verl's `trainer.default_local_dir`.
 
     Raises:
-        RecordError: The last checkpoint is not whole, and no other one is; says what to delete.
+        RecordError: Neither the last checkpoint nor another one is whole; says what to delete.
     """
     tracker = Path(get_checkpoint_tracker_filename(str(folder)))
     if not tracker.exists():

@@ -1,8 +1,8 @@
 """Which forward passes of verl's Megatron engine are those of its micro-batches: only these may be replayed or recorded.
 
-verl puts a micro-batch's routes at the routers, and whatever runs next takes them: a pass of an own loss over other tokens too,
-or what it leaves for a backward pass. Here every pass through the model is compared with the micro-batch, and another one finds
-the routers as they are without replay.
+verl puts a micro-batch's routes at the routers, and the next pass takes them, even if a user's loss runs the model over other
+tokens, or such a pass is recomputed. Here every pass through the model is compared with the micro-batch, and a pass over other
+tokens finds the routers without replay.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.stages import Layers, RouteAgreement
 
 FLAG = "enable_routing_replay"
-"""What verl's worker writes into a batch: whether the actor's replay is meant to work on it."""
+"""Entry that verl's worker writes into a batch: whether the actor's replay is to work on it."""
 
 
 class ReplayGuard:
@@ -54,8 +54,8 @@ class ReplayGuard:
         """Check the routes of a batch's samples, and afterwards that all routers replayed or recorded it.
 
         Raises:
-            RoutingError: Routes are missing, malformed, or in an update of other tokens; names sample, row and layer. On all
-                ranks, when on one.
+            RoutingError: Routes are missing, malformed, or in an update of other tokens; names sample, row and layer. If one rank
+                raises, all do.
             ReplayError: The batch would not be replayed, or was not by all routers.
         """
         if not self._replays(engine, data, forward_only):
@@ -74,7 +74,7 @@ class ReplayGuard:
             error = failure
         agree(error)
         if any(gathered(others)):
-            # Scores of altered samples, which somebody asks for beside those that are trained on.
+            # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
             self.passes.others += 1
             tu.assign_non_tensor(data, **{FLAG: False})
             try:
@@ -108,7 +108,7 @@ class ReplayGuard:
 
     @staticmethod
     def _replays(engine: Any, data: Any, forward_only: bool) -> bool:
-        """Tell whether a batch is to be replayed; only the engine that replays nothing, and scoring, may say no."""
+        """Tell whether a batch is to be replayed; with an engine that replays, only a batch that is scored may say no."""
         asked = tu.get_non_tensor_data(data=data, key=FLAG, default=None)
         if bool(asked) == engine.enable_routing_replay or (asked is False and forward_only):
             return bool(asked)
@@ -161,13 +161,13 @@ class ReplayGuard:
     def after(
         self, router: Any, scores: torch.Tensor, top_k: int, indices: torch.Tensor, native: Callable[[], torch.Tensor]
     ) -> None:
-        """Refuse routes of which there are not exactly one row per token, and compare those of a share of the batches."""
+        """Refuse routes that are not exactly one row per token; in a share of the batches, compare them with the own choice."""
         if indices.shape != (scores.shape[0], top_k):
             raise ReplayError(
                 f"{self._name(router)}: the routes are {tuple(indices.shape)}, the forward pass has {scores.shape[0]} tokens of "
                 f"{top_k} experts; tokens without a row would be dropped. They are of another micro-batch, or of a padded one."
             )
-        # A recomputation, whose action is another, is of routes that were compared in its forward pass.
+        # A recomputation has another action; its routes were compared in the forward pass.
         forward = router.router_replay_action == RouterReplayAction.REPLAY_FORWARD
         if self.agreement is not None and self.agreement.active and forward and self._passes is not None:
             layers, experts = self._chunks[router]
@@ -202,7 +202,7 @@ def is_of_other_tokens(data: Any, forward_only: bool) -> bool:
     """Tell whether samples of a pass that scores have other tokens than their routes were recorded of.
 
     Raises:
-        RoutingError: Those of an update have; names the first.
+        RoutingError: Samples of an update have; names the first.
     """
     changed = altered(data)
     if changed and not forward_only:
@@ -212,7 +212,7 @@ def is_of_other_tokens(data: Any, forward_only: bool) -> bool:
 
 
 def check_routes(engine: Any, data: Any) -> None:
-    """Check the routes of a batch's samples: those rows of each that verl's Megatron engine replays.
+    """Check the routes of a batch's samples, in the rows that verl's Megatron engine replays.
 
     Args:
         engine: verl's MegatronEngine.
@@ -237,7 +237,7 @@ def check_routes(engine: Any, data: Any) -> None:
 def _check_sample(
     array: Any, name: str, config: Any, layers: tuple[int, ...], replayed: int, allowed: tuple[int, ...]
 ) -> None:
-    """Check one sample's routes; an array that is none is named by `ingest`."""
+    """Check one sample's routes; `ingest` refuses what is not a tensor of three dimensions."""
     where, ids = f"request {name}", array
     if isinstance(array, torch.Tensor) and array.dim() == 3:
         ids = array.detach().cpu()

@@ -1,7 +1,7 @@
-"""The block with verl's Megatron engine: settings, and checks around its own replay, which does the work of `routing`.
+"""The block with verl's Megatron engine: settings, and checks around verl's own replay, which does the work of `routing`.
 
-verl's replay looks at no expert id, and a router that it has no routes for chooses for itself. Here every sample's routes are
-ingested before a batch runs, and every router that does not replay is an error (`replay.py` beside it).
+verl's replay does not check expert ids, and lets a router without routes choose for itself. Here every sample's routes are
+checked before a batch runs, and a router that does not replay is an error (`replay.py` beside this file).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def megatron_settings(config: DictConfig, block: MismatchConfig) -> list[str]:
 
 
 def _keep_schedule(config: DictConfig) -> list[str]:
-    """Let a resumed run go on with the schedule that it was saved with, whose updates the rate's control counts."""
+    """Let a resumed run go on with the schedule of its checkpoint, because the rate's control counts that schedule's updates."""
     name = f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler"
     with open_dict(config):
         OmegaConf.update(config, name, True)
@@ -142,7 +142,7 @@ def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
         The patches, or None when the block has no `routing` section.
 
     Raises:
-        PatchError: verl is another than the patches were written for.
+        PatchError: verl's code is not what the patches were written for.
     """
     if block.routing is None:
         return None
@@ -157,7 +157,7 @@ def registered() -> ReplayChecks | None:
 
 
 def replayed_others() -> int:
-    """Return how many passes were over other tokens than their routes since the last call, by the checks of this process."""
+    """Return how many passes this process's checks have found since the last call over other tokens than their routes."""
     checks = registered()
     return 0 if checks is None else checks.guard.take_others()
 

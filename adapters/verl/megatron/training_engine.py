@@ -1,7 +1,7 @@
 """verl's Megatron engine with the block: learning-rate control and its state in checkpoints.
 
-Imports megatron-core, so that only a worker of a Megatron actor may import it. Without an `lr` section the engine does what its
-parent does.
+This module imports megatron-core, so only a worker of a Megatron actor may import it. Without an `lr` section the engine steps as
+its parent does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     """Return the torch optimizers inside Megatron's, in its order; a part of it without parameters has none.
 
     Raises:
-        ConfigError: One is none of torch's, keeps other copies of its rates or weights, or there are none at all.
+        ConfigError: One is not torch's, steps on the CPU or is precision-aware, or there are none at all.
     """
     found = []
     for part in _parts(optimizer):
@@ -83,7 +83,7 @@ class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
         """Build model, optimizer and schedule as the parent does, steer the optimizer, and have routes compared.
 
         Raises:
-            ConfigError: It cannot be steered.
+            ConfigError: The optimizer cannot be steered.
         """
         super().initialize()
         if self.block is None or self.engine_config.forward_only:

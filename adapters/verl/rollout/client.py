@@ -1,8 +1,7 @@
-"""verl's client of its rollout servers, in the processes of agent loops: it notes which weights sampled which tokens, and by
-which experts.
+"""verl's client of its rollout servers, in the agent loops' processes: it notes which weights and experts sampled each token.
 
-verl resumes an answer that a weight update has interrupted, and keeps the versions at its first and last token alone. Of the
-turns of its tool loop it keeps the last one's routes: those are the prefill's for all tokens before, computed anew.
+verl resumes an answer that a weight update has interrupted, but keeps only the versions at its first and last token. Of the turns
+of its tool loop verl keeps only the last one's routes, in which the prefill has routed all earlier tokens anew.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ from mismatch_ext.sampling_mask import TokenSupport, join
 from mismatch_ext.turns import Calls
 
 FIELD = "weight_versions"
-"""Entry of a rollout's `extra_fields`: (version, tokens in front of the first that it sampled, prompt included), in order."""
+"""Entry of a rollout's `extra_fields`: each version in order, with the tokens (prompt too) before the first that it sampled."""
 TOLD = "mismatch_turns"
 """Entry of a rollout's `extra_fields`: what is wrong with its turns (`rollout/turns.py`); absent where nothing is."""
 
 
 class Segments(list[tuple[int | None, int]]):
-    """The segments of a conversation; agent loops keep what came with its first turn, and a later turn adds to it."""
+    """The segments of a conversation. Agent loops keep the object that came with its first turn, and later turns add to it."""
 
-    asked = False  # whether a turn is with the servers; a conversation has one at a time
-    masks: tuple[TokenSupport | str, ...] = ()  # of the answer that is asked for, a piece for each time it was resumed
+    asked = False  # whether the servers have a turn of the conversation; it has one at a time
+    masks: tuple[TokenSupport | str, ...] = ()  # of the present answer, a piece for each request that sampled of it
     tokens: Sequence[int] = ()  # of all turns so far
     routes: Any = (
-        None  # of these tokens but the last `[tokens - 1, layers, experts]`, as they were when each was sampled
+        None  # of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled
     )
 
     def __getstate__(self) -> None:
-        """Leave out what is of use here alone: segments travel with the rollout, routes by themselves."""
+        """Leave out the attributes, which only this process uses: segments travel with the rollout, routes in their own field."""
 
     def goes_on(self, prompt: int) -> bool:
-        """Tell whether a request with so many tokens in front is a later turn of this conversation."""
+        """Tell whether a request with a prompt of so many tokens is a later turn of this conversation."""
         return not self.asked and (not self or prompt > self[0][1])
 
     def take(self, prompt_ids: Sequence[int], output: Any) -> None:
-        """Put the experts that earlier turns have sampled with in the place of those of this turn's prefill.
+        """Replace the routes of this turn's prefill by those with which earlier turns sampled the same tokens.
 
-        Where a turn was given other tokens than those before it sampled, the tokens up to there have theirs.
+        If the turn was given other tokens than the earlier turns had, only the routes before the first such token are replaced.
 
         Args:
-            prompt_ids: What the turn was given.
+            prompt_ids: Tokens that the turn was given.
             output: What verl's server returned for it.
         """
         if output.routed_experts is not None and self.routes is not None:
@@ -67,7 +66,7 @@ _calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
 
 @contextmanager
 def following() -> Iterator[Calls]:
-    """Note every call of the servers that is made from here on in this context, whatever its id, and yield them."""
+    """Note every call of the servers that this context makes from here on, under any request id, and yield the calls."""
     token = _calls.set(calls := Calls())
     try:
         yield calls
@@ -76,7 +75,7 @@ def following() -> Iterator[Calls]:
 
 
 def present_calls() -> Calls:
-    """Return the calls that were made in this context; none where nobody follows them."""
+    """Return the calls that this context has made; none outside of `following`."""
     return _calls.get() or Calls()
 
 
@@ -84,10 +83,10 @@ class Recorder(LLMServerClient):
     """Sees every request to a server, the first one and those that resume it."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as verl does, and note from which token on, and with which weights."""
+        """Generate as verl does, and note the weights' version, and the token from which on they sampled."""
         output = await super().generate(*args, **kwargs)
         segments = _present.get()
-        # Also where it was interrupted before a token: verl's first and last version are of such too.
+        # Noted even if it was interrupted before its first token: verl's first and last version count such a request too.
         masks = output.extra_fields.pop(MASKS, None)
         if segments is not None:
             segments.append((output.extra_fields.get("global_steps"), len(kwargs["prompt_ids"])))
@@ -96,11 +95,11 @@ class Recorder(LLMServerClient):
 
 
 class Conversing(LLMServerClient):
-    """Keeps what is known of a conversation's turns, and puts it as `weight_versions` among what comes with each answer."""
+    """Keeps what is known of a conversation's turns, and adds it to each answer's `extra_fields` as `weight_versions`."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> Any:
         """Generate as verl does."""
-        # As long as somebody has the first turn's: conversations have one id, and no end that a client would see.
+        # Kept by id for as long as somebody has the first turn's segments: a client does not see when a conversation ends.
         known: WeakValueDictionary[Any, Segments] = self.__dict__.setdefault("_conversations", WeakValueDictionary())
         segments = known.get(request_id)
         if segments is None or not segments.goes_on(len(kwargs["prompt_ids"])):
@@ -143,12 +142,12 @@ class TurnsClient(Conversing, Recorder):
 
 
 def versioned(client: Any, *, turns: bool = False) -> Any:
-    """Return a client that notes versions and turns, in the place of one of verl's own; another one is left alone.
+    """Make a client of verl's own class note versions and turns, and return it; a client of another class is left alone.
 
     Args:
         client: verl's client.
-        turns: Whether rollouts are held to their turns, and replayed by the routes of each; versions alone are of use where
-            answers are resumed.
+        turns: Whether rollouts are checked against their turns, and replayed by each turn's routes. Without that, versions are
+            only of use where answers are resumed.
     """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient

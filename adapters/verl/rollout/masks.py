@@ -1,7 +1,7 @@
 """Sampling masks on their way from verl's vLLM server to the trainer: beside each answer, then two fields of each rollout.
 
-A rollout's masks are id lists of different lengths. A field of verl's batches has one ragged dimension, so that ids and their
-numbers are a field each: 4 bytes for an id, and 4 for a token.
+A rollout's masks are id lists of different lengths. A field of verl's batches has only one ragged dimension, so the ids and
+their counts are two fields: 4 bytes for each id, and 4 for each token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mismatch_ext.sampling_mask import TokenSupport, support_of_top
 FIELD = "sampling_mask"
 """Entry of an answer's `extra_fields`: its masks, or why they are not known."""
 IDS, SIZES = "sampling_mask_ids", "sampling_mask_sizes"
-"""Fields of a batch: token ids that were left, of all tokens of a response, and how many there are of each token."""
+"""Fields of a batch: the ids that were left to sample from at all tokens of a response, and how many there are at each token."""
 
 
 def sampled_with(params: Any) -> SamplingSettings:
-    """Return what a request of vLLM's truncates by; nothing where it is decoded greedily."""
+    """Return the settings by which a request of vLLM's truncates; those that cut nothing off if it is decoded greedily."""
     if not params.temperature:
         return SamplingSettings()
     return SamplingSettings(
@@ -45,19 +45,19 @@ def asked_for(section: SamplingMaskConfig, sampling: SamplingSettings, most: int
     Args:
         section: The section.
         sampling: The request's settings.
-        most: As many as vLLM takes: it refuses a request for more, as one may be that cuts less off than the run's.
+        most: vLLM's limit, above which it refuses a request; a request that cuts less off than the run's may need more.
     """
     return min(section.asked(sampling), most)
 
 
 def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSupport | str:
-    """Return the masks of a completion of vLLM's, or why they are not known: an error here would end one rollout in silence.
+    """Return the masks of a completion of vLLM's, or why they are unknown: an error here would only drop a rollout, silently.
 
     Args:
         completion: One of vLLM's, finished or aborted.
         asked: How many of its most likely tokens it was asked for.
         vocabulary: Tokens that its logits are over.
-        name: The request's.
+        name: Name of the request.
     """
     logprobs = completion.logprobs
     try:
@@ -71,7 +71,7 @@ def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSup
 
 
 def fields_of(support: TokenSupport) -> dict[str, Tensor]:
-    """Return masks as fields of a rollout, of one dtype whatever the rollout: verl puts several of them into one tensor."""
+    """Return masks as fields of a rollout, always of the same dtype, because verl puts several rollouts into one tensor."""
     return {IDS: support.ids.to(torch.int32), SIZES: support.counts.to(torch.int32)}
 
 
@@ -84,7 +84,7 @@ def support_of(ids: Tensor, sizes: Tensor, vocabulary: int) -> TokenSupport:
 
 
 def with_masks(output: AgentLoopOutput, support: TokenSupport) -> AgentLoopOutput:
-    """Return an agent loop's output whose fields of a batch have masks among them."""
+    """Return an agent loop's output with masks among the fields that it gives to a batch."""
     kind = _masked(type(output))
     found: AgentLoopOutput = kind.model_construct(_fields_set=output.model_fields_set, **output.__dict__)
     found._support = support  # type: ignore[attr-defined]

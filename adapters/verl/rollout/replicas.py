@@ -1,6 +1,6 @@
-"""The entries of verl's registry that are ours: its SGLang server, and its vLLM server where it sends sampling masks.
+"""This package's entries in verl's registry: an SGLang server, and a vLLM server for runs that send sampling masks.
 
-Otherwise vLLM's workers take an extension class, and its server is verl's own.
+In other runs with vLLM the server is verl's own, and only vLLM's workers take an extension class.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """verl's SGLang server, which says what it runs with and looks at each answer before verl takes it.
 
-verl reads an answer that lacks log-probabilities as an empty one, and trains without a rollout that failed; and the routes that
-SGLang sends, text since 0.5.12, it cannot read. Here an answer is checked by the functions of `mismatch_ext.adapters.sglang`,
-routes are decoded, and what was refused is kept for the trainer, which asks for it.
+verl reads an answer without log-probabilities as an empty one, and trains without a rollout that failed. It cannot read SGLang's
+routes, which are text since 0.5.12. Here the functions of `mismatch_ext.adapters.sglang` check each answer and decode its routes.
+Refusals are kept for the trainer, which asks for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mismatch_ext.verdicts import Verdicts
 
 _OF_VERL: ContextVar[bool] = ContextVar("mismatch_of_verl", default=False)
 KEPT = 20
-"""Refused answers that are kept for the trainer; all are counted."""
+"""How many refused answers are described to the trainer; all are counted."""
 
 PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
 
@@ -49,7 +49,7 @@ class MismatchSGLangServer(SGLangHttpServer):
         self._verdicts = Verdicts("enforce" if block is None else block.level)
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
-            # Of no record that is kept: what verl makes of an answer is not ours.
+            # Sampling and version are placeholders: the records that this makes are only checked, and none is kept.
             self._provenance = to_provenance(read_server(self._info()), sampling=SamplingSettings(), weight_version=0)
             self._generate = self.tokenizer_manager.generate_request
             self.tokenizer_manager.generate_request = self._generate_checked
@@ -67,13 +67,13 @@ class MismatchSGLangServer(SGLangHttpServer):
         }
 
     async def mismatch_refusals(self) -> tuple[int, list[str]]:
-        """Return how many answers were refused since the last call, and the first of them."""
+        """Return how many answers were refused since the last call, and the messages of the first ones."""
         found = self._refused, self._refusals
         self._refused, self._refusals = 0, []
         return found
 
     def _info(self) -> dict[str, Any]:
-        """Return what SGLang's own report would say, with what it leaves out: the dtype that "auto" became, among others."""
+        """Return what SGLang's own report would say, and what it leaves out, for example the dtype that "auto" became."""
         manager = self.tokenizer_manager
         settings = dataclasses.asdict(manager.server_args)
         quantization = settings.get("quantization") or getattr(manager.model_config, "quantization", None)
@@ -87,7 +87,7 @@ class MismatchSGLangServer(SGLangHttpServer):
         }
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a request of verl's, which alone is checked: SGLang's endpoints for health and for others pass."""
+        """Answer a request of verl's. Only these are checked; requests to SGLang's other endpoints, such as health, are not."""
         token = _OF_VERL.set(True)
         try:
             return await super().generate(*args, **kwargs)
@@ -120,7 +120,7 @@ class MismatchSGLangServer(SGLangHttpServer):
                 f"request {name}: mismatch.routing with images or video, of which no token id tells what they show, so that a "
                 "pass of the trainer cannot be shown to be the one that its routes are of; remove mismatch.routing for this data."
             )
-        # A turn that has no room left is asked for no token, and comes with the log-probability of none.
+        # A turn with no room left asks for no token, so its answer has no log-probabilities.
         empty = request.sampling_params.get("max_new_tokens") == 0
         if request.return_logprob and not empty:
             parse_response(output, prompt_ids=prompt, provenance=self._provenance, request_id=name, allow_abort=True)
@@ -137,7 +137,7 @@ class MismatchSGLangServer(SGLangHttpServer):
             meta["routed_experts"] = torch.from_numpy(np.ascontiguousarray(experts, dtype=np.int16))
 
     def _shape(self) -> RoutingShape:
-        """Return what a row of routes looks like; which of its layers have experts is known to the trainer's model."""
+        """Return what a row of routes looks like; only the trainer's model knows which of the layers have experts."""
         text = self.model_config.hf_config.get_text_config()
         experts = (getattr(text, key, None) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
         return RoutingShape(

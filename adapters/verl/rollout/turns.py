@@ -1,6 +1,6 @@
-"""verl's processes of agent loops, in which what a loop makes of its turns is held to what the servers were given and sampled.
+"""verl's processes of agent loops, which check what a loop made of its turns against what the servers were given and sampled.
 
-verl trains without a rollout that raised: what is found goes with the rollout, and the driver raises it.
+verl trains without a rollout that raised. So a fault travels with its rollout, and the driver raises it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CheckedLoops(_Worker):  # type: ignore[misc]
     """Runs in the Ray actors that verl starts for agent loops."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray pickles an inherited one by value, with a copy of verl's class that `super()` then means.
+        # Defined here because Ray pickles an inherited `__init__` by value, and its `super()` would mean a copy of verl's class.
         super().__init__(*args, **kwargs)
 
     async def _run_agent_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ class CheckedLoops(_Worker):  # type: ignore[misc]
             return await super()._run_agent_loop(*args, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
-        """Publish what an agent loop returned as verl does, with what is wrong with it."""
+        """Publish what an agent loop returned as verl does, together with what is wrong with it."""
         if not validate:
             output = output if isinstance(output, list) else [output]
             tell(output, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")
@@ -42,11 +42,11 @@ class CheckedLoops(_Worker):  # type: ignore[misc]
 
 
 def tell(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
-    """Put what is wrong with the outputs of an agent loop among what comes with them, and their sampling masks where asked for.
+    """Add to an agent loop's outputs what is wrong with them, and their sampling masks if the block asks for these.
 
     Args:
-        outputs: What it returned, a row of the batch each; changed in place.
-        calls: Its calls of the servers; of one that has asked others nothing is known.
+        outputs: What the loop returned, a row of the batch each; changed in place.
+        calls: Its calls of the servers; empty if it asked others, and then its turns are unknown.
         name: Beginning of the outputs' keys in verl's TransferQueue.
     """
     one_version, block = not active_mode().asynchronous, active_block()

@@ -23,7 +23,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
     # vLLM adds this class to the bases of its worker.
     model_runner: Any
-    # Buffers of an update, while vLLM's are none to copy into.
+    # Buffers of an update, kept while vLLM's own cannot be copied into.
     _buffers_aside: list[tuple[str, Any]]
 
     def mismatch_report(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
     @property
     def _reloads(self) -> bool:
-        """Whether vLLM quantises tensors while it loads them, and the block acts: an observed run stays as verl has it."""
+        """Whether vLLM quantises tensors while it loads them, and the block acts; an observed run stays as verl has it."""
         block = active_block()
         acts = block is not None and block.level == "enforce"
         return acts and type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
@@ -53,7 +53,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
         verl would load the trainer's tensors into the quantised ones.
         """
-        if self._reloads and not (peft_config and base_sync_done):  # adapters alone
+        if self._reloads and not (peft_config and base_sync_done):  # unless only an adapter is sent
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
             self._buffers_aside = []
@@ -74,7 +74,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         return len(buffer_updates)
 
     def _iter_all_models_with_config(self) -> Iterator[Any]:
-        """Yield what verl is to process after the last tensor: nothing that vLLM has processed layer by layer."""
+        """Yield the models that verl processes after the last tensor: none if vLLM has processed the model layer by layer."""
         if not self._reloads:
             yield from super()._iter_all_models_with_config()
             return
@@ -92,7 +92,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         self._buffers_aside = []
 
     def mismatch_sums(self, shapes: dict[str, list[int]]) -> dict[str, Sums]:
-        """Return the sums of the bits of those tensors that this worker holds in the trainer's layout, or a part of along rows.
+        """Return the sums of the bits of those tensors that this worker holds in the trainer's layout, whole or a range of rows.
 
         Args:
             shapes: Shapes of the trainer's whole tensors, by name.
@@ -104,7 +104,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
                 continue
             values, shape, start = held[name].detach(), tuple(wanted), 0
             vocabulary = getattr(model.get_submodule(name.rpartition(".")[0]), "shard_indices", None)
-            if vocabulary is not None:  # rows of one rank, and padding behind them
+            if vocabulary is not None:  # this rank's rows, and padding behind them
                 start = int(vocabulary.org_vocab_start_index)
                 values = values[: max(0, min(int(vocabulary.num_org_elements), shape[0] - start))]
             if values.shape[1:] == shape[1:] and (vocabulary is not None or values.shape == shape):

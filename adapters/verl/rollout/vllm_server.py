@@ -1,6 +1,6 @@
-"""verl's vLLM server, which sends with each answer what was left to sample from: in runs with `mismatch.sampling_mask` alone.
+"""verl's vLLM server for runs with `mismatch.sampling_mask`: it sends with each answer the tokens that were left to sample from.
 
-verl asks vLLM for the sampled token's log-probability and keeps no other. Here vLLM is asked for its most likely tokens besides:
+verl asks vLLM for the sampled token's log-probability and keeps no other. Here vLLM is also asked for its most likely tokens:
 those that it has cut off have -inf, and the ids of the others go with the answer.
 """
 
@@ -50,7 +50,7 @@ class MismatchVLLMServer(vLLMHttpServer):
             self.mismatch_masks = True
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a request of verl's, with its masks or why they are not known."""
+        """Answer a request of verl's, with its masks or the reason why they are unknown."""
         found: list[TokenSupport | str] = []
         token = _OF_VERL.set(found)
         try:
@@ -64,7 +64,7 @@ class MismatchVLLMServer(vLLMHttpServer):
     async def _generate_masked(
         self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        """Answer as vLLM does; of a request of verl's whose sampling cuts something off, the masks are kept."""
+        """Answer as vLLM does, and keep the masks of verl's requests whose sampling cuts something off."""
         found, asked, output = _OF_VERL.get(), None, None
         if found is not None and sampling_params.logprobs is not None:
             asked = self._asked(sampling_params, found)
@@ -78,7 +78,7 @@ class MismatchVLLMServer(vLLMHttpServer):
             found.append(read(output.outputs[0], asked=asked, vocabulary=self._vocabulary, name=name))
 
     def _asked(self, sampling_params: Any, found: list[TokenSupport | str]) -> int | None:
-        """Return how many of the most likely tokens vLLM is asked for; None where nothing is cut off, or nothing bounds it."""
+        """Return how many of the most likely tokens vLLM is asked for; None if nothing is cut off, or nothing bounds it."""
         if not (sampling := sampled_with(sampling_params)).truncates_support:
             return None
         try:

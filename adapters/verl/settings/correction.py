@@ -1,7 +1,7 @@
 """What the `correction` section sets in verl's configuration: verl's own settings, where they do what is asked.
 
-In verl 0.9.1 a policy loss reads `actor.policy_loss`, and `algorithm.rollout_correction.bypass_mode` reaches the driver alone: of
-its weights, rejection and `loss_type` nothing happens. `set_correction` sets both places.
+In verl 0.9.1 a policy loss reads `actor.policy_loss`, and `algorithm.rollout_correction.bypass_mode` reaches only the driver: the
+weights, rejection and `loss_type` beside it have no effect. `set_correction` sets both places.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mismatch_ext.errors import ConfigError
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
 QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
-"""What verl does otherwise, and its presets with it."""
+"""Where verl, and so its presets, compute differently from this package."""
 OWN_LOSS = "mismatch_bypass"
-"""Name of our policy loss in verl's registry, for bypass settings that verl's own has no words for."""
-# What verl's loss takes where a key is missing.
+"""Name of our policy loss in verl's registry, for bypass settings that verl's own loss cannot express."""
+# Values that verl's loss takes where a key is missing.
 DEFAULTS = {
     "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
     "rollout_rs_threshold": None, "loss_type": "ppo_clip",
 }  # fmt: skip
-# Of these losses a token of advantage 0 still has a gradient, or a part in which other tokens have one.
+# In these losses a token of advantage 0 still has a gradient, or affects which other tokens have one.
 NOT_BY_ADVANTAGE = ("clip_cov", "kl_cov", "dro")
 
 
 def settings_of(section: CorrectionConfig) -> ResolvedCorrection:
-    """Return the settings of a section; a preset by a name of verl's means what verl's own method of that name does."""
+    """Return the settings of a section; a preset with one of verl's names does what verl's own method of that name does."""
     settings = resolve(section)
     if section.preset in VERL_PRESETS and section.compat is None and section.reject is None:
         settings = replace(settings, compat=QUIRKS)
@@ -51,7 +51,7 @@ def settings_of(section: CorrectionConfig) -> ResolvedCorrection:
 def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any] | None:
     """Return verl's `rollout_correction` that does what the settings ask, or None when verl has none that does.
 
-    `off_policy_threshold` is left out: the loss applies it whichever the weights are.
+    `off_policy_threshold` is left out, because the loss applies it for any kind of weights.
 
     Args:
         settings: The resolved `correction` section.
@@ -93,7 +93,7 @@ def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list
 
     Args:
         config: All of verl's configuration; changed in place.
-        section: The `correction` section; None drives the user's own `algorithm.rollout_correction` right.
+        section: The `correction` section; None repairs the user's own `algorithm.rollout_correction` (`check_native`).
 
     Raises:
         ConfigError: The section contradicts verl's own settings, or verl cannot do it.
@@ -125,7 +125,7 @@ def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list
             config.algorithm.rollout_correction = OmegaConf.merge(given, native)
             done = [f"algorithm.rollout_correction: {_words(native)}"]
         else:
-            # The weights are ours; verl is told of the mode alone.
+            # This package computes the weights; verl is told only the mode and the loss.
             own = {
                 "rollout_is": None,
                 "rollout_rs": None,
@@ -140,7 +140,7 @@ def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list
 
 
 def check_native(config: DictConfig) -> list[str]:
-    """Drive the user's own `algorithm.rollout_correction` right where verl 0.9.1 ignores it, and say what was set.
+    """Make the user's own `algorithm.rollout_correction` work where verl 0.9.1 ignores it, and say what was set.
 
     Args:
         config: All of verl's configuration; changed in place.
@@ -169,7 +169,7 @@ def check_native(config: DictConfig) -> list[str]:
         _compare(given, policy_loss.rollout_correction)
         return []
     if not inert and mode != "bypass_mode":
-        return []  # the plain ratio pi/mu in whichever loss: what was asked for
+        return []  # the plain ratio pi/mu, in whichever loss was asked for
     if mode not in ("vanilla", "bypass_mode"):
         raise ConfigError(
             f"algorithm.rollout_correction.{inert[0]}={given[inert[0]]!r} with bypass_mode=True and "

@@ -1,4 +1,4 @@
-"""What verl's overrides say of a run, as the doctor starts it: as verl's rollout server starts its engine."""
+"""Reads a run from verl's overrides, so that the doctor starts its engine as verl's rollout server does."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
     """Compose verl's configuration, and read what its rollout server and its actor are started with.
 
     Args:
-        overrides: Of `main_ppo`, as on its command line.
-        checkpoint: What is examined in the place of the run's own model; None for that.
+        overrides: Overrides of `main_ppo`, as on its command line.
+        checkpoint: The checkpoint to examine instead of the run's own model; None examines that model.
 
     Returns:
         The run, with the engine's arguments and sampling settings as verl 0.9.1 passes them on.
@@ -128,7 +128,7 @@ def _selected(config: Any, name: str) -> Any:
 
 
 def _settled(config: Any) -> MismatchConfig | None:
-    """Set what the block sets of precision, and return the part of the block that acts."""
+    """Set the precision that the block asks for, and return the part of the block that acts."""
     from mismatch_ext.adapters.verl.settings.prepare import set_precision
     from omegaconf import OmegaConf, open_dict
 
@@ -143,7 +143,7 @@ def _settled(config: Any) -> MismatchConfig | None:
 
 
 def _ensure_started(rollout: dict[str, Any], actor: dict[str, Any], engine: str) -> None:
-    """Refuse what the doctor would start otherwise than the run."""
+    """Refuse settings with which the doctor would start something else than the run does."""
     qat = (rollout.get("qat") or {}).get("enable", False)
     mtp = rollout.get("mtp") or {}
     split = (rollout.get("disaggregation") or {}).get("enabled", False)

@@ -9,7 +9,7 @@ from mismatch_ext.errors import ConfigError
 
 
 def coefficient(section: KlConfig, config: DictConfig) -> float:
-    """Return the coefficient to start with: the section's, else verl's `actor.kl_loss_coef` or, for rewards, `kl_ctrl.kl_coef`.
+    """Return the first coefficient: the section's, or verl's `actor.kl_loss_coef` or, for rewards, `kl_ctrl.kl_coef`.
 
     Raises:
         ConfigError: It is not a number > 0.
@@ -26,7 +26,7 @@ def coefficient(section: KlConfig, config: DictConfig) -> float:
 def set_kl(config: DictConfig, section: KlConfig) -> list[str]:
     """Let verl build its reference policy and carry what the section needs, and say what was set.
 
-    verl's own KL term is off in the loss all the same: see `worker/loss.py`.
+    verl's own KL term stays out of the loss: see `worker/loss.py`.
 
     Args:
         config: All of verl's configuration; changed in place.

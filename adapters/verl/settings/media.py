@@ -18,15 +18,15 @@ KEYS = {"image_key": "images", "video_key": "videos", "audio_key": "audios"}
 def check_media(config: DictConfig, block: MismatchConfig) -> None:
     """Refuse routing for data with images, video or audio, as far as its files show it.
 
-    What they do not show (a dataset class of the user's own, files that are not here) is refused by the worker's first pass, and
-    by SGLang's servers at the request.
+    Media that files do not show (a dataset class of the user's own, files that are not here) are refused by the worker's first
+    pass, and by SGLang's servers at the request.
 
     Args:
         config: All of verl's configuration.
         block: The parsed block.
 
     Raises:
-        ConfigError: The first row of a file has some.
+        ConfigError: The first row of a file has images, video or audio.
     """
     if block.routing is None:
         return
@@ -67,6 +67,6 @@ def _first(file: Path, column: str) -> Any:
         try:
             row = json.loads(line)
         except ValueError:
-            return None  # one array over many lines: the worker's first pass sees what is in it
+            return None  # one array over many lines: the worker's first pass refuses media in it
         return row.get(column) if isinstance(row, dict) else None
     return None

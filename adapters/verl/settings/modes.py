@@ -10,18 +10,18 @@ MODES = (SYNC, COLOCATE, SEPARATE)
 """Modes of verl 0.9.1's V1 trainer, all of them."""
 
 TRAINER = "mismatch"
-"""Name of our synchronous trainer in verl's registry, with which those of the other modes begin; and of our engine's vendor."""
+"""Name of our synchronous trainer in verl's registry, prefix of the other modes' names, and the vendor's name of our engine."""
 
 HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
 def trainer_of(mode: str) -> str:
-    """Return the name of our trainer of a mode in verl's registry."""
+    """Return the name in verl's registry of our trainer for a mode."""
     return TRAINER if mode == SYNC else f"{TRAINER}_{mode}"
 
 
 def run_mode(config: DictConfig) -> RunMode:
-    """Return the mode that a configuration asks for, before or after our trainer has taken the place of verl's."""
+    """Return the mode that a configuration asks for, before or after our trainer has replaced verl's."""
     given = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     mode = next((mode for mode in MODES if given in (mode, trainer_of(mode))), given)
     updates = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step") or 1

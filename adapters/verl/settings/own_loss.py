@@ -1,4 +1,4 @@
-"""Which blocks need a loss of this package in verl's workers: who builds it asks here, and who checks that it is there."""
+"""Which blocks need a loss of this package in verl's workers: asked where the loss is built, and where it is checked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mismatch_ext.config import MismatchConfig
 
 
 def needs_own_loss(block: MismatchConfig) -> str | None:
-    """Return the first key of a block that verl's own loss does not do; None where it does all.
+    """Return the first key of a block that verl's own loss cannot do; None if it can do all of them.
 
     Args:
         block: The block of the run.

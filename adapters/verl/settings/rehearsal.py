@@ -41,7 +41,7 @@ def rehearse(config: DictConfig, steps: Sequence[Step]) -> tuple[Verdicts, dict[
     verdicts, target = Verdicts("observe"), copy.deepcopy(config)
     before = dict(_leaves(OmegaConf.to_container(config, resolve=False)))
     for name, step in steps:
-        # What is said of settings is said of the run.
+        # A step prints what it has set, which holds for a run and not for this copy: its output is dropped.
         with verdicts.checking(name), open_dict(target), contextlib.redirect_stdout(io.StringIO()):
             step(target)
     after = dict(_leaves(OmegaConf.to_container(target, resolve=False)))

@@ -59,7 +59,7 @@ started_on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_
 
 
 class MismatchWorker(ActorRolloutRefWorker):
-    """verl's worker with the block: what it has built is looked at before the first step."""
+    """verl's worker with the block: the objects that it has built are looked at before the first step."""
 
     _readiness: str | None = None
     _measured: PartMeasured | None = None
@@ -87,7 +87,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @property
     def _fused(self) -> bool:
-        """Whether the actor's head returns log-probabilities in the place of logits."""
+        """Whether the actor's head returns log-probabilities instead of logits."""
         return not self._megatron and bool(self._fsdp.model_config.use_fused_kernels)
 
     def _block(self) -> MismatchConfig:
@@ -129,7 +129,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_readiness(self) -> str | None:
-        """Return what this rank's shards of the weights are to be warned of, if anything."""
+        """Return the warning about this rank's shards of the weights, if there is one."""
         return self._readiness
 
     @started_on_all_ranks
@@ -137,7 +137,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Send the weights as verl does; routes that come with rollouts from then on have to be of this version."""
         metrics = await super().update_weights(global_steps=global_steps, mode=mode)
         for part in (self.actor, self.ref):
-            # verl validates with a colocated reward model after an update without a step: servers keep their stamp.
+            # With a colocated reward model verl validates after an update without a step: the servers then keep their stamp.
             if part is not None and global_steps is not None:
                 engine: Any = part.engine
                 engine.weight_version, engine.moved = global_steps, False
@@ -150,7 +150,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         fields, by_version = fields_of(data), tu.pop(data, key=STALE, default=None)
         of_stale = {} if by_version is None else fields_of_stale(data)
         output = super().compute_log_prob(data)
-        # Of the ranks that hold one part, such as those that share its sequences, one has what came out.
+        # Several ranks may hold the same part, for example if they share its sequences: only one of them has the output.
         if asked is not None and output is not None:
             part = self._actor.engine.get_data_parallel_rank()
             given = {"log_probs": output["log_probs"], "device": device_of_rank(), **asked}
@@ -163,23 +163,23 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_measured(self) -> PartMeasured | None:
-        """Return what this rank has measured in the last pass that asked for it; None where another one holds the output."""
+        """Return what this rank has measured in the last pass that asked for it; None if another rank has the output."""
         found, self._measured = self._measured, None
         return found
 
     @on_all_ranks
     def mismatch_stale(self) -> Any:
-        """Return what this rank has measured by version in the last pass that asked for it; None where another one did."""
+        """Return what this rank has measured by version in the last pass that asked for it; None if another rank did."""
         found, self._stale = self._stale, None
         return found
 
     @on_all_ranks
     def mismatch_doctor(self, keys: list[str], partition: str, **asked: Any) -> Diagnosis | str | None:
-        """Examine rows of a batch on a copy of the actor's present weights: what is found, or what failed; None on other ranks.
+        """Examine rows of a batch on a copy of the actor's weights; return the diagnosis or what failed, None on other ranks.
 
         Args:
-            keys: Of the rows, which these weights have scored.
-            partition: The batch's.
+            keys: Keys of the rows, which the actor's present weights have scored.
+            partition: The batch's partition.
             **asked: As `examined` takes them.
         """
         sent = sent_weights(self._engine)
@@ -188,7 +188,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         try:
             replay = self._fsdp._replay
             routes = replay is not None and replay.config.mode == "R3"
-            # What a fit foretells of each token stays here: it is for remedies, and none is tried.
+            # What a fit foretells for each token is dropped: it is for remedies, and none is tried here.
             found = examined(self._engine, sent, fetched(keys, partition, routes=routes), **asked)
             return dataclasses.replace(found, foretold=None)
         except Exception as error:  # noqa: BLE001 - the run goes on, and the driver writes it
@@ -203,7 +203,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_use_weights(self, version: int) -> None:
-        """Put a kept version in the place of the actor's weights; see `KeptWeights.use`."""
+        """Replace the actor's weights by a kept version; see `KeptWeights.use`."""
         assert self._kept is not None
         self._kept.use(self._engine.module, version)
 
@@ -257,13 +257,13 @@ class MismatchWorker(ActorRolloutRefWorker):
     def mismatch_look(self, token_ids: list[list[int]], dtype: str) -> dict[str, Any]:
         """Return what probe tokens `[N, T]` and this rank's shards say of the actor's present weights.
 
-        Every rank takes part: the forward pass of a sharded model is collective. `logprobs` are `[N, T-1]`, `fingerprint` is of
-        the shards, and `sums` are those of tensors that an engine may hold in the same layout, after rounding to a dtype, with
-        the `shapes` of the whole tensors.
+        Every rank takes part, because the forward pass of a sharded model is collective. `logprobs` are `[N, T-1]`, and
+        `fingerprint` is a digest of the shards. `sums` are the sums of the bits of tensors that an engine may hold in the same
+        layout, after rounding to a dtype; `shapes` are those of the whole tensors.
         """
         function = score_fused if self._fused else score_tokens
         with self._scoring() as score:
-            # Before the forward pass, which may leave some weights gathered.
+            # The shards are read before the forward pass, which may leave some weights gathered.
             model = self._engine.module
             digest = fingerprint(named_shards(model))
             pieces = {name: piece for name, piece in named_pieces(model) if is_comparable(name)}
@@ -276,7 +276,7 @@ class MismatchWorker(ActorRolloutRefWorker):
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
         """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none."""
         if self._megatron:
-            return None  # probes are scored in FSDP models alone
+            return None  # probes are scored only in FSDP models
 
         def measure(model: nn.Module, ids: torch.Tensor, autocast: Autocast) -> VocabularySurplus | None:
             return vocabulary_surplus(WithLogits(model) if self._fused else model, tokenizer_size, ids, autocast)
@@ -334,12 +334,12 @@ class _Scoring:
         self._mode.__enter__()
         # Every rank scores all tokens by itself.
         self._sequence_parallel = get_ulysses_sequence_parallel_group()
-        # verl annotates no None, which is what its own getter returns without sequence parallelism.
+        # verl's annotation does not allow None, although its own getter returns it without sequence parallelism.
         set_ulysses_sequence_parallel_group(None)  # type: ignore[arg-type]
         engine, device_type = self._engine, get_device_name()
 
         def score(function: Callable[..., Any], token_ids: torch.Tensor) -> Any:
-            # Where tensors go in verl's own passes, also when the parameters are kept on the CPU.
+            # verl's own passes put their tensors there too, even if the parameters are kept on the CPU.
             tokens = token_ids.to(get_device_id())
             return function(
                 engine.module, tokens, lambda: torch.autocast(device_type=device_type, dtype=engine._autocast_dtype)

@@ -100,6 +100,6 @@ def bypass_policy_loss(
     else:
         loss, metrics = compute_policy_loss_vanilla(old_log_prob=old_log_prob, rollout_is_weights=None, **shared)  # type: ignore[call-arg]
     weights = of_weights(found.metrics)
-    # verl's driver, which has no old policy here, cannot measure the gap: verl's own bypass loss logs it under these names.
+    # In bypass mode verl's driver has no old policy and cannot measure the gap: verl's bypass loss logs it under these names.
     gap = {f"rollout_corr/{name}": value for name, value in found.metrics.items() if name not in weights}
     return loss, {**metrics, **gap, **{PREFIX + name: value for name, value in weights.items()}}

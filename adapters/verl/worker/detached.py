@@ -19,11 +19,11 @@ PRESENT = (
 
 
 class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
-    """verl's worker with the block, and with copies of the weights that are copies wherever the weights lie."""
+    """verl's worker with the block, whose copies of the weights are real copies wherever the weights lie."""
 
     @property
     def copy_handler(self) -> Callable[..., Any]:
-        """Return what copies an engine's weights to the host.
+        """Return the function that copies an engine's weights to the host.
 
         verl 0.9.1 takes `tensor.cpu()` of FSDP2's shards, which is the tensor itself where parameters are on the host already
         (`param_offload`, `offload_policy`, a CPU): the update then changes the copy, and π_old of the next mini-batch is the

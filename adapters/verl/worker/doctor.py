@@ -1,4 +1,4 @@
-"""`monitor.doctor` in verl's worker: ranks gather what the rollout is sent, and the first one examines rows of a batch on it."""
+"""`monitor.doctor` in verl's worker: ranks gather the weights that the rollout is sent, and rank 0 examines rows with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESPONSES = "responses"
 
 
 def sent_weights(engine: Any) -> SentWeights | None:
-    """Gather what the rollout is sent of an engine's present weights; every rank must call this, and the first one keeps it."""
+    """Gather an engine's present weights as the rollout is sent them; every rank must call this, and only rank 0 keeps them."""
     sent = SentWeights() if engine.rank == 0 else None
     weights, _ = engine.get_per_tensor_param()
     for name, tensor in weights:
@@ -40,12 +40,12 @@ def sent_weights(engine: Any) -> SentWeights | None:
 
 
 def fetched(keys: Sequence[str], partition: str, *, routes: bool) -> Mapping[str, Any]:
-    """Return what is examined of rows, from verl's TransferQueue.
+    """Return the fields of rows that are examined, from verl's TransferQueue.
 
     Args:
-        keys: Of the rows.
-        partition: The batch's.
-        routes: Whether they have been sampled with routes.
+        keys: The rows' keys.
+        partition: The batch's partition.
+        routes: Whether the rows were sampled with routes.
     """
     wanted = [PROMPTS, RESPONSES, MASK, ROLLOUT, OLD, *([FIELD, EXTRA] if routes else [])]
     found: Mapping[str, Any] = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=wanted)

@@ -37,8 +37,8 @@ class RoutingMixin(_Host):
     _replay: EngineReplay | None = None
     _watched_replay: EngineReplay | None = None  # compares routes, and replays none
     verdicts: Verdicts
-    weight_version: int | None = None  # that the rollout engine was sent last; None where this process has sent none
-    _routes: list[SampleRoutes] | None = None  # of the mini-batch that runs
+    weight_version: int | None = None  # version that the rollout engine was sent last; None if none was sent from here
+    _routes: list[SampleRoutes] | None = None  # routes of the running mini-batch
     _recording = False
     _further = False  # whether the mini-batch that runs is scored beside verl's own passes
     moved = False  # whether an update has moved the weights since the rollout engine was sent them
@@ -76,7 +76,7 @@ class RoutingMixin(_Host):
         self._recording = replay.config.mode == "R2" and forward_only and not reference
         error, others = None, False
         if self._recording:
-            # Of a batch that has routes: what is recorded of other tokens would take their place.
+            # If the batch has routes already, they would be replaced by those that are recorded of other tokens.
             others = data.get(FIELD, None) is not None and bool(samples.altered(data))
         else:
             try:
@@ -87,11 +87,11 @@ class RoutingMixin(_Host):
         try:
             agree(error)
             if any(gathered(others)):
-                # Scores of altered samples, which somebody asks for beside those that are trained on.
+                # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
                 replay.others[TRAIN] += 1
                 self._routes, self._recording = None, False
                 return super().forward_backward_batch(data, loss_function, forward_only)
-            data = data.exclude(FIELD, TOKENS)  # a copy: what has been ingested need not be cut, or moved to the device
+            data = data.exclude(FIELD, TOKENS)  # a copy: what was ingested need not be split, or moved to the device
             data[ROW] = torch.arange(len(data))
             return super().forward_backward_batch(data, loss_function, forward_only)
         finally:
@@ -115,7 +115,7 @@ class RoutingMixin(_Host):
             self._routes = None
 
     def _is_of_other_tokens(self, data: Any, forward_only: bool) -> bool:
-        """Tell whether samples of a pass that scores have other tokens than their routes; an update of such is refused."""
+        """Tell whether samples have other tokens than their routes were recorded of; an update refuses such samples."""
         altered = samples.altered(data)
         if altered and not forward_only:
             name = samples.names(data, self.rank)[altered[0]]

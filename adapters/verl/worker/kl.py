@@ -14,19 +14,19 @@ COEF = "mismatch_kl_coef"
 BASELINE = "mismatch_kl_baseline"
 """Field of the batch that holds the driver's baseline of each token, nats."""
 FIELDS = ("ref_log_prob", "loss_mask", "old_log_probs", "rollout_log_probs", BASELINE)
-"""What is read of a micro-batch, where it is there."""
+"""Fields that are read from a micro-batch, if it has them."""
 
 
 def loss_term(logps: Tensor, fields: Mapping[str, Tensor], term: KlTerm) -> Tensor:
     """Return the term of the actor's loss `[B, T]`, nats, the term's coefficient included.
 
-    It covers every token that the policy sampled, also those that a rejection rule keeps from the policy term: to leave out
-    responses for what they turned out to be would change what is regularised.
+    It covers every token that the policy sampled, also those that a rejection rule takes out of the policy term: leaving out
+    responses because of what was sampled would change what is regularised.
 
     Args:
         logps: Current log-probabilities `[B, T]`, with their graph.
         fields: Padded fields of the micro-batch `[B, T]`, of `FIELDS`.
-        term: That of this worker.
+        term: This worker's KL term.
 
     Raises:
         RecordError: A field is missing.

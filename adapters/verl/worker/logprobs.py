@@ -1,7 +1,7 @@
-"""Log-probabilities of verl's FSDP engine in float32, also where verl takes them in the dtype of the logits.
+"""Log-probabilities of verl's FSDP engine in float32, even where verl takes them in the dtype of the logits.
 
 With flash-attention's cross-entropy verl's log-probabilities are float32. Without it they can be rounded to the logits' half
-precision, in bfloat16 to steps of 1/32 from -4 to -8, while the rollout engine's are float32: a gap of neither side's making.
+precision, in bfloat16 to steps of 1/32 from -4 to -8, while the rollout engine's are float32: a gap from this rounding only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mismatch_ext.config import MismatchConfig
 
 
 def rounds_logprobs() -> bool:
-    """Tell whether verl takes log-probabilities in the dtype of the logits, for want of flash-attention's cross-entropy."""
+    """Tell whether verl takes log-probabilities in the logits' dtype, because flash-attention's cross-entropy is not used."""
     available = bool(torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE)
     return not available or os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"
 

@@ -48,14 +48,14 @@ def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
         config = replace(config, policy_loss=OwnPolicyLoss.of(config.policy_loss, settings), global_batch_info={})
     base: Callable[..., Any] = partial(ppo_loss, config=config)
     masked = settings if settings is not None and settings.off_policy_threshold is not None else None
-    # Bypass may be the user's own setting of verl's, which no block has.
+    # Bypass mode may also be set by the user in verl's own configuration, without the block.
     if needs_own_loss(block) is None and config.policy_loss.loss_mode not in BYPASS:
         return base
     return partial(
         mismatch_loss,
         base=base,
         config=config,
-        # For coefficient 1: that of the batch, which may follow a target, comes with it.
+        # The term has coefficient 1: each batch carries its own coefficient, which may follow a target.
         kl=KlTerm(replace(kl, controller=None), 1.0) if kl is not None and kl.in_loss else None,
         coef=None if kl is None else kl.coef if kl.coef is not None else float(actor_config.kl_loss_coef),
         off_policy=masked,
@@ -124,7 +124,7 @@ def kl_loss(config: Any, kl: KlTerm, model_output: Any, data: TensorDict) -> Ten
 
 
 def _policy_part(base: Callable[..., Any], config: Any, model_output: Any, data: Any, dp_group: Any) -> Any:
-    """Return verl's loss, which in bypass mode fails for a micro-batch of padding alone."""
+    """Return verl's loss; in bypass mode return 0 for a micro-batch of padding only, because verl's loss fails there."""
     if config.policy_loss.loss_mode not in BYPASS or bool(data["response_mask"].values().any()):
         return base(model_output=model_output, data=data, dp_group=dp_group)
     data = data.copy()

@@ -1,8 +1,8 @@
 """The `lr` section in verl: a multiplier on the schedule of an actor's worker.
 
-A step is one of verl's updates: its scheduler moves once per update, however many mini-batches and epochs that has, and `period`
-and warm-up count the same; the `parameter_sync_step` local updates of `separate_async` between two weight updates are one. The
-driver's statistics make every rank's multiplier the same.
+A step is one of verl's updates. verl's scheduler moves once per update, however many mini-batches and epochs the update has, and
+`period` and warm-up count updates too. In `separate_async`, the `parameter_sync_step` local updates between two weight updates
+are one step. Every rank gets the driver's statistics, so all multipliers are the same.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ REQUIRED = "use verl's trainer with this package's trainer_mode"
 
 
 def rate_of(config: LrConfig) -> RateControl:
-    """Return the control of an engine's rate, which refuses an update that the driver gave no statistics before."""
+    """Return the control of an engine's rate, which refuses an update if the driver gave no statistics before it."""
     return RateControl(config, kept_in=KEPT_IN, required=REQUIRED)
 
 
 def warmup_steps(optimizer_config: Any) -> int:
-    """Return the updates of warm-up that verl's FSDP engine builds a schedule with."""
+    """Return how many updates of warm-up the schedule of verl's FSDP engine has."""
     if optimizer_config.lr_warmup_steps > 0:
         return int(optimizer_config.lr_warmup_steps)
     return int(optimizer_config.lr_warmup_steps_ratio * optimizer_config.total_training_steps)
 
 
 class MegatronSchedule:
-    """What a control asks of a torch schedule, answered by Megatron's, which verl moves by 1 in each update.
+    """The part of a torch schedule that a control uses, on top of Megatron's schedule, which verl moves by 1 in each update.
 
     Args:
         schedule: Megatron's `OptimizerParamScheduler`.

@@ -1,4 +1,4 @@
-"""Sampling masks in verl's FSDP engine: they travel as two fields of a batch, and lie under every pass that scores it.
+"""Sampling masks in verl's FSDP engine: they travel as two fields of a batch, and every pass that scores it applies them.
 
 Shapes: T tokens of a sample, prompt included, N rows of logits of a forward pass, each of which predicts the next token.
 """
@@ -29,14 +29,14 @@ ROW = "mismatch_mask_row"
 
 
 class MaskMixin(_Host):
-    """Overrides the methods of verl's engine that run its model; others of this package's lie below it."""
+    """Overrides the methods of verl's engine that run its model; `super()` leads to this package's other mixins first."""
 
     block: MismatchConfig | None
     _is_reference: bool
-    _of_samples: list[TokenSupport] | None = None  # of the mini-batch that runs, a row of logits each
-    _of_rows: TokenSupport | None = None  # of the micro-batch that runs
-    _scored = 0  # passes over masks
-    _ids = _tokens = 0  # of the masks that updates were over, since they were asked for
+    _of_samples: list[TokenSupport] | None = None  # masks of the running mini-batch, by sample
+    _of_rows: TokenSupport | None = None  # masks of the running micro-batch, by row of logits
+    _scored = 0  # how many passes took log-probabilities over masks
+    _ids = _tokens = 0  # ids in the masks of updates, and tokens with a mask, since `mask_metrics` was called last
 
     @property
     def _masking(self) -> SamplingMaskConfig | None:
@@ -60,7 +60,7 @@ class MaskMixin(_Host):
             except MismatchError as failure:
                 error = failure
             agree(error)
-        data = data.exclude(IDS, SIZES)  # a copy: what has been read need not be cut, or moved to the device
+        data = data.exclude(IDS, SIZES)  # a copy: what has been read need not be split, or moved to the device
         if found is not None:
             data[ROW] = torch.arange(len(data))
             if not forward_only:
@@ -73,7 +73,7 @@ class MaskMixin(_Host):
             self._of_samples = None
 
     def _read(self, data: Any) -> list[TokenSupport]:
-        """Return the masks of each sample, a position for each of its tokens: that of the token after it."""
+        """Return the masks of each sample; the position of a token has the mask of the token after it."""
         if IDS not in data or SIZES not in data:
             raise ReplayError(
                 f"mismatch.sampling_mask, but the batch of {len(data)} samples has no {IDS!r} and {SIZES!r}: something between "
@@ -139,7 +139,7 @@ def _of_sample(
 ) -> TokenSupport:
     """Return the masks of one sample `[T]`.
 
-    A sample without a loss has none: verl fills batches up with such, whose tokens nobody has sampled.
+    A sample without a loss has no masks: verl fills batches up with such samples, whose tokens nobody has sampled.
     """
     mask = loss_mask.cpu().bool()
     if not bool(mask.any()):

@@ -1,7 +1,7 @@
-"""What a rank says of its part of a batch: the gap in the pass that scores it, lengths, and log-probabilities that are none.
+"""What a rank measures in its part of a batch: the gap in the pass that scores it, lengths, and broken log-probabilities.
 
-verl's driver would have to fetch every token for that. Here each rank looks at its own part where it lies, and what it sends on
-are a few kilobytes and two numbers a response.
+verl's driver would have to fetch every token for that. Here each rank looks at its own part where it lies, and sends only a few
+kilobytes, and two numbers for each response.
 
 Shapes: B responses of a part, R tokens of these responses one after the other, without padding.
 """
@@ -48,8 +48,8 @@ class PartMeasured:
 
     Args:
         part: Its place among the parts.
-        tokens: The policy's own tokens of each response.
-        lengths: All tokens of each response, those that tools wrote too.
+        tokens: How many tokens of each response the policy itself sampled.
+        lengths: How many tokens each response has, tools' tokens included.
         groups: State of `GapGroups`; empty where no pass has scored the part.
         broken: The first log-probability that is not a number; then there are no groups.
         error: What else was found wrong with it.
@@ -64,12 +64,12 @@ class PartMeasured:
 
 
 def device_of_rank() -> torch.device:
-    """Return where a rank measures: on its accelerator where that has float64."""
+    """Return the device that a rank measures on: its accelerator if that has float64, otherwise the CPU."""
     return torch.device(get_device_id()) if get_device_name() == "cuda" else CPU
 
 
 def fields_of(data: Any) -> dict[str, Any]:
-    """Return what is looked at of a batch, before a pass that may take it out."""
+    """Return the fields of a batch that are measured; read them before a pass, which may take them out."""
     return {name: data.get(name, None) for name in (ROLLOUT, MASK)}
 
 

@@ -31,7 +31,7 @@ FIELD = "routed_experts"
 TRAIN = "train"
 """Split of all passes of the policy: verl's engines do not validate."""
 TOKENS = "routed_tokens"
-"""Field of the token ids that R2 recorded the routes of; those of R3 are of `prompts` and `responses`."""
+"""Field of the token ids whose routes R2 recorded; R3's routes are those of `prompts` and `responses`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class Rows:
 
     Args:
         lengths: Tokens of each sample.
-        packed: Whether samples follow each other in one row; else each is padded on the right to the longest.
+        packed: Whether samples follow each other in one row; otherwise each is padded on the right to the longest.
         padding: Tokens after the last sample of a packed row.
     """
 
@@ -69,13 +69,13 @@ class Rows:
         return [sum(self.lengths[:index]) for index in range(len(self.lengths))]
 
     def real(self) -> Tensor:
-        """Return where there are tokens and no padding `[R]`."""
+        """Return which rows are tokens, not padding `[R]`."""
         if self.packed:
             return torch.arange(sum(self.lengths) + self.padding) < sum(self.lengths)
         return self.attention().flatten()
 
     def token_rows(self, ids: Sequence[Tensor]) -> TokenRows:
-        """Return what a forward pass over the samples' token ids is over, a row per token."""
+        """Return the rows of a forward pass over the samples' token ids, a row per token."""
         rows = len(self.real())
         found, starts = torch.full((rows,), PADDING, dtype=torch.int32), torch.zeros(rows, dtype=torch.bool)
         for place, own in zip(self.places, ids, strict=True):
@@ -84,7 +84,7 @@ class Rows:
         return TokenRows(ids=found, starts=starts)
 
     def attention(self) -> Tensor:
-        """Return the same of a padded batch `[B, S]`."""
+        """Return which places of a padded batch are tokens `[B, S]`."""
         return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
 
 
@@ -106,7 +106,7 @@ class EngineReplay(RouteReplay):
     def __init__(self, config: RoutingConfig, model: nn.Module, seed: int, sharing: int = 1) -> None:
         super().__init__(config, backend, model, seed=seed, ranks=WORLD)
         self._model, self._sharing = model, sharing
-        self.weight_version: int | None = None  # that the rollout engine was sent last
+        self.weight_version: int | None = None  # version that the rollout engine was sent last
         self.takes_older = False  # whether rollouts may be of older weights than these
 
     def ingest(
@@ -120,7 +120,7 @@ class EngineReplay(RouteReplay):
         """Check the routes of a batch's samples.
 
         Args:
-            arrays: Expert ids of each sample `[rows, layers, K]`; None where there are none.
+            arrays: Expert ids of each sample `[rows, layers, K]`; None for a sample without routes.
             tokens: Token ids of each sample `[T]`.
             needed: Rows of each sample, from the first on, that its loss depends on.
             names: What to call each sample in messages.
@@ -135,7 +135,7 @@ class EngineReplay(RouteReplay):
         sent = self.weight_version
         spans = [None] * len(found) if versions is None else versions
         if self.config.mode == "R2" and sent is not None:
-            spans = [(sent, sent)] * len(found)  # recorded here, whoever sampled the tokens
+            spans = [(sent, sent)] * len(found)  # recorded by this engine, whichever weights sampled the tokens
         return [
             replace(routes, trace=stamped(routes.trace, span, sent, name, older=self.takes_older).of_tokens(ids))
             for routes, ids, span, name in zip(found, tokens, spans, names, strict=True)
@@ -146,10 +146,10 @@ class EngineReplay(RouteReplay):
         return SampleRoutes(trace=self._ingested(array, tokens, name), recorded=tokens)
 
     def _recorded(self, array: Any, tokens: int, needed: int, name: str) -> SampleRoutes:
-        """Read what verl made of a rollout engine's record: rows that were not recorded are zero, and come last.
+        """Read a rollout engine's routes as verl hands them on: rows that were not recorded are zero, and come last.
 
-        The last sampled token never passes through the rollout engine. Nor does what an agent loop adds after the last
-        generation, and the samples that verl fills up a batch with have no routes at all: none of these has a loss.
+        The last sampled token never passes through the rollout engine, nor do tokens that an agent loop adds after the last
+        generation. Samples with which verl fills up a batch have no routes at all. None of these rows has a loss.
         """
         ids = None if array is None else torch.as_tensor(array)
         if ids is None or ids.dim() != 3 or ids.is_floating_point():
@@ -162,11 +162,11 @@ class EngineReplay(RouteReplay):
             )
         recorded = len(ids)
         if self.layout.top_k > 1:
-            # From the end: a whole scan would take longer than all other checks, and rows of zeros before are refused anyway.
+            # Only the end is scanned: a whole scan would take longer than all other checks, and earlier zeros are refused anyway.
             while recorded and not bool(ids[recorded - 1].any()):
                 recorded -= 1
         elif recorded == tokens:
-            # With one expert per token a row of zeros is a route, and only the last one's place says that it is none.
+            # With one expert per token a row of zeros is a valid route. Only its place, the last one, says that it is not one.
             recorded -= 1
         if recorded < needed:
             raise RoutingError(
@@ -194,7 +194,7 @@ class EngineReplay(RouteReplay):
         )
 
     def _filler(self, rows: int) -> Tensor:
-        """Return routes that are valid, and that a mask keeps from being used."""
+        """Return valid routes for rows where a mask prevents their use."""
         dtype = torch.uint8 if self.layout.num_experts <= 256 else torch.uint16
         filler = torch.arange(self.layout.top_k, dtype=torch.int32).to(dtype)
         return filler.expand(rows, len(self.layout.layers), -1).contiguous()
@@ -219,7 +219,7 @@ class EngineReplay(RouteReplay):
             yield
 
     def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
-        """Return the rows of the weights that score them: what older weights chose differs by what was learnt since."""
+        """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learnt since."""
         if not self.takes_older or self.weight_version is None:
             return mask
         return mask & (by_row(trace) == self.weight_version).to(mask.device)
@@ -316,7 +316,7 @@ def _padded(trace: RoutingTrace, filler: Tensor) -> RoutingTrace:
 
 
 def _is_over(trace: RoutingTrace, wanted: TokenRows) -> bool:
-    """Tell whether a recorded pass is over some tokens; behind them there may be padding that it takes for tokens."""
+    """Tell whether a recorded pass is over these tokens; the padding behind them may be recorded as tokens."""
     found = trace.token_rows()
     if found is None or len(found.ids) != len(wanted.ids):
         return False

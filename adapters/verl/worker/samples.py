@@ -31,8 +31,8 @@ def tokens(data: Any) -> list[Tensor]:
 def altered(data: Any) -> list[int]:
     """Return the samples that have a loss, but other token ids than their routes were recorded of.
 
-    With R2 the recording says which these were. With R3 they are the agent loop's prompt and response, which came with the
-    routes; where these fields are missing or padded, nothing is known of other ones than `input_ids`.
+    With R2 the recording says which ids these were. With R3 they are the agent loop's prompt and response, which came with the
+    routes; where these fields are missing or padded, there is nothing to compare `input_ids` with.
     """
     field, prompts, responses = (data.get(name, None) for name in (TOKENS, "prompts", "responses"))
     if field is not None:

@@ -1,8 +1,7 @@
 """Loss scaling of verl's FSDP engine under `precision.dtype: float16`.
 
-verl makes a `ShardedGradScaler` with settings of its own. On a machine without CUDA that one disables itself, with a warning,
-and float16 is trained unscaled; the `LossScaler` that takes its place is for the engine's real device, and refuses to exist
-disabled.
+verl makes a `ShardedGradScaler` with settings of its own. On a machine without CUDA it disables itself, with a warning, and
+float16 is trained unscaled. The `LossScaler` that replaces it is for the engine's real device, and is never disabled.
 """
 
 from __future__ import annotations

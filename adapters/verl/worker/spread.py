@@ -1,7 +1,7 @@
 """Work on a batch that needs no model, spread over the actor's ranks: each fetches rows of its own from verl's TransferQueue.
 
-What the driver hands out are keys, whole groups of rows that belong together, and what comes back is as small. A rank takes
-`TOGETHER` rows at a time, so that its memory does not grow with the batch either.
+The driver sends only keys, in whole groups of rows that belong together, and the results are as small. A rank takes `TOGETHER`
+rows at a time, so that its memory does not grow with the batch either.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def looked_at(keys: Sequence[str], partition: str, first: int) -> list[PartMeasu
     """Look at rows that no pass scores, `TOGETHER` at a time.
 
     Args:
-        keys: Theirs, in the batch's order.
+        keys: The rows' keys, in the batch's order.
         partition: The batch's.
         first: Number of the first part.
     """

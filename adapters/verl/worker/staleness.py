@@ -1,4 +1,4 @@
-"""What a rank says of stale rollouts in its part of a batch."""
+"""What a rank measures of stale rollouts in its part of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLD, EXTRA, PROMPTS = "old_log_probs", "extra_fields", "prompts"
 
 
 def fields_of_stale(data: Any) -> dict[str, Any]:
-    """Return what is looked at of a batch, before a pass that may take it out."""
+    """Return the fields of a batch that are measured; read them before a pass, which may take them out."""
     return {name: data.get(name, None) for name in (ROLLOUT, MASK, OLD, EXTRA, PROMPTS)}
 
 
@@ -52,7 +52,7 @@ def stale_gap(
         if part == "batch":
             gap.add_batch(now, rollout, mask, versions, scoring=version, comparable=comparable)
         elif part == "buffer":
-            # A number that is none is named when its own batch comes.
+            # A rollout with a log-probability that is not finite is named when its own batch comes.
             gap.add_buffer(now, rollout, mask & comparable & (versions == version) & rollout.isfinite())
         else:
             old = fields[OLD].to_padded_tensor(0.0).float().cpu()
@@ -71,14 +71,14 @@ def _segments(fields: Mapping[str, Any]) -> list[list[Segment]]:
 
 
 def segments_of(extra: Mapping[str, Any], prompt: int) -> list[Segment]:
-    """Return the segments of a rollout: of each request where a client noted them, else of first and last token.
+    """Return the segments of a rollout: one for each request if a client noted them, otherwise from its first and last version.
 
     Args:
-        extra: verl's `extra_fields` of it.
+        extra: The rollout's `extra_fields` in verl.
         prompt: Tokens of its prompt.
     """
     noted, span = extra.get(FIELD), (extra.get("min_global_steps"), extra.get("max_global_steps"))
-    # Those of a conversation begin behind the prompt; of some turns alone nobody knows what is before or after them.
+    # The segments of a whole conversation begin right after the prompt; segments of only some turns do not tell of the others.
     if noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span and all(at >= prompt for _, at in noted):
         return [Segment(version, start - prompt) for version, start in noted]
     return segments_of_span(*span)

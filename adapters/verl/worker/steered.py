@@ -1,6 +1,6 @@
-"""What both of this package's engines in verl do, FSDP's and Megatron's.
+"""What both engines of this package in verl have in common, FSDP's and Megatron's.
 
-The driver's statistics lead their rate, our state lies beside verl's own in their checkpoints, and verl's registry has them.
+The driver's statistics lead their rate, their checkpoints hold this package's state beside verl's, and verl's registry has them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class SteeredMixin(_Host):
 
     @property
     def _resumes(self) -> bool:
-        """Whether what `_kept` returns is to be loaded with what verl loads."""
+        """Whether the state that `_kept` returned is to be loaded together with verl's."""
         raise NotImplementedError
 
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:
-        """Go on from what `_kept` returned, which is empty where a checkpoint has nothing of ours."""
+        """Go on from the state that `_kept` returned; it is empty if the checkpoint has none."""
         raise NotImplementedError
 
     def optimizer_step(self) -> Any:
@@ -94,7 +94,7 @@ def register(engine: type[Any], *backends: str) -> None:
 
     Args:
         engine: The class.
-        *backends: What verl calls the strategies that it is for.
+        *backends: verl's names of the strategies that the engine is for.
     """
     for backend in backends:
         known = EngineRegistry._engines.get("language_model", {}).get(backend, {})

@@ -53,13 +53,13 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
     def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given = active_block() if block is None else block
-        # Under `observe` the engine is verl's own, and some of what passes through it is looked at.
+        # Under `observe` the engine computes as verl's own does, and only looks at some of what passes through it.
         self.verdicts = Verdicts("enforce" if given is None else given.level)
         self.block = None if self.verdicts.observes else given
         self.watched = given if self.verdicts.observes else None
         self._steps = self._skipped = self._updates = 0
         self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
-        self._behind = 0  # skipped ones beside others of their step, by which the schedule is behind
+        self._behind = 0  # skipped updates of steps that had others, too: the schedule is behind by as many
         self._mode = active_mode()
         if self.block is not None:
             self._check_setup(self.block)
@@ -118,7 +118,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
                 self.lr_scheduler,
                 warmup=math.ceil(warmup_steps(self.optimizer_config) / self._mode.updates),
                 steps=int(self.optimizer_config.total_training_steps),
-                # Local updates between two weight updates are one step of the rule, also where some of them were skipped.
+                # Local updates between two weight updates are one step of the rule, even if some of them were skipped.
                 updates=lambda: (int(self.lr_scheduler.last_epoch) + self._behind) // self._mode.updates,
             )
 
@@ -134,7 +134,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             return
         with self.verdicts.checking("loss_scaler"):
             refuse_disabled(self.scaler, get_device_name())
-        # A rank that holds a part of each sequence would have to be told which; nothing is compared there.
+        # With sequence parallelism a rank has a part of each sequence and does not know which: nothing is compared there.
         if block.routing is not None and int(self.ulysses_sequence_parallel_size) == 1:
             with self.verdicts.checking("routing"):
                 self._watched_replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
@@ -145,7 +145,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
         if precision is None:
             return super()._build_fsdp_module(module)
         with warnings.catch_warnings():
-            # Of the scaler that is replaced here: it disables itself without CUDA.
+            # verl's scaler warns so when it disables itself without CUDA; it is replaced below.
             warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
             module = super()._build_fsdp_module(module)
         if self.scaler is not None and precision.dtype == "float16" and self._trains:

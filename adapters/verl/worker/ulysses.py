@@ -41,16 +41,16 @@ class Share:
         return cls() if ranks == 1 else cls(rank=get_ulysses_sequence_parallel_rank(), ranks=ranks)
 
     def filling(self, rows: int) -> int:
-        """Return how many rows fill a packed row up."""
+        """Return how many rows of padding a packed row needs to be cut into equal pieces."""
         return -rows % self.ranks
 
     def rows(self, values: Tensor) -> Tensor:
-        """Return this rank's piece of what there is one of for each row `[R, ...]`."""
+        """Return this rank's piece of values that have one entry for each row `[R, ...]`."""
         size = len(values) // self.ranks
         return values[self.rank * size : (self.rank + 1) * size]
 
     def tokens(self, rows: TokenRows) -> TokenRows:
-        """Return the tokens of this rank's piece: where it begins, its model sees a beginning."""
+        """Return the tokens of this rank's piece; the rank's model sees its first token as the start of a sequence."""
         if self.ranks == 1:
             return rows
         return replace(rows, ids=self.rows(rows.ids), starts=_begun(self.rows(rows.starts)))
