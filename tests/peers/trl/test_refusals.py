@@ -265,7 +265,6 @@ def test_a_section_with_nothing_after_it_through_trls_own_parser(peers: Any, tmp
             ConfigError,
             ["weight_sync='error' with zero_optimization.offload_param.device='nvme'"],
         ),
-        (MASKS, {"fsdp": 2}, ConfigError, ["mismatch.sampling_mask with FSDP"]),
         ({}, {"fsdp": 1}, ConfigError, ["weight_sync='error' with fsdp_version=1", "fsdp_version: 2"]),
     ],
 )
