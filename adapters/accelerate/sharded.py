@@ -42,7 +42,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def reshard(model: nn.Module) -> None:
     """Let go of whole weights that FSDP2 keeps from a forward pass for a backward pass that may never come.
 
-    It keeps those of the outermost module, whose parameters would else be shards at one time and whole at another.
+    FSDP2 keeps those of the outermost module. Its parameters would otherwise be shards at one time and whole at another.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -54,7 +54,7 @@ def gathered(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tens
 
     Args:
         model: The model, unwrapped; FSDP2 has not sharded it yet.
-        device: Where they are to be looked at.
+        device: Where the parameters are to be looked at.
     """
     for name, parameter in model.named_parameters():
         with _whole(parameter):
@@ -71,7 +71,7 @@ def _whole(parameter: Tensor) -> AbstractContextManager[Any]:
 
 
 def same_everywhere(accelerator: Accelerator) -> Callable[[str], str]:
-    """Return what makes one digest of those of all ranks, each of which holds a part; every rank calls it."""
+    """Return a function that joins the digests of all ranks, which each hold a part, into one; every rank calls it."""
 
     def join(digest: str) -> str:
         return hashlib.blake2b("".join(gather_object([digest])).encode(), digest_size=16).hexdigest()
