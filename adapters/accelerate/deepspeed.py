@@ -1,4 +1,4 @@
-"""What DeepSpeed trains in, before its engine is there by its configuration and afterwards read back from the engine."""
+"""The dtypes that DeepSpeed trains in: by its configuration before its engine is there, and then read back from the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 
 def engine_of(accelerator: Accelerator) -> Any | None:
     """Return DeepSpeed's engine; None before training has begun."""
-    # Accelerate sets it where DeepSpeed trains alone.
+    # Accelerate sets it only where DeepSpeed trains.
     return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
 
 
@@ -35,7 +35,7 @@ def reduce_in_float32(config: dict[str, Any]) -> None:
 
 
 def read_deepspeed(accelerator: Accelerator, model: nn.Module) -> TrainerReading:
-    """Return what DeepSpeed trains in: of its engine, or before there is one of its configuration.
+    """Return what DeepSpeed trains in, read from its engine, or from its configuration before there is an engine.
 
     Args:
         accelerator: The trainer's.
@@ -58,7 +58,7 @@ def read_deepspeed(accelerator: Accelerator, model: nn.Module) -> TrainerReading
     masters: Counter[str] = Counter()
     for parameter in _masters(engine.optimizer):
         masters[_name(parameter.dtype)] += parameter.numel()
-    # Of a matrix product, which comes out in the dtype of the weights: DeepSpeed casts the model.
+    # A matrix product comes out in the dtype of the weights, because DeepSpeed casts the model.
     kinds = Counter(_name(p.dtype) for p in model.parameters() if p.is_floating_point())
     computes = kinds.most_common(1)[0][0]
     return TrainerReading(
@@ -71,10 +71,10 @@ def read_deepspeed(accelerator: Accelerator, model: nn.Module) -> TrainerReading
 
 
 def forget_order(accelerator: Accelerator) -> None:
-    """Let ZeRO-3 forget in which order a pass of ours came by its modules.
+    """Let ZeRO-3 forget the order in which a pass of ours ran the modules.
 
-    It fetches weights ahead in the order of the last pass. TRL gathers the output projection by itself where it computes
-    log-probabilities, which fails if that is under way already.
+    ZeRO-3 fetches weights ahead in the order of the last pass. TRL itself gathers the output projection where it computes
+    log-probabilities, and that fails if ZeRO-3 is already fetching it.
     """
     optimizer = getattr(engine_of(accelerator), "optimizer", None)
     find = getattr(optimizer, "_get_param_coordinator", None)
@@ -98,12 +98,12 @@ def scale_metrics(accelerator: Accelerator) -> dict[str, float]:
 
 def _enabled(config: Mapping[str, Any], section: str, mixed_precision: str) -> bool:
     enabled = config.get(section, {}).get("enabled")
-    # What a file given to `accelerate launch` leaves open, accelerate settles when the model is prepared.
+    # When the model is prepared, accelerate settles what a file given to `accelerate launch` leaves open.
     return enabled is True or (enabled in (None, "auto") and mixed_precision == section)
 
 
 def _configured_scaler(section: dict[str, Any]) -> dict[str, Any]:
-    # 0 is DeepSpeed's word for a scale that moves, and 16 the power of two that it begins with.
+    # In DeepSpeed's configuration 0 means a scale that moves, and 16 is the default power of two that it begins with.
     static = float(section.get("loss_scale") or 0)
     return {
         "class": "DeepSpeed's scaler",

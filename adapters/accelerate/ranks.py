@@ -13,7 +13,7 @@ class AcceleratorRanks:
     """`Ranks` of an accelerator's processes.
 
     Args:
-        accelerator: The Trainer's, or the state that it shares, where there is no Trainer yet.
+        accelerator: The Trainer's accelerator, or the state that it shares while there is no Trainer yet.
     """
 
     def __init__(self, accelerator: Accelerator | PartialState) -> None:
@@ -26,7 +26,7 @@ class AcceleratorRanks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """How many processes there are."""
         return int(self._accelerator.num_processes)
 
     def gather(self, value: Any) -> list[Any]:

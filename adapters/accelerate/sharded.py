@@ -45,7 +45,7 @@ def gathered(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tens
 
     Args:
         model: The model, unwrapped; FSDP2 has not sharded it yet.
-        device: Where they are to be looked at.
+        device: Where the parameters are to be looked at.
     """
     for name, parameter in model.named_parameters():
         with _whole(parameter):
@@ -62,7 +62,7 @@ def _whole(parameter: Tensor) -> AbstractContextManager[Any]:
 
 
 def same_everywhere(accelerator: Accelerator) -> Callable[[str], str]:
-    """Return what makes one digest of those of all ranks, each of which holds a part; every rank calls it."""
+    """Return a function that joins the digests of all ranks, which each hold a part, into one; every rank calls it."""
 
     def join(digest: str) -> str:
         return hashlib.blake2b("".join(gather_object([digest])).encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """Proof, at every micro-batch, that TRL's own loss is a part of the loss that is stepped.
 
-The KL term and the importance ratios stand in TRL's own `GRPOTrainer._compute_loss`. A subclass may do with its result what it
-likes; where nothing of it is left, what was asked for would be off in silence.
+The KL term and the importance ratios stand in TRL's own `GRPOTrainer._compute_loss`. A subclass may do anything with the result
+of that method. If nothing of the result is left, the sections that were asked for would be off in silence.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
 
 
 class ArrivalMixin(SamplingMaskMixin):
-    """Overrides the methods of Trainer between which a loss is made and stepped."""
+    """Overrides the methods of Trainer from the one that makes a loss to the one that backpropagates it."""
 
-    # Sections that stand in TRL's own loss; () where nothing has to be proven.
+    # Sections whose terms stand in TRL's own loss; () where nothing has to be proven.
     _in_loss: tuple[str, ...] = ()
     # What TRL's own loss has returned since the outermost method was entered; None outside of one.
     _own_losses: list[Tensor] | None = None
-    # Whether anything of the block stands there, to be proven or, as a KL in the rewards in the place of TRL's own, not.
+    # Whether the block changes TRL's own loss at all, also where nothing has to be proven: a KL that is only in the rewards
+    # switches TRL's own KL term off.
     _around_loss = False
-    # Whether TRL's own loss was a part of each loss since the last optimizer step, of which there was one.
+    # Whether there was a loss since the last optimizer step, and TRL's own loss was a part of each.
     _arrived = False
 
     def _around_own_loss(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
-        """Compute TRL's own loss, and remember it: called in its place, inside of whatever a subclass makes of it."""
+        """Compute TRL's own loss and remember it; called instead of TRL's method, inside of any subclass's method."""
         if not self._around_loss:
-            return own_loss(self, model, inputs)  # of another trainer in the same process
+            return own_loss(self, model, inputs)  # another trainer in the same process has called it
         loss = self._with_terms(own_loss, model, inputs)
         if self._own_losses is None:
             return loss
         self._own_losses.append(loss)
-        # Another tensor with the same bits: a subclass may go on in place.
+        # Another tensor with the same bits, because a subclass may change what it gets in place.
         return loss * 1.0
 
     def _with_terms(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
@@ -74,7 +75,7 @@ class ArrivalMixin(SamplingMaskMixin):
         """Train on a micro-batch as TRL does.
 
         Raises:
-            ConfigError: TRL's own loss, in which a section stands, is no part of the loss.
+            ConfigError: TRL's own loss, in which a section stands, is not a part of the loss.
         """
         if not self._around_loss:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -93,7 +94,7 @@ class ArrivalMixin(SamplingMaskMixin):
         """Compute the loss as TRL does.
 
         Raises:
-            ConfigError: TRL's own loss, in which a section stands, is no part of it.
+            ConfigError: TRL's own loss, in which a section stands, is not a part of it.
         """
         if not self._around_loss or self._own_losses is not None:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -120,7 +121,7 @@ class ArrivalMixin(SamplingMaskMixin):
             yield
 
     def _check_own(self, own_loss: OwnLoss) -> None:
-        """Refuse a function that somebody has put in the place of TRL's: what it adds would be taken for TRL's aggregation."""
+        """Refuse a function that somebody has put instead of TRL's, because what it adds would be taken for TRL's aggregation."""
         home = getattr(own_loss, "__globals__", {}).get("__name__", type(own_loss).__name__)
         if home.partition(".")[0] != "trl":
             raise ConfigError(
@@ -140,7 +141,7 @@ class ArrivalMixin(SamplingMaskMixin):
             self._own_losses = outer
 
     def _prove(self, loss: Any, own_losses: list[Tensor]) -> None:
-        """Refuse a loss that does not depend on what TRL's own returned; only the operations between the two are walked."""
+        """Refuse a loss that does not depend on TRL's own; autograd walks only the operations between the two."""
         self._arrived = False
         if not self._in_loss:
             return
@@ -172,7 +173,7 @@ class ArrivalMixin(SamplingMaskMixin):
 
 
 class ArrivalCallback(TrainerCallback):
-    """Refuses an optimizer step for which no loss was proven, as where a subclass trains by other methods.
+    """Refuses an optimizer step for which no loss was proven, for example because a subclass trains by other methods.
 
     Args:
         trainer: The trainer.
@@ -182,7 +183,7 @@ class ArrivalCallback(TrainerCallback):
         self._trainer = trainer
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Refuse the step, or start the next."""
+        """Refuse the step, or begin anew for the next one."""
         if self._trainer._in_loss and not self._trainer._arrived:
             raise self._trainer._refusal(
                 "the loss that is to be stepped came from no compute_loss that could be looked into"

@@ -52,7 +52,7 @@ class CheckpointMixin(_Host):
 
     @property
     def _repairs(self) -> bool:
-        """Whether there is a block that may do otherwise than stock where stock is wrong."""
+        """Whether there is a block, and it may do otherwise than stock where stock is wrong."""
         return self._block is not None and not self._verdicts.observes
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class CheckpointMixin(_Host):
                 self._log.begin(resumed)
             for message in passed_over:
                 self._told(resumed or 0, "torn_checkpoint", message)
-        # Whatever an earlier training of this trainer has left; a checkpoint's state is loaded over it.
+        # Forget what an earlier training of this trainer has left; a checkpoint's state is loaded after this.
         self._saved_step = 0
         self._log.begin_anew()
         if self._lr is not None:
@@ -88,7 +88,7 @@ class CheckpointMixin(_Host):
             if isinstance(error, MismatchError):
                 self._rescue(error)
             with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
-                # A full disk must not take the place of the error in flight.
+                # An error from a full disk must not replace the error in flight.
                 self._log.end("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -99,9 +99,9 @@ class CheckpointMixin(_Host):
         return result
 
     def _resumable(self, asked: Any) -> tuple[Any, list[str]]:
-        """Return the checkpoint to resume, the last whole one where the last is asked for, and what to say of others.
+        """Return the checkpoint to resume, and what to say of others; if the last is asked for, it is the last whole one.
 
-        The main process looks, and all take the same: the others may see a folder at another moment.
+        The main process looks, and all ranks take its answer, because they may see a folder at different moments.
 
         Raises:
             RecordError: There is none, or the one that was named is not whole.
@@ -180,8 +180,8 @@ class CheckpointMixin(_Host):
     def _shuffle_on(self) -> None:
         """Let TRL's sampler draw the orders of the epochs that are done.
 
-        It draws one per epoch, from a generator of its own that begins with the seed, and of a resumed run's epochs the first
-        would have the order of the very first again.
+        The sampler draws one order per epoch, from a generator of its own that begins with the seed. Otherwise the first epoch
+        of a resumed run would have the order of the very first epoch again.
         """
         if (
             isinstance(self._train_sampler, RepeatSampler)
@@ -199,7 +199,7 @@ class CheckpointMixin(_Host):
         return super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load weights as the parent does, and those too that were saved under other names, as experts are."""
+        """Load weights as the parent does, and also those that were saved under other names, for example experts."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
 
@@ -240,7 +240,7 @@ class CheckpointMixin(_Host):
             )
 
     def _go_on_from(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds of ours, beside the alarms, and say which settings have changed since."""
+        """Take over our own state from a checkpoint, except the alarms, and say which settings have changed since."""
         assert self._block is not None
         messages = [changed_settings(state.get("config"), self._block.to_dict())]
         if self.use_vllm and self._verified and state.get("weight_version") is not None:

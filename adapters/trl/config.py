@@ -57,7 +57,7 @@ class MismatchConfigMixin(_Host):
         block = self.mismatch_block()
         if block is not None:
             self.mismatch = block.to_dict()
-            # Findings of a configuration wait there for the trainer.
+            # Findings of the configuration wait in it for the trainer.
             self._verdicts = verdicts = Verdicts(block.level)
             # Under `observe` the block is rehearsed on a copy, which says what it would have set.
             target = copy.copy(self) if verdicts.observes else self
@@ -98,7 +98,7 @@ class MismatchConfigMixin(_Host):
     def train_batch_size(self) -> int:
         """The batch size per process, as in the parent.
 
-        `Trainer.__init__` asks for it: the one moment at which a trainer that would ignore the block can be told from ours.
+        `Trainer.__init__` reads it. Only at that moment can a trainer that would ignore the block be told from ours.
         """
         builder = inspect.unwrap(Trainer.__init__).__code__
         if self.mismatch is not None and not getattr(self, "_claimed", False) and sys._getframe(1).f_code is builder:
@@ -175,8 +175,8 @@ class MismatchConfigMixin(_Host):
             )
 
     def _check_settled(self, block: MismatchConfig) -> None:
-        """Refuse what can be told once the parent has parsed dictionaries, and knows processes, optimizer and DeepSpeed."""
-        # Mappings by now: on a command line they are JSON.
+        """Refuse what can be judged only when the parent has parsed dictionaries and knows processes, optimizer and DeepSpeed."""
+        # These are mappings by now, although they are JSON on a command line.
         given: Any = self.generation_kwargs or {}
         kwargs: Any = self.model_init_kwargs or {}
         sampling_settings(self, given)
@@ -196,7 +196,7 @@ class MismatchConfigMixin(_Host):
         if block.lr is not None:
             check_optimizer(self)
         plugin = self.deepspeed_plugin
-        # Whether FSDP shards is accelerate's to say, once there is an accelerator.
+        # Only an accelerator can say whether FSDP shards, and there is none yet.
         check_sharding(block, deepspeed=None if plugin is None else plugin.deepspeed_config, fsdp=None)
 
     def _follow_objective(self, block: MismatchConfig) -> None:

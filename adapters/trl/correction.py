@@ -1,4 +1,4 @@
-"""The `correction` section in TRL: TRL's own options where they do what is asked, weights in their place where they do not."""
+"""The `correction` section in TRL: TRL's own options where they do what is asked, and our own weights where they do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
 from mismatch_ext.ranks import Ranks
 
-# TRL's own bound where the weights are ours: it binds nothing, so that TRL's metrics show the plain ratios.
+# TRL's bound where the weights are our own: it never binds, so that TRL's metrics show the plain ratios.
 UNBOUNDED = 1.0e30
 
 
@@ -61,7 +61,7 @@ class CorrectionTerm:
 
     @property
     def reinforces(self) -> bool:
-        """Whether the policy term is A log pi with weights pi/mu, in the place of TRL's clipped ratio."""
+        """Whether the policy term is A log pi with weights pi/mu, instead of TRL's clipped ratio."""
         return self.settings.mode == "bypass" and self.settings.loss == "reinforce"
 
     def apply(self, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:

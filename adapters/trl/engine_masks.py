@@ -19,8 +19,8 @@ class EngineMasks:
     """Makes masks of the most likely tokens that an engine reports after truncation.
 
     Args:
-        asked: How many it is asked for; the sampled token comes besides.
-        vocabulary: Tokens that its logits are over, `asked` at least.
+        asked: How many tokens the engine is asked for; it returns the sampled token in addition.
+        vocabulary: How many tokens the engine's logits are over, at least `asked`.
     """
 
     asked: int
@@ -28,19 +28,19 @@ class EngineMasks:
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """What keeps these tokens as numbers while the engine generates; none where each has to be an object."""
+        """Patches that keep these tokens as numbers while the engine generates; none where each token has to be an object."""
         return top_logprobs()
 
     def of(self, result: tuple[Any, ...], outputs: Sequence[Any] | None) -> tuple[list[TokenSupport], tuple[Any, ...]]:
-        """Return the masks of each completion, and the result with the sampled tokens' log-probabilities alone.
+        """Return the masks of each completion, and the result with only the sampled tokens' log-probabilities.
 
         Args:
-            result: Prompts, completions, and of each of their tokens the log-probabilities and ids of the most likely tokens
-                and the sampled one, or of the latter alone where the engine's outputs have the rest as numbers.
+            result: Prompts, completions, and for each completion token the log-probabilities and ids of the most likely tokens
+                and the sampled one; only of the sampled one where the engine's outputs hold the rest as numbers.
             outputs: What the engine returned while `patches` were in place; None where there are none.
 
         Raises:
-            RecordError: A mask is not known; names completion and token.
+            RecordError: A mask is not known; the message names completion and token.
         """
         prompts, completions, tops, ids = result
         if tops is None or ids is None:
@@ -67,9 +67,9 @@ class EngineMasks:
 
 
 def _kept(outputs: Sequence[Any]) -> dict[int, LeftTokens]:
-    """Return what outputs have kept as numbers, by the list of tokens that TRL hands on.
+    """Return what outputs have kept as numbers, by the identity of the token list that TRL hands on.
 
-    With tensor parallelism every rank has the outputs of all, of which TRL takes its own.
+    With tensor parallelism every rank has the outputs of all ranks, and TRL takes the rank's own.
     """
     rows = [row for output in outputs for row in output.outputs]
     return {id(row.token_ids): row.logprobs.left for row in rows if isinstance(row.logprobs, SampledLogprobs)}

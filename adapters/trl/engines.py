@@ -1,4 +1,4 @@
-"""The engine behind TRL's `VLLMGeneration`, as the checks ask it: in this process, or a server."""
+"""The engine behind TRL's `VLLMGeneration`, in this process or a server, and what the checks ask of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class Engine(Protocol):
-    """What `CheckedGeneration` asks; every rank asks at the same time."""
+    """What `CheckedGeneration` asks of an engine; every rank asks at the same time."""
 
     fresh: bool
     """Whether it holds the weights that it was started with."""
@@ -36,10 +36,10 @@ class Engine(Protocol):
         """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Sample `count` tokens after each prompt of `[N, P]`, leaving its random numbers as they are."""
+        """Sample `count` tokens after each prompt of `[N, P]`, and leave the engine's random numbers as they are."""
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Compare tensors just sent, and those before, with what it holds."""
+        """Compare what the engine holds with the tensors just sent and those sent before."""
 
     def record_routing(self) -> None:
         """Take the routes of rollouts from here on."""
@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Send the trainer's weights.
 
         Args:
-            plain: TRL's own way.
+            plain: Sends the weights in TRL's own way.
             weights: Yields what TRL sends.
         """
 
@@ -56,7 +56,7 @@ class Engine(Protocol):
         """Collect vLLM's outputs of what TRL generates in a block; `version` as for `captured_outputs`."""
 
     def generating(self) -> AbstractContextManager[None]:
-        """Hold the engine to the last update while it generates."""
+        """Make sure that the engine holds the last update while it generates."""
 
 
 class Colocated(engine.InProcess):
@@ -64,7 +64,7 @@ class Colocated(engine.InProcess):
 
     Args:
         llm: The engine.
-        repairs: Whether weights go the way that also suits a CPU engine, in the place of TRL's own.
+        repairs: Whether a CPU engine gets weights in a way that suits it, instead of in TRL's own.
     """
 
     fresh = True
@@ -99,16 +99,16 @@ class Colocated(engine.InProcess):
         return engine.captured_outputs(self.llm, version=version)
 
     def generating(self) -> AbstractContextManager[None]:
-        """Do nothing: an engine in this process is this trainer's alone."""
+        """Do nothing, because only this trainer uses an engine in this process."""
         return nullcontext()
 
 
 class Named:
-    """An engine whose answers to the verifier are named where they fail.
+    """An engine whose failures say what the verifier was asking of it.
 
     Args:
         inner: The engine.
-        named: Names what is being done, around it.
+        named: Returns the context around each call; it takes a description of what is being done.
     """
 
     def __init__(self, inner: Engine, named: Callable[[str], AbstractContextManager[None]]) -> None:

@@ -36,7 +36,7 @@ Gap = tuple[Tensor, Tensor, Tensor]
 
 
 class ExaminingMixin(_Host):
-    """Examines batches of `MismatchTrainerMixin`, which sets what is used here."""
+    """Examines batches of `MismatchTrainerMixin`, which sets the attributes that are used here."""
 
     _block: MismatchConfig | None
     _acting: MismatchConfig
@@ -101,7 +101,7 @@ class ExaminingMixin(_Host):
         return examine_batch(rows, computing, copy, self._scored_again())
 
     def _scored_again(self) -> Callable[[Sample], Sample] | None:
-        """Return what asks the engine again, where it is this process's alone and awake; `observe` leaves it in peace."""
+        """Return a function that asks the engine again; None under `observe`, or if the engine is shared or may sleep."""
         args: Any = self.args
         alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 and not args.sleeps
         if self._verdicts.observes or not alone:

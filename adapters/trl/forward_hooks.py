@@ -1,6 +1,6 @@
 """The methods of TRL that run its model, under the routes that belong to each forward pass.
 
-R3: the routes of whoever sampled travel with the completions, as `inputs["routing"]`, through TRL's shuffling and splitting,
+R3: the sampler's routes travel with the completions, as `inputs["routing"]`, through TRL's shuffling and splitting,
 and are replayed in the old-logprob pass and in every update. R2: the trainer's old-logprob pass records them instead.
 """
 
@@ -41,7 +41,7 @@ class RoutingMixin(_Host):
     """Overrides the methods of GRPOTrainer that run its model; `MismatchTrainerMixin` sets what is active."""
 
     _routing: ScoreReplay | None = None
-    # What compares routes and replays none.
+    # Compares routes and replays none.
     _watched_routing: ScoreReplay | None = None
     # The batch that is generated and scored, or the micro-batch whose loss is computed; None between them.
     _rollout_pass: RolloutPass | None = None
@@ -49,7 +49,7 @@ class RoutingMixin(_Host):
     _ranks: Ranks
     _score_again: Callable[[Any], Tensor]
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
-    # From construction on there is one.
+    # Set from construction on.
     model: nn.Module
 
     @property
@@ -92,7 +92,7 @@ class RoutingMixin(_Host):
         routing, host = self._routing, super()._get_per_token_logps_and_entropies
 
         def score(model: Any, ids: Tensor, mask: Tensor, length: int, size: int | None, **options: Any) -> Scores:
-            # TRL 1.14 takes the size by keyword alone.
+            # TRL 1.14 takes the size only by keyword.
             scores: Scores = host(model, ids, mask, length, batch_size=size, **options)
             return scores
 
@@ -117,16 +117,16 @@ class RoutingMixin(_Host):
             routes = batch.routes_of(*rows)
         split = REFERENCE if reference else self._split
         if routes is None:
-            # Somebody's own pass over other tokens: what they would be given are the experts of the batch's.
+            # Somebody's own pass over other tokens, which must not be given the experts of the batch's tokens.
             routing.others[split] += 1
             return score(model, *given, **options)
         return routing.replay(score, model, *given, traces=routes, split=split, **options)
 
     def _batch_routes(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RoutingTrace]:
-        """Return the routes of a batch, a row of it each, when it has been scored.
+        """Return the routes of a batch that has been scored, one trace for each row.
 
         Raises:
-            RoutingError: What was recorded is of other tokens.
+            RoutingError: The recorded routes are of other tokens.
         """
         routing = self._routing
         assert routing is not None

@@ -37,9 +37,9 @@ class TrainerSide:
         on_sent: Receives the dtypes of the tensors of each weight update.
         event: Receives what is wrong with a weight update: level, name, message.
         compute_dtype: Dtype that its matrix products come out in.
-        examines: Returns whether the next batch is examined here, for which what is sent is copied.
-        everywhere: Makes one digest of those of all ranks, where each holds a part of the weights.
-        prepared: Whether the model scores before training has begun as it does from then on, if it can at all.
+        examines: Returns whether the next batch is examined in this process, so that what is sent has to be copied.
+        everywhere: Joins the digests of all ranks into one, where each rank holds a part of the weights.
+        prepared: Whether the model can score before training has begun, and scores as it does from then on.
     """
 
     named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -70,11 +70,11 @@ class CheckedGeneration:
         patch_digest: Digest of the patches that are active.
         layout: Routers of the trainer's model, when the engine is to record its routing; None records none.
         verdicts: What becomes of checks that fail; None raises their errors.
-        masks: Makes sampling masks of what the engine is then asked for; None makes none.
+        masks: Says how many log-probabilities the engine is asked for, and makes sampling masks of them; None makes none.
         base: The base model, where TRL merges adapters into it for each update; None leaves it to TRL.
 
     Attributes:
-        calling: Whether the engine is asked through here, for rollouts that are recorded or to verify its weights.
+        calling: Whether this object is calling the engine, for rollouts that are recorded or to verify its weights.
         sent: Copy of what the last weight update sent, where a batch is to be examined.
     """
 
@@ -107,7 +107,7 @@ class CheckedGeneration:
                 self.layout = layout
         self.weight_version = 0
         self.reading = rollout.reading()
-        # RLOOTrainer asks for none, and drops them.
+        # RLOOTrainer asks for no log-probabilities, and drops those that it gets.
         inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self.masks, self.base = masks, base
         if masks is not None:
@@ -136,7 +136,7 @@ class CheckedGeneration:
         return getattr(self.__dict__["inner"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What TRL's wrapper has is set there, as a callback that changes its temperature expects.
+        # An attribute of TRL's wrapper is set on the wrapper, as a callback that changes its temperature expects.
         inner = self.__dict__.get("inner")
         if inner is not None and name in vars(inner) and name not in ("sync_weights", "_iter_named_params"):
             setattr(inner, name, value)
@@ -148,7 +148,7 @@ class CheckedGeneration:
         return {"weight_version": self.weight_version, "weight_sync": self.verifier.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> str | None:
-        """Continue from what `state_dict` returned; return what begins anew under other settings, if anything does."""
+        """Continue from what `state_dict` returned; return what begins anew because settings changed, if anything does."""
         self.weight_version = state["weight_version"]
         return self.verifier.load_state_dict(state["weight_sync"])
 
@@ -217,15 +217,15 @@ class CheckedGeneration:
         )
 
     def send_moved(self) -> None:
-        """Update the engine where the weights changed without a step; TRL goes by steps.
+        """Update the engine if the weights changed without a step, which TRL does not notice because it counts steps.
 
-        As when the best checkpoint is loaded at the end, or training begins anew.
+        This happens for example when the best checkpoint is loaded at the end, or when training begins anew.
         """
         if self.verifies and not self.verdicts.observes and self.verifier.moved():
             self.sync_weights()
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` has them.
+        """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` collects the records.
 
         Raises:
             EngineError: The engine failed.
@@ -233,7 +233,7 @@ class CheckedGeneration:
         """
         observes = self.verdicts.observes
         self.send_moved()
-        # With a version it resets the prefix cache where TRL has not, for the routes in it.
+        # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
         version = None if observes or self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
         capture = self.verdicts.around("records" if self.layout is None else "routes", self.engine.captured(version))
@@ -291,7 +291,7 @@ def _finish_reasons(outputs: Sequence[Any], completion_ids: Sequence[Sequence[in
     known = {id(completion.token_ids): completion.finish_reason for completion in seen}
     if all(
         id(ids) in known for ids in completion_ids
-    ):  # with tensor parallelism TRL takes its own of those of all ranks
+    ):  # with tensor parallelism TRL takes the rank's own from those of all ranks
         return [known[id(ids)] for ids in completion_ids]
     if [list(completion.token_ids) for completion in seen] != [list(ids) for ids in completion_ids]:
         return None

@@ -1,4 +1,4 @@
-"""What a run in TRL says of itself: the header of its metrics file, and how the parts of the block enter TRL."""
+"""The header that a run in TRL writes to its metrics file, and the ways by which the parts of the block enter TRL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def info_of(
 
     Args:
         trainer: The trainer, fully built.
-        readings: What was read back, by side.
+        readings: What was read back from each side, by its name.
         patches: Descriptions of the patches in use.
         audit: The precision audit, or None when no precision was asked for.
     """

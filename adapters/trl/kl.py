@@ -1,4 +1,4 @@
-"""The `kl` section in TRL: the term by TRL's names of its inputs, and the reward function that takes the KL off."""
+"""The `kl` section in TRL: the KL term under TRL's names of its inputs, and the reward function that subtracts the KL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def kl_loss(
     """Return what is added to TRL's per-token loss `[B, T]`, coefficient included.
 
     Args:
-        term: The run's.
+        term: The run's KL term.
         logps: Current log-probabilities `[B, T]` with their graph.
         inputs: The micro-batch.
         mask: 1 for tokens that are trained on `[B, T]`.
@@ -30,7 +30,7 @@ def kl_loss(
         inputs["ref_per_token_logps"],
         mask,
         rollout_logprobs=inputs.get("sampling_per_token_logps"),
-        old_logprobs=inputs.get("old_per_token_logps"),  # which TRL leaves out where the policy is still the old one
+        old_logprobs=inputs.get("old_per_token_logps"),  # TRL leaves it out where the policy is still the old one
         groups=inputs["prompt_group"],
         logits=logits,
         temperature=temperature,
@@ -44,7 +44,7 @@ class KlReward:
 
     def __init__(self) -> None:
         self.penalties: list[float] = []
-        """Of the completions that are about to be rewarded."""
+        """KL penalties of the completions that are about to be rewarded."""
 
     def __call__(self, completions: list[Any], **_: Any) -> list[float]:
         """Return the rewards, once for each batch."""

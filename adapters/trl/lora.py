@@ -2,8 +2,8 @@
 
 TRL merges adapters into the base for each weight update, W + BA, and takes BA off again afterwards. In half precision the sum
 is rounded and so is the difference: the base wanders, and each update starts from what the last one left (huggingface/trl#6688).
-Here the base's own tensors are put back after each update. What the engine gets is still rounded to its grid: of an adapter that
-is smaller than half a unit in the last place of the weights nothing is left there.
+Here the base's own tensors are put back after each update. What the engine gets is still rounded to its grid: an adapter that
+is smaller than half a unit in the last place of the weights vanishes there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_base(model: nn.Module) -> None:
         model: A `PeftModel`.
 
     Raises:
-        ConfigError: The base's weights are no floating-point numbers; names one.
+        ConfigError: The base's weights are not floating-point numbers; the message names one.
     """
     for _, base in layers_of(model):
         for name, weight in base.named_parameters(recurse=False):
@@ -56,8 +56,8 @@ class Base:
         engine_dtype: The engine's compute dtype.
 
     Attributes:
-        rounding: What the engine's grid did to the adapters in the last update: the errors of rounding W + BA over BA, both as
-            Frobenius norms over all layers whose adapters are added to a weight. None before the first, and while BA is 0.
+        rounding: What the engine's grid did to the adapters in the last update: the error of rounding W + BA divided by BA, both
+            as Frobenius norms over all layers whose adapters are added to a weight. None before the first, and while BA is 0.
     """
 
     def __init__(self, model: Any, engine_dtype: str) -> None:
@@ -68,10 +68,10 @@ class Base:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Let merges in a block leave the base's weights, after they are undone, as they were before, bit for bit.
+        """Put the base's weights back, bit for bit, when a merge in a block is undone.
 
         Raises:
-            WeightSyncError: Nothing was merged and unmerged in it.
+            WeightSyncError: Nothing was merged and unmerged in the block.
         """
         merge, unmerge = self._model.merge_adapter, self._model.unmerge_adapter
         restored = False
@@ -79,7 +79,7 @@ class Base:
         def merged(*args: Any, **kwargs: Any) -> None:
             for _, base in layers_of(self._model):
                 for weight in base.parameters(recurse=False):
-                    # A frozen one is copied once, to the host, which has room for it where a device may not.
+                    # A frozen weight is copied once, and to the host, because a device may have no room for it.
                     if weight not in self._kept or weight.requires_grad:
                         self._kept[weight] = weight.detach().to("cpu", copy=True)
             merge(*args, **kwargs)

@@ -18,7 +18,7 @@ else:
 
 
 class LrMixin(_Host):
-    """Overrides what knows gradient norm and rate; `MismatchTrainerMixin` adds the callback."""
+    """Overrides the methods that know gradient norm and rate; `MismatchTrainerMixin` adds the callback."""
 
     _lr: LrCallback | None = None
 
@@ -26,7 +26,7 @@ class LrMixin(_Host):
         """Let a fresh batch of completions lead the rate of the step that learns from it.
 
         Args:
-            metrics: TRL's own of this batch: lengths as it counts them, over all ranks.
+            metrics: TRL's own metrics of this batch: lengths as TRL counts them, over all ranks.
             gap: Old log-probabilities, rollout log-probabilities and mask `[B, T]`; None where the engine reports none.
 
         Raises:
@@ -41,7 +41,7 @@ class LrMixin(_Host):
                     f"mismatch.lr.trigger='response_length': {type(self).__name__} keeps no {LENGTH!r} and {TRUNCATED!r} of its "
                     "rollouts; give mismatch.lr.period, or another trigger."
                 )
-            # Over all ranks, and over completions of equal number in each batch.
+            # TRL's values are over all ranks, and each batch has the same number of completions.
             self._lr.rate.collect(response_length=metrics[LENGTH][-1], truncated_fraction=metrics[TRUNCATED][-1])
         elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
             tokens, statistics = gap_statistics(*gap, reduce=self.accelerator.reduce)

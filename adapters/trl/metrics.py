@@ -31,10 +31,10 @@ class LoggingMixin(SidesMixin):
 
         @property
         def _verdict(self) -> SyncVerdict | None:
-            """The last weight update's, if any was verified."""
+            """The verdict on the last weight update, if any was verified."""
 
         def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-            """Return what is logged beside TRL's own metrics, and what is written to the metrics file alone.
+            """Return what is logged beside TRL's own metrics, and what is written only to the metrics file.
 
             Args:
                 split: "train" or "eval/<name>".
@@ -42,10 +42,10 @@ class LoggingMixin(SidesMixin):
             """
 
         def _further_metrics(self) -> dict[str, float]:
-            """Return those of training steps that this trainer alone has, weight updates among them, without their prefix."""
+            """Return metrics of training steps that only this trainer has, such as weight updates', without their prefix."""
 
         def _ratio_bias(self) -> str | None:
-            """Say why the gap is not numerics alone."""
+            """Say why the gap is not only numerics."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
@@ -131,7 +131,7 @@ class MetricsMixin(LoggingMixin):
 
     def _further_metrics(self) -> dict[str, float]:
         metrics = scale_metrics(self.accelerator) if self.is_deepspeed_enabled else {}
-        # Where a failed check ends no run, a rank may have none.
+        # Where a failed check does not end the run, a rank may have no verdict.
         lone = self._verdicts.observes and self.use_vllm and self._config.monitor.weight_sync != "off"
         if self._verdict is not None or (lone and self.accelerator.num_processes > 1):
             gap = self._sync_gap_over_ranks(None if self._verdict is None else self._verdict.gap_mean)
@@ -171,5 +171,5 @@ def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_agreement(agreement: Agreement | None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what is logged of the agreement of routes, and what is written to the metrics file alone."""
+    """Return what is logged of the agreement of routes, and what is written only to the metrics file."""
     return ({}, {}) if agreement is None else (prefixed(agreement.metrics()), prefixed(agreement.layer_metrics()))

@@ -2,7 +2,7 @@
 
 TRL's own `_compute_loss` runs as it is, with its own KL term switched off; what is added is weighted token by token as TRL
 weights its own per-token loss (`aggregation.read_aggregation`), so that denominators are TRL's for every `loss_type`. It is added
-where TRL's KL term stands, inside that function: what a subclass does around it, it does to both.
+where TRL's KL term stands, inside that function, so that what a subclass does to TRL's loss, it does to the added terms too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ObjectiveMixin(ArrivalMixin):
     """Adds the block's terms to TRL's own loss; `MismatchTrainerMixin` sets what is active."""
 
     _kl: KlTerm | None = None
-    # Among TRL's reward functions, where a part of the KL is in the rewards.
+    # It is among TRL's reward functions if a part of the KL is in the rewards.
     _kl_reward: KlReward | None = None
     _ranks: Ranks
     _correction: CorrectionTerm | None = None
@@ -72,7 +72,7 @@ class ObjectiveMixin(ArrivalMixin):
         return penalties
 
     def _with_terms(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
-        """Compute TRL's own loss, with the block's terms in the place of TRL's."""
+        """Compute TRL's own loss, with the block's terms instead of TRL's."""
         self._check_own(own_loss)
         if self._kl is None and not self._reinforces:
             return own_loss(self, model, inputs)
@@ -100,7 +100,7 @@ class ObjectiveMixin(ArrivalMixin):
         # Masked tokens have weight 0, and their term is finite.
         added = (aggregation.weights * term).sum()
         if aggregation.policy_loss is not None:
-            # TRL's own has the KL term in it, before it is divided for gradient accumulation, as a mean over ranks.
+            # TRL's own metric includes the KL term, not yet divided for gradient accumulation, as a mean over ranks.
             mode = "train" if self.model.training else "eval"
             mine = self.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
             self._metrics[mode]["policy_loss"][-1] += mine

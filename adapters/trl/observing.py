@@ -1,4 +1,4 @@
-"""`mismatch.level: observe` in TRL: what stock TRL has made of a batch is looked at, and nothing of it is changed.
+"""`mismatch.level: observe` in TRL: it looks at what stock TRL has made of a batch, and changes nothing.
 
 TRL's methods run as they are. Everything here comes after them, on copies of what they returned, under `Verdicts.checking`: what
 raises is a finding, whatever it is. What a section would have changed is computed beside the run and logged as `enforce/...`.
@@ -42,7 +42,7 @@ class ObservingMixin(_Host):
     _ranks: Ranks
     _log: RunLog
     _eval_split: str
-    # What would correct, penalise and replay, and is asked for its measurements alone.
+    # These would correct, penalise and replay; here they only measure.
     _watched_correction: CorrectionTerm | None = None
     _watched_kl: KlTerm | None = None
     _watched_routing: ScoreReplay | None
@@ -62,7 +62,7 @@ class ObservingMixin(_Host):
         def _steer_by_rollouts(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None: ...
 
     def _measured(self, inputs: list[dict[str, Any]], rollouts: RolloutPass) -> dict[str, Any]:
-        """Generate and score a batch as TRL does, and look at what came of it."""
+        """Generate and score a batch as TRL does, and measure the result."""
         refused = self._verdicts.counts["records"]
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         with self._verdicts.checking("measuring"):
@@ -74,8 +74,8 @@ class ObservingMixin(_Host):
 
         Args:
             output: What TRL made of it.
-            rollouts: What was kept of it.
-            compared: Whether its records were kept, and none was refused.
+            rollouts: What was kept of the batch.
+            compared: Whether records of the batch were kept, and none was refused.
         """
         seen = dict(output)  # entries are added for our own functions, and none of TRL's tensors is changed
         training = self.model.training

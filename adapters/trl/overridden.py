@@ -1,4 +1,4 @@
-"""Attributes and methods of an object that are others for the time of a block."""
+"""Attributes and methods of an object, replaced for the time of a block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def overridden(target: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def shadowed(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Put functions before an object's methods for the time of a block, also before those of its subclasses."""
+    """Put functions before an object's methods for the time of a block, also before methods that a subclass overrides."""
     own = vars(target)
     before = {name: own[name] for name in methods if name in own}
     own.update(methods)

@@ -1,7 +1,7 @@
-"""What a `rollout_func` asks of the trainer's own vLLM beside TRL's wrapper, as records.
+"""Records of what a `rollout_func` asks of the trainer's own vLLM without TRL's wrapper.
 
-A `rollout_func` may generate by `trainer.vllm_generation.generate`, which records by itself, or by `trainer.vllm_generation.llm`,
-with sampling parameters of its own: they have to be those that the trainer scores with.
+A `rollout_func` may generate by `trainer.vllm_generation.generate`, which records by itself, or by `trainer.vllm_generation.llm`
+with sampling parameters of its own. These have to be the ones that the trainer scores with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def own_calls(generation: CheckedGeneration, records: list[RolloutRecord]) -> Iterator[None]:
-    """Record calls of `LLM.generate` that do not come from TRL's wrapper, in a block.
+    """Record, for the time of a block, calls of `LLM.generate` that do not come from TRL's wrapper.
 
     Args:
         generation: The wrapper of an engine in this process.

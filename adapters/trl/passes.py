@@ -1,4 +1,4 @@
-"""One batch from generation to its loss, and its scoring passes, bound to the tokens that they are of: never "the last one"."""
+"""One batch from generation to its loss, and its scoring passes, which are found by their tokens and never as "the last one"."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def _scored(arguments: tuple[Any, ...], named: dict[str, Any], reference: bool, 
 class RolloutPass:
     """What is known of a batch of rollouts while it is generated and scored, or of a micro-batch while its loss is computed.
 
-    It ends with that: what the loss needs of a batch travels with TRL's inputs, row by row.
+    It does not live longer: what the loss needs of a batch travels with TRL's inputs, row by row.
 
     Attributes:
         fresh: Whether the batch is being generated and scored.
         prompts: Token ids of the prompts of the latest generation.
         records: What the engine returned, in its order.
-        routes: Routes of the rows: the sampler's; with R2 those of each scoring pass that was recorded, whatever tokens it was
-            over; or those that travelled with the micro-batch.
+        routes: Routes of the rows: with R3 the sampler's; with R2 those of each scoring pass that was recorded, over any tokens;
+            in a loss those that travelled with the micro-batch.
         scored: The host's scoring passes, where they are kept.
         policy: The policy's log-probabilities `[B, T]` by a pass of our own, where the host takes none.
         joining: Whether turns are still being generated, so that records are of calls and not yet of completions.
@@ -109,7 +109,7 @@ class RolloutPass:
 
 @contextmanager
 def watched_batch(trainer: Any, batch: RolloutPass) -> Iterator[None]:
-    """Keep what the host scores, and the prompts that it scores it for, as the host sees both.
+    """Keep the host's scoring passes, and the prompts of its latest generation, as the host sees both.
 
     Args:
         trainer: The trainer, while it generates and scores the batch.
@@ -134,7 +134,7 @@ def watched_batch(trainer: Any, batch: RolloutPass) -> Iterator[None]:
 
 @contextmanager
 def watched_loss(trainer: Any, model: Any, inputs: Any) -> Iterator[list[Scored]]:
-    """Keep the passes of TRL's own loss over the tokens of its micro-batch, the one that TRL's loss is made of first.
+    """Keep the passes that TRL's own loss takes over the tokens of its micro-batch; the first is the one that it is made of.
 
     Args:
         trainer: The trainer, while TRL's own `_compute_loss` runs.

@@ -56,7 +56,7 @@ class PreflightMixin(SidesMixin):
     # Token ids that are still to be held against the model's vocabulary.
     _vocabulary: Tensor | None
     _engine: Engine
-    # What of a server cannot be checked.
+    # Says what of a server cannot be checked.
     _unchecked: str | None = None
     _correction: CorrectionTerm | None
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
@@ -81,7 +81,7 @@ class PreflightMixin(SidesMixin):
         if r3:
             arguments[FLAG] = True
         if self._config.sampling_mask is not None:
-            # The sampled token comes besides.
+            # The sampled token comes in addition.
             arguments["max_logprobs"] = self._config.sampling_mask.asked(sampling_settings(config, given))
         if config.device.type == "cpu":
             # Compiling costs a CPU engine far more at its start than it saves in a short run.
@@ -160,7 +160,7 @@ class PreflightMixin(SidesMixin):
 
     @property
     def _scored_sampling(self) -> SamplingSettings:
-        """The sampling settings as far as the trainer's log-probabilities do not follow them."""
+        """The sampling settings that the trainer's log-probabilities do not follow: a sampling mask follows truncation."""
         return self._sampling if self._acting.sampling_mask is None else self._sampling.without_truncation()
 
     def _check_reference(self, reference: bool) -> None:
@@ -224,7 +224,7 @@ class PreflightMixin(SidesMixin):
         return EngineMasks(min(self._acting.sampling_mask.asked(self._sampling), vocabulary), vocabulary)
 
     def _verifiable(self) -> MonitorConfig:
-        """Return the `monitor` section; without the weight check where it cannot be done, which enforce has refused."""
+        """Return the `monitor` section, without the weight check where it is impossible (`enforce` has refused that before)."""
         args: Any = self.args
         monitor = self._config.monitor
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)

@@ -1,4 +1,4 @@
-"""What is read off a TRL trainer and its checkpoints."""
+"""Sampling settings, ratio bias and resumed step, as read off a TRL trainer and its checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sampling_settings(source: Any, generation_kwargs: Mapping[str, Any] | None) 
 
 
 def ratio_bias(trainer: Any, sampling: SamplingSettings) -> str | None:
-    """Say why the gap is not numerics alone, or return None: truncated support, penalties, constrained decoding."""
+    """Say why the gap is not only numerics (truncated support, penalties, constrained decoding), or return None."""
     sentences = [sampling.ratio_bias()]
     if sampling.truncates_support and trainer.args.vllm_mode == "colocate":
         sentences.append(

@@ -1,4 +1,4 @@
-"""What is refused before TRL builds model and engine, or between the two: on an accelerator the engine's start takes minutes."""
+"""Refusals before TRL builds model and engine, or between the two, because an engine's start takes minutes on an accelerator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_peers(
         trainer: The class of the trainer.
         block: The block.
         use_vllm: Whether vLLM generates.
-        server: Whether it is a server, and not an engine in TRL's process.
+        server: Whether vLLM is a server instead of an engine in TRL's process.
         stitches: Whether a completion may be made of several generations.
 
     Raises:
@@ -209,7 +209,7 @@ def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None
     if deepspeed is not None:
         check_deepspeed(block, deepspeed)
     if fsdp == 1 and block.monitor.weight_sync != "off":
-        # torch starts it on no CPU, so that nobody has seen it verified.
+        # torch does not start FSDP1 on a CPU, so that nobody has seen it verified.
         raise ConfigError(
             f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with fsdp_version=1: scoring probes and telling moved "
             "weights were run with FSDP2's shards alone; set fsdp_version: 2 in accelerate's config, or "

@@ -23,8 +23,8 @@ Score = Callable[..., Scores]
 class ScoreReplay(RouteReplay):
     """Records or replays routing around TRL's scoring passes.
 
-    A rank that refuses routes raises by itself, because a pass over other tokens may be one rank's alone; the launcher ends the
-    others.
+    A rank that refuses routes raises by itself, because only one rank may have a pass over other tokens; the launcher then ends
+    the other ranks.
 
     Args:
         config: The `routing` section.
@@ -83,7 +83,7 @@ class ScoreReplay(RouteReplay):
             batch_size: Rows per forward pass; None for all at once.
             traces: Routes of each row.
             split: What the pass counts for, as for `replaying`.
-            options: What else TRL passes.
+            options: Further arguments that TRL passes.
 
         Returns:
             Log-probabilities `[B, T]`, entropies or None, auxiliary loss or None, as TRL returns them.
@@ -113,7 +113,7 @@ class ScoreReplay(RouteReplay):
         traces: Sequence[RoutingTrace],
         split: str,
     ) -> None:
-        """Compare recorded routes with those that the model chooses in passes of our own, which leave no trace.
+        """Compare recorded routes with those that the model chooses in passes of our own, which change nothing in the run.
 
         Args:
             score, model, tokens, attention_mask, length, batch_size, traces, split: As for `replay`.
@@ -160,10 +160,10 @@ class ScoreReplay(RouteReplay):
 def matching(
     traces: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor, length: int
 ) -> list[RoutingTrace] | None:
-    """Return the routes of each row of a scoring pass, or None where it is over other tokens than they were recorded of.
+    """Return the routes of each row of a scoring pass, or None where they are not known for each row.
 
-    A row in its own place has its own routes, and one in another place those of the same tokens, unless several traces are of
-    the same tokens and differ.
+    If all rows are in their own places, each has its own routes. Otherwise each has those recorded for the same tokens, and the
+    result is None if several traces are of the same tokens and differ.
 
     Args:
         traces: Routes of a batch.
@@ -204,7 +204,7 @@ def _is_of(trace: RoutingTrace, row: Tensor, truncated: bool) -> bool:
 
 
 def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor) -> RoutingTrace:
-    """Return, of the forward passes that a score took, the routes of the one over its tokens."""
+    """Return the routes of the forward pass that was over these tokens, among those that a score took."""
     wanted = token_rows(tokens, attention_mask)
     for trace in passes:
         known = trace.token_rows()
@@ -234,7 +234,7 @@ def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list
 
 
 def on_cpu(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace in the host's memory: TRL holds those of a whole generation batch, for several updates."""
+    """Return a trace in the host's memory, because TRL keeps the traces of a whole generation batch for several updates."""
     return trace.to("cpu")
 
 
@@ -255,7 +255,7 @@ def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
 
 
 def fitted(trace: RoutingTrace, mask: Tensor, length: int) -> RoutingTrace:
-    """Drop a completion's routes where `mask_truncated_completions` has made padding of it.
+    """Drop a completion's routes where `mask_truncated_completions` has turned the completion into padding.
 
     Args:
         trace: Routes of one prompt and completion.
@@ -268,7 +268,7 @@ def fitted(trace: RoutingTrace, mask: Tensor, length: int) -> RoutingTrace:
 
 
 def _aligned(traces: Sequence[RoutingTrace], attention_mask: Tensor, length: int) -> tuple[RoutingTrace, Tensor]:
-    """Return the routes of a padded batch, a row per position, and where there are any."""
+    """Return the routes of a padded batch, one row for each position, and a mask of the positions that have routes."""
     fitting = [fitted(trace, row, length) for trace, row in zip(traces, attention_mask.cpu(), strict=True)]
     return align(fitting, attention_mask)
 

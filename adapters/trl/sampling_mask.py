@@ -1,7 +1,7 @@
-"""Sampling masks in TRL: they travel with the rows of a batch, as `inputs["sampling_mask"]`, and lie under its scoring passes.
+"""Sampling masks in TRL: they travel with the rows of a batch, as `inputs["sampling_mask"]`, and its scoring passes use them.
 
-TRL computes log-probabilities inside of its fused output projection, a chunk of rows at a time, from hidden states of all
-positions or of those that count. `MaskedPass` knows which of these come next.
+TRL computes log-probabilities inside of its fused output projection, a chunk of rows at a time, from hidden states either of all
+positions or only of those that count. `MaskedPass` knows which tokens come next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowMask:
     Attributes:
         prompt: Token ids of its prompt.
         completion: The sampled token ids.
-        support: What was left to sample from, for each of them.
+        support: The tokens that were left to sample from, for each sampled token.
     """
 
     prompt: tuple[int, ...]
@@ -43,7 +43,7 @@ class RowMask:
 
 
 def masks_of(records: Sequence[RolloutRecord]) -> list[RowMask]:
-    """Return the masks of rollouts, which an engine that is asked for them gives or is refused."""
+    """Return the masks of rollouts; an engine that was asked for masks and gave none has been refused before."""
     found = []
     for record in records:
         assert record.support is not None  # CheckedGeneration has read it
@@ -68,7 +68,7 @@ def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> f
 
 
 def fit(masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length: int) -> bool:
-    """Tell whether masks are of the tokens of a scoring pass, row by row; a completion may have been made padding.
+    """Tell whether masks are of the tokens of a scoring pass, row by row; a completion may have been turned into padding.
 
     Args:
         masks: One per row.
@@ -157,7 +157,7 @@ class SamplingMaskMixin(RoutingMixin):
     """Overrides the methods of GRPOTrainer that run its model; `MismatchTrainerMixin` sets what is active."""
 
     _masking: SamplingMaskConfig | None = None
-    # Those of the micro-batch whose loss is being computed; None outside of a loss.
+    # Masks of the micro-batch whose loss is being computed; None outside of a loss.
     _micro_masks: Sequence[RowMask] | None = None
     _masked_passes = 0
 
@@ -196,7 +196,7 @@ class SamplingMaskMixin(RoutingMixin):
         return masks_of(batch.records)
 
     def _batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
-        """Return the masks of a batch, a row of it each, when it has been scored.
+        """Return the masks of a batch that has been scored, one for each row.
 
         Raises:
             RecordError: The batch's tokens are not those that the engine sampled.

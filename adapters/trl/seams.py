@@ -1,4 +1,4 @@
-"""What this package holds on to in TRL, and in the Trainer of transformers that TRL's are made from."""
+"""The places that this package relies on in TRL, and in transformers' Trainer, which TRL's trainers derive from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BASE = "transformers.trainer:Trainer"
 _SCORED = ("self", "model", "input_ids", "attention_mask", "logits_to_keep")
 _IN_OBJECTIVE = ("kl", "correction", "routing", "sampling_mask")
 
-# Digests of what no check at run time could see a change of, in the versions that were run.
+# Digests of methods, in the versions that were run: no check at run time could see a change in them.
 _SCORING = {
     "8aed4a26e1e831bf": "1.13.0",
     "b2e568e5cec6184a": "1.14.0 to 1.14.2",
@@ -52,7 +52,7 @@ assert isinstance(OWN_LOSS.source_digests, dict)
 
 
 def _trainer(name: str, target: str, file: str, keys: tuple[str, ...]) -> tuple[Seam, ...]:
-    """Return what is overridden in one of TRL's trainers whatever the block asks for."""
+    """Return the seams of what is overridden in one of TRL's trainers, whatever the block asks for."""
     batch, scoring = f"{target}._generate_and_score_completions", f"{target}._get_per_token_logps_and_entropies"
     return (
         Seam(
@@ -120,7 +120,7 @@ def _objective(
     batch: dict[str, str],
     rewards: dict[str, str],
 ) -> tuple[Seam, ...]:
-    """Return the methods whose every line counts for what the loss becomes: no check at run time would see them change."""
+    """Return the seams of methods whose every line shapes the loss: no check at run time would see a change in them."""
     shared = {"peer": "trl", "upstream": _SOURCE + file, "where": (target.rpartition(":")[2],)}
     return (
         Seam(

@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 
 class Served:
-    """A server.
+    """A vLLM server as TRL's engine.
 
     Args:
         generation: TRL's `VLLMGeneration` in mode "server", built.
@@ -118,11 +118,11 @@ class Served:
             raise RoutingError("the vLLM server does not record routing; start it with --enable-return-routed-experts.")
 
     def update(self, plain: Callable[[], None], weights: Weights) -> None:
-        """Send the trainer's weights by TRL's own way, which the main process alone does: its failure is that of all ranks.
+        """Send the trainer's weights in TRL's own way; only the main process sends, and its failure is raised on all ranks.
 
         Raises:
-            EngineError: The server does not take them, or does not hold this trainer's before; names which.
-            WeightSyncError: The server has not got an update.
+            EngineError: The server refuses the weights, or did not hold this trainer's before; the message says which.
+            WeightSyncError: The server has received no update.
         """
         before = None if self._unnamed else self._client.stamps.last
         failed: Exception | None = None

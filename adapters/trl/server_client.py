@@ -63,7 +63,7 @@ class CheckedClient(_Base):
     def init_communicator(self, device: Any = 0) -> None:
         """Check the server, then agree with it on how weights travel."""
         self.remote = RemoteEngine(self.http)
-        is_fresh(self.remote)  # else it raises
+        is_fresh(self.remote)  # raises if an update failed half-way
         self.check_server_of(self.remote, getattr(device, "type", "cuda"))
         if self.remote.backend == BACKEND:
             self.http.post("/init_weight_transfer_engine", {"init_info": {}})

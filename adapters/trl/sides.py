@@ -1,4 +1,4 @@
-"""The two sides of a trainer of TRL, its model and its engine: read, audited and told of."""
+"""The two sides of a TRL trainer, its model and its engine: they are read back, audited and reported."""
 
 from __future__ import annotations
 
@@ -51,18 +51,19 @@ class SidesMixin(_Host):
     _audit_report: AuditReport | None = None
     _sync_audited = False
     _unwritten: list[str]
-    # Whether TRL's constructor runs; what is to be warned of the weights, once there is a run to warn in.
+    # Whether TRL's constructor is running.
     _constructing = False
+    # A warning about the weights, kept until there is a run to log it in.
     _readiness: str | None = None
     model: nn.Module
 
     if TYPE_CHECKING:
 
         def _check_sharding(self) -> None:
-            """Refuse what sharded parameters keep from working."""
+            """Refuse sections that do not work with sharded parameters."""
 
         def _check_model(self) -> None:
-            """Refuse a model that the block does not fit: TRL has loaded it, and has not started its engine."""
+            """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
 
         def _read_engine(self) -> EngineReading | None:
             """Return what the engine computes with; None where one model samples and trains."""
@@ -121,7 +122,7 @@ class SidesMixin(_Host):
             self._readiness = check_readiness(parameters, self._config.precision)
 
     def _audit(self, sync: SyncReading | None = None) -> None:
-        """Read both sides' dtypes back; refuse what is not as asked."""
+        """Read both sides' dtypes back, and refuse those that are not as asked."""
         trainer = self._read_trainer()
         self._readings = {"trainer": trainer}
         engine = self._read_engine()

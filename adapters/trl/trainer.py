@@ -124,7 +124,7 @@ class MismatchTrainerMixin(
         patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
         with config.claimed(), building, patched as patches, EngineRefusals(self._acting):
-            # Those of each step are checked here, before a model or an engine is built.
+            # The patches of each step are checked here, before a model or an engine is built.
             self._patches = [] if patches is None else patches.describe() + described(*self._step_patches(config))
             with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
@@ -148,7 +148,7 @@ class MismatchTrainerMixin(
             self._tell_what_enforce_sets(config)
 
     def _watch(self, config: Any) -> None:
-        """Build what computes beside the run what the sections would have done."""
+        """Build the objects that compute, beside the run, what the sections would have done."""
         block = self._config
         if block.lr is not None:
             self._lr = ObservedLr(block.lr, self._verdicts)
@@ -267,7 +267,7 @@ class MismatchTrainerMixin(
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        """Compute rewards as TRL does; a completion that nothing else scores is not scored by its KL alone."""
+        """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
         if self._kl_reward is None:
             stock: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             return stock
@@ -281,7 +281,7 @@ class MismatchTrainerMixin(
     def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> RolloutBatch | None:
         """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on.
 
-        None where another engine has sampled them, in a `rollout_func`.
+        Returns None where another engine has sampled them, in a `rollout_func`.
         """
         records = rollouts.records
         if len(records) != len(output["completion_ids"]):
@@ -336,7 +336,7 @@ class MismatchTrainerMixin(
                 torch.cat([output["prompt_ids"], completion_ids], dim=1),
                 torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
                 completion_ids.size(1),
-                # As TRL's own pass: another batch size can round otherwise.
+                # The batch size of TRL's own pass, because another one can round differently.
                 batch_size=(
                     self.args.per_device_train_batch_size
                     if self.model.training

@@ -1,4 +1,4 @@
-"""Completions that TRL makes of several calls of its engine: one record of all of them for each."""
+"""Completions that TRL joins from several calls of its engine: the calls' records are joined to one for each completion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ else:
 
 
 class TurnsMixin(_Host):
-    """Joins what the engine returned to one record per completion; `MismatchTrainerMixin` keeps the former."""
+    """Joins the engine's records of each completion into one; `MismatchTrainerMixin` keeps the engine's records."""
 
     _rollout_pass: RolloutPass | None
     _verdicts: Verdicts
@@ -39,7 +39,7 @@ class TurnsMixin(_Host):
         def _verified(self) -> bool: ...
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as TRL does, tools and `rollout_func` included, and hold what is trained on to the records of each turn.
+        """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records.
 
         Raises:
             RecordError: What is trained on is not what the turns were given and sampled.

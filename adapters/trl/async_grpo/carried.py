@@ -1,7 +1,7 @@
-"""What goes with a rollout beside its tokens: the version of each token's weights, and routes.
+"""What a rollout carries besides its tokens: the version of each token's weights, and routes.
 
 TRL's rollout process makes rows of conversations, forks and masks them, and hands them to the trainer; a log-probability that
-knows its version goes through all of that. From there to the collator, a rollout's metrics are handed on by reference.
+knows its version survives all of that. From there to the collator, a rollout's metrics are handed on by reference.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Turn:
     """One answer of the model, from its first request to its last.
 
     Args:
-        routes: Experts of prompt and answer but for the last token, as the last request's engine chose them, `[rows, L, K]`; None
-            where none are recorded.
-        step: Version of the weights that the last request was of, which are those of all the routes: the prompt of a request
-            that goes on with an answer is all that is there of it.
+        routes: Experts of the prompt and of the answer without its last token, as the engine chose them in the last request,
+            `[rows, L, K]`; None where none are recorded.
+        step: Version of the weights of the last request. All the routes are of this version, because a request that continues
+            an answer has the answer so far in its prompt.
     """
 
     routes: NDArray[Any] | None
@@ -56,12 +56,12 @@ class Sampled(float):
 
 
 class Carried(dict[str, float]):
-    """A rollout's metrics, with what else goes with its row of tokens.
+    """A rollout's metrics, with what else its row of tokens carries.
 
     Attributes:
-        versions: Of each token `[S]`, int64; `UNKNOWN` at those that the policy did not sample.
-        routes: As in `Turn`, with their version; None where there are none.
-        routes_step: Their version.
+        versions: Version of each token's weights `[S]`, int64; `UNKNOWN` at tokens that the policy did not sample.
+        routes: As in `Turn`; None where there are none.
+        routes_step: Version of the weights that chose the routes.
     """
 
     versions: NDArray[np.int64]
@@ -74,7 +74,7 @@ class Carried(dict[str, float]):
 
         Args:
             metrics: The rollout's.
-            logprobs: Of each of the row's tokens; those of tokens that were not sampled, or are context by now, know nothing.
+            logprobs: One for each of the row's tokens; a plain float where the token was not sampled, or is context by now.
         """
         carried = cls(metrics)
         carried.versions = np.array([getattr(value, "step", UNKNOWN) for value in logprobs], dtype=np.int64)

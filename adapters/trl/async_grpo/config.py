@@ -1,4 +1,4 @@
-"""AsyncGRPOConfig with one more field, the `mismatch:` block, and what of a block this trainer does not take."""
+"""AsyncGRPOConfig with one more field, the `mismatch:` block; refuses the parts of a block that this trainer does not take."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
             )
 
     def _check_settled(self, block: MismatchConfig) -> None:
-        """Refuse what can be told once the parent has parsed dictionaries, and knows processes and optimizer."""
+        """Refuse what can be judged only when the parent has parsed dictionaries and knows processes and optimizer."""
         kwargs: Any = self.model_init_kwargs or {}
         dtype = str(kwargs.get("dtype") or self.dtype)
         if block.precision is not None and (dtype == "auto" or canonical(dtype) != "float32"):
@@ -92,7 +92,7 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
 
 
 def check_unsharded(block: MismatchConfig, *, deepspeed: bool, fsdp: bool) -> None:
-    """Refuse sections that were run with whole parameters alone.
+    """Refuse sections that have been run only with whole (unsharded) parameters.
 
     Raises:
         PrecisionError: float16 with DeepSpeed.

@@ -1,7 +1,8 @@
-"""Numerics where every rollout is of older weights: a few tokens sampled right after a weight update, which both sides then hold.
+"""Numerics in a run whose rollouts are all of older weights: a few tokens are sampled right after a weight update.
 
-The batches of an asynchronous trainer have hardly a token of the weights that score them. The server is asked for some of its
-own between two updates' requests; the trainer scores them by the very pass that it trains with.
+The batches of an asynchronous trainer have hardly a token of the weights that score them. Right after an update both sides
+hold the same weights. The server is then asked for a few answers before rollouts go on, and the trainer scores them by the very
+pass that it trains with.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from mismatch_ext.records import SamplingSettings
 from mismatch_ext.staleness import UNKNOWN
 
 LENGTH = 32
-"""Most tokens of an answer: the more there are, the longer rollouts wait."""
+"""Most tokens of one answer: the longer the answers, the longer rollouts wait."""
 
 
 class FreshRollouts:
-    """Asks a server for them.
+    """Asks a server for answers of the weights that it holds now.
 
     Args:
         remote: The server.
         sampling: Settings that rollouts are sampled with.
-        tokens: How many are enough.
-        length: Most tokens of an answer, of the run's rollouts.
+        tokens: How many sampled tokens are enough.
+        length: Most tokens of an answer in the run's rollouts.
     """
 
     def __init__(self, remote: RemoteEngine, sampling: SamplingSettings, *, tokens: int, length: int) -> None:
@@ -39,14 +40,14 @@ class FreshRollouts:
         self._count = -(-tokens // self._length)
 
     def take(self, prompts: Sequence[Sequence[int]], step: int) -> list[dict[str, Any]]:
-        """Return answers to some prompts as TRL hands rollouts to its collator.
+        """Return answers to prompts, in the form in which TRL hands rollouts to its collator.
 
         Args:
-            prompts: Token ids; each is asked as often as it takes.
+            prompts: Token ids; the server is asked them in turn, again from the first until there are enough answers.
             step: Version of the weights that the server holds.
 
         Raises:
-            EngineError: The server is not reached, or refuses.
+            EngineError: The server cannot be reached, or refuses.
             NonFiniteLogprobError: A log-probability is not finite.
         """
         asked = list(itertools.islice(itertools.cycle(prompts), self._count))

@@ -1,4 +1,4 @@
-"""What holds requests back while a server's weights change, so that each request is of one version."""
+"""A gate that holds requests back while a server's weights change, so that each request is of one version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPEN, _STEP, _UPDATE, _REQUESTS = range(4)
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The weights that a request is let through to.
+    """The weights that answer a request which the gate lets through.
 
     Args:
         step: Finished optimizer steps when they were sent: the version of the tokens that they sample.
@@ -23,20 +23,20 @@ class Held:
 
 
 class Gate:
-    """Shared by the trainer and the process of its rollout worker.
+    """A gate that the trainer shares with the process of its rollout worker.
 
-    A request enters before it is sent and leaves when it is answered. The trainer closes the gate, waits until nobody is inside,
-    and opens it when the new weights are there: no request sees two versions, whatever the server does with it meanwhile.
+    A request enters before it is sent and leaves when it is answered. The trainer closes the gate, waits until no request is
+    inside, and opens it when the new weights are there. So no request sees two versions, whatever the server does meanwhile.
 
     Args:
-        context: multiprocessing's, by which the worker is spawned.
+        context: The multiprocessing context that spawns the worker.
     """
 
     def __init__(self, context: Any) -> None:
         self._state = context.Array("q", 4)
 
     def __getstate__(self) -> dict[str, Any]:
-        # TRL pickles a worker's arguments once to see whether it can; shared memory can be while a process is spawned alone.
+        # TRL pickles a worker's arguments once to see whether it can; shared memory can be pickled only to spawn a process.
         return {} if get_spawning_popen() is None else self.__dict__.copy()
 
     def begin(self) -> None:
@@ -62,7 +62,7 @@ class Gate:
 
     @property
     def requests(self) -> int:
-        """How many are inside."""
+        """How many requests are inside."""
         with self._state.get_lock():
             return int(self._state[_REQUESTS])
 

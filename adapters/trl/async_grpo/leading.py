@@ -1,4 +1,4 @@
-"""What leads the learning rate of a step: statistics of the rollouts that it learns from, over all ranks."""
+"""Statistics that lead the learning rate of a step: those of the rollouts that it learns from, over all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mismatch_ext.staleness import StaleGap
 
 
 class Leading(TrainerCallback):
-    """Collects them before each step; it stands before the callback that puts the rate on the optimizer.
+    """Collects the statistics before each step; it runs before the callback that sets the rate on the optimizer.
 
     Args:
-        trainer: The trainer, whose losses have noted them.
+        trainer: The trainer, whose losses have noted the statistics.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -25,12 +25,12 @@ class Leading(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give what was noted since the last step to the rate's control."""
+        """Give the control of the rate what was noted since the last step."""
         trainer = self._trainer
         gap, lengths = trainer._step_gap, trainer._step_lengths
         trainer._step_gap, trainer._step_lengths = None, []
         if trainer._fresh_gap is not None:
-            # Of the weights that this step starts from.
+            # These rollouts are of the weights that this step starts from.
             gap.merge(trainer._fresh_gap)
             trainer._fresh_gap = None
         rate = trainer._lr.rate
@@ -46,7 +46,7 @@ class Leading(TrainerCallback):
 
 
 def _over_ranks(gap: StaleGap, ranks: Ranks) -> StaleGap:
-    """Return what all ranks have measured; each has had a row."""
+    """Return what all ranks have measured; each rank has had a row."""
     whole = StaleGap(sampling=gap.sampling, least=gap.least)
     for state in ranks.gather(gap.state_dict()):
         part = StaleGap(sampling=gap.sampling, least=gap.least)

@@ -1,7 +1,7 @@
-"""TRL's loop of rollouts, in the process that TRL spawns for it, with requests of one version of the weights, which tokens keep.
+"""TRL's rollout loop, in the process that TRL spawns for it: each request, and so each token, is of one known weight version.
 
-vLLM's pause ends the requests that are running, with the tokens that they have. They go on as new requests when the new weights
-are there, with what they have as a prompt; vLLM's own way of keeping them computes their cache anew, too.
+vLLM's pause ends the running requests with the tokens that they have so far. When the new weights are there, each goes on as a
+new request whose prompt includes those tokens. vLLM's own way of keeping requests computes their cache anew, too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, Rollo
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 
 CUT = "abort"
-"""vLLM's reason of a request that its pause has ended."""
+"""vLLM's finish reason of a request that its pause has ended."""
 LOOK_AGAIN = 0.02
 """Seconds between two looks at a closed gate."""
 CUTS = "mismatch/responses_cut_total"
-"""Metric of answers that a weight update has cut."""
+"""Metric that counts answers which a weight update has cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Following:
 
     Args:
         gate: Lets requests through.
-        owner: What the trainer's names of weight updates begin with.
+        owner: Prefix of the trainer's names of weight updates.
     """
 
     gate: Gate
@@ -48,8 +48,8 @@ class VersionedLoop(_AsyncRolloutLoop):
     """TRL's loop, whose log-probabilities know the version of their weights.
 
     Args:
-        mismatch: The trainer's.
-        **kwargs: TRL's own.
+        mismatch: What the trainer tells the loop.
+        **kwargs: TRL's own arguments.
     """
 
     def __init__(self, *, mismatch: Following, **kwargs: Any) -> None:
@@ -57,10 +57,10 @@ class VersionedLoop(_AsyncRolloutLoop):
         self._following = mismatch
 
     async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
-        """Ask as TRL does; an answer that an update cuts is gone on with until it is complete."""
+        """Ask as TRL does, and continue an answer that an update has cut until it is complete."""
         if path != COMPLETIONS:
             return await super()._post(path, payload, timeout, max_retries)
-        # Of what it is not sent, the server takes the model's own default, which the trainer does not score with.
+        # For a setting that it is not sent, the server takes the model's own default, which the trainer does not score with.
         asked = {"min_p": 0.0, **payload}
         turn = Turn(None, 0)
         ids: list[int] = []
@@ -84,7 +84,7 @@ class VersionedLoop(_AsyncRolloutLoop):
                 break
             if sampled:
                 self._counters[CUTS] += 1
-            # The same seed would draw for the next tokens what it has drawn for the first.
+            # The same seed would repeat, for the next tokens, the draws of the first tokens.
             asked["seed"] = random.getrandbits(63)
         turn.routes = unpacked(choice.get("routed_experts"))
         whole = {**choice, "token_ids": ids, "logprobs": {**(choice["logprobs"] or {}), "token_logprobs": logprobs}}
@@ -106,7 +106,7 @@ class VersionedLoop(_AsyncRolloutLoop):
         return self.session
 
     async def _answer(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Return the server's answer to one request; a refusal, which would be one again, is not asked a second time.
+        """Return the server's answer to one request; a refused request is not sent again, because the server would refuse again.
 
         Raises:
             NonFiniteLogprobError: A log-probability of the answer is not finite.
@@ -129,7 +129,7 @@ class VersionedLoop(_AsyncRolloutLoop):
             return found
 
     async def _expect(self, held: Held) -> None:
-        """Refuse an answer by other weights than the trainer's last.
+        """Refuse an answer by other weights than those that the trainer sent last.
 
         Raises:
             EngineError: The server was restarted, or somebody else has sent weights.
@@ -147,7 +147,7 @@ class VersionedLoop(_AsyncRolloutLoop):
             )
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
-        """Score a group as TRL does, and let what is known of its tokens go with each row."""
+        """Score a group as TRL does, and attach to each row what is known of its tokens."""
         samples: list[RolloutSample] = await super()._score_group(group)
         rows = [row for conversation in group.completions_sequences for row in conversation]
         for sample, row in zip(samples, rows, strict=True):

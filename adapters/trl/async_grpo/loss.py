@@ -1,7 +1,8 @@
 """The gap of each trained token and the weights that correct it, between TRL's forward pass and its loss.
 
-TRL's `compute_loss` runs the model and makes the loss of what comes back. It is called twice here: as far as the model, which
-tells what it is asked; and with the model's answer, in inputs that have the weights. The model itself runs once.
+TRL's `compute_loss` runs the model, and makes the loss from the model's answer. It is called twice here. The first call stops at
+the model, and shows which arguments the model gets; the second is given the model's answer, and inputs that hold the weights.
+The model itself runs once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Reached(Exception):
 
 
 class Asked:
-    """Stands for the model, and notes what it is asked."""
+    """Stands in for the model, and notes the arguments that it is called with."""
 
     def __init__(self) -> None:
         self.kwargs: dict[str, Any] | None = None
@@ -55,10 +56,10 @@ class Terms:
     """The trained tokens of this rank's row, a line for each rollout `[B, T]`.
 
     Args:
-        logprobs: The trainer's, with no graph.
-        rollout: The engine's.
+        logprobs: The trainer's log-probabilities, without a graph.
+        rollout: The engine's log-probabilities.
         mask: True at tokens.
-        versions: Of the weights that sampled them.
+        versions: Versions of the weights that sampled the tokens.
         advantages: As TRL has them.
     """
 
@@ -70,10 +71,10 @@ class Terms:
 
     @classmethod
     def of(cls, logprobs: Tensor, inputs: dict[str, Any]) -> Terms:
-        """Lay out what TRL has one after the other.
+        """Lay out in lines what TRL has in one sequence.
 
         Args:
-            logprobs: The trainer's, of each position of the row `[N]`.
+            logprobs: The trainer's log-probabilities at each position of the row `[N]`.
             inputs: The micro-batch.
         """
         chosen = inputs[INDEX] >= 0
@@ -100,11 +101,11 @@ class LossMixin(_Host):
     _ranks: Ranks
     _correction: ResolvedCorrection | None = None
     _routing: TreeReplay | None = None
-    # From construction on there is one.
+    # Set from construction on.
     model: nn.Module
-    # Of the rollouts that the next step learns from.
+    # Gap of the rollouts that the next step learns from.
     _step_gap: StaleGap | None = None
-    # Of those that were sampled after the last weight update.
+    # Gap of the rollouts that were sampled right after the last weight update.
     _fresh_gap: StaleGap | None = None
     _step_lengths: list[tuple[Tensor, Tensor]]
     _metrics: dict[str, defaultdict[str, list[Any]]]
@@ -116,7 +117,7 @@ class LossMixin(_Host):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss as TRL does, of a forward pass under recorded routes, each token weighted as the correction says.
+        """Compute the loss as TRL does, from a forward pass under recorded routes; the correction weights each token.
 
         A `compute_loss` between this one and TRL's is entered twice, and left by an exception the first time.
 
@@ -141,10 +142,10 @@ class LossMixin(_Host):
         return plain(lambda **kwargs: outputs, inputs, return_outputs, num_items_in_batch)
 
     def _asked(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return what TRL's loss asks the model for a micro-batch.
+        """Return the arguments that TRL's loss calls the model with for a micro-batch.
 
         Raises:
-            ConfigError: It does not ask.
+            ConfigError: TRL's loss does not call the model.
         """
         asked = Asked()
         try:
@@ -159,7 +160,7 @@ class LossMixin(_Host):
         return asked.kwargs
 
     def _measure_fresh(self, inputs: dict[str, Any]) -> None:
-        """Measure rollouts of the present weights that are not trained on, by a pass as those that are take."""
+        """Measure rollouts of the present weights that are not trained on, by the same pass as those that are."""
         kwargs = self._asked(inputs)
         model = self.accelerator.unwrap_model(self.model)
         with torch.no_grad(), torch.random.fork_rng(), self._autocast(), self._routed(inputs, kwargs):
@@ -187,17 +188,17 @@ class LossMixin(_Host):
         self._step_lengths.append((terms.mask.sum(1), ended == 0))
 
     def _measure_native(self, model: nn.Module, kwargs: dict[str, Any], inputs: dict[str, Any], terms: Terms) -> None:
-        """Measure the gap that there is without replay, which is kept apart."""
+        """Measure the gap without replay, which is kept apart from the gap with it."""
         with torch.no_grad(), torch.random.fork_rng():
             native = Terms.of(model(**kwargs).log_probs.flatten(), inputs)
         self._log.observe("train", native.logprobs, terms.rollout, terms.mask, native=True)
 
     def _corrected(self, terms: Terms, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the micro-batch with weighted advantages, over whose tokens TRL's loss is linear.
+        """Return the micro-batch with weighted advantages; each token's term in TRL's loss scales with its advantage.
 
-        `decoupled`: pi_old is the policy as it is in this pass, which no step parts from it, so that TRL's own ratio is 1, with
-        its gradient, and the weight pi_old/mu stands beside it. `bypass`: TRL's ratio stays pi/mu, and what is rejected weighs
-        nothing.
+        `decoupled`: the old policy is the policy in this pass, because no optimizer step lies between the two. TRL's own ratio is
+        then 1, with its gradient, and the importance weight pi_old/mu multiplies it. `bypass` with `ppo_clip`: TRL's ratio stays
+        pi/mu, and rejected tokens weigh nothing. `bypass` with `reinforce`: TRL's ratio is 1, and the weight is pi/mu.
         """
         settings = self._correction
         assert settings is not None
@@ -216,7 +217,7 @@ class LossMixin(_Host):
         return changed
 
     def _routed(self, inputs: dict[str, Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return the context of the row's forward pass: under the routes that came with its rollouts."""
+        """Return the context that runs the row's forward pass under the routes that came with its rollouts."""
         if self._routing is None:
             return nullcontext()
         real = inputs["attention_mask"].bool()

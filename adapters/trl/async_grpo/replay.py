@@ -1,4 +1,4 @@
-"""Replay of routes over TRL's packed tree, some of whose rollouts are of older weights than those that train."""
+"""Replay of routes over TRL's packed tree, in which some rollouts are of older weights than those that train."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mismatch_ext.staleness import UNKNOWN
 
 
 class TreeReplay(RouteReplay):
-    """Replays the routes of a packed row; compared with the model's own choice are those of the very weights that train.
+    """Replays the routes of a packed row; only routes of the weights that train now are compared with the model's own choice.
 
     Args:
         config: The `routing` section.
         model: The trainer's model.
-        seed: Its own, `args.seed`.
+        seed: The trainer's own, `args.seed`.
         ranks: The processes that train together.
         step: Returns the version of the weights that train.
 
@@ -46,15 +46,15 @@ class TreeReplay(RouteReplay):
 
         Args:
             model: The model, possibly wrapped.
-            kwargs: What TRL gives the model.
+            kwargs: Arguments that TRL gives the model.
             ids: Experts of each position `[N, L, K]`, int64.
-            steps: Version of the weights that chose them `[N]`; `UNKNOWN` where the model routes a token itself.
+            steps: Version of the weights that chose the experts `[N]`; `UNKNOWN` where the model routes a token itself.
 
         Raises:
-            RoutingError: They cannot be this model's.
-            ReplayError: The forward pass did not obey them.
+            RoutingError: The routes cannot be this model's.
+            ReplayError: The forward pass did not obey the routes.
         """
-        # Positions that do not follow one another begin a sequence, as far as a forward pass can tell.
+        # For a forward pass, a position that does not follow the one before it begins a new sequence.
         packed = token_rows(kwargs["input_ids"], None, kwargs["position_ids"])
         trace = RoutingTrace(
             parts=(ids.to(storage_dtype(self.layout.num_experts)),),
@@ -69,5 +69,5 @@ class TreeReplay(RouteReplay):
             yield
 
     def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
-        """Return which recorded rows `[N]` are of the weights that train: others choose other experts."""
+        """Return which recorded rows `[N]` are of the weights that train, because other weights choose other experts."""
         return mask & (by_row(trace).to(mask.device) == self._step())

@@ -1,6 +1,6 @@
-"""What is known of a packed row's tokens, laid beside TRL's own tensors of it.
+"""What is known of a packed row's tokens, as tensors beside TRL's own.
 
-A row is a tree: tokens that several rollouts begin with are there once. Shapes: R rows of a micro-batch, one for each rank; of
+A row is a tree: tokens that several rollouts begin with are in it once. Shapes: R rows of a micro-batch, one for each rank; in
 each row M trained tokens, N tokens that go through the model, B rollouts.
 """
 
@@ -25,12 +25,12 @@ ROUTES, ROUTED = "mismatch_routes", "mismatch_routed"
 
 
 class CarryingCollator:
-    """TRL's collator, with tensors of ours in the batch that it makes.
+    """TRL's collator, which also puts tensors of ours in the batch.
 
     Args:
-        inner: TRL's.
+        inner: TRL's own collator.
         ends: Token ids that a response ends with.
-        layout: Routers of the model whose routes are laid out; None lays out none.
+        layout: Routers of the model whose routes are put in the batch; None puts in none.
 
     Attributes:
         prompts: Token ids of the last micro-batch's prompts.
@@ -43,7 +43,7 @@ class CarryingCollator:
         self.prompts: list[tuple[int, ...]] = []
 
     def __call__(self, examples: Any) -> dict[str, Any]:
-        """Return the batch of a list with one micro-batch, which is its rows."""
+        """Return the batch of a list that holds one micro-batch, which is a list of rows."""
         batch = self.inner(examples)
         (rows,) = examples
         self.prompts = list(dict.fromkeys(_prompt(sample) for row in rows for sample in row.samples))
@@ -60,16 +60,16 @@ class CarryingCollator:
 
 
 def _prompt(sample: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens before the first that the policy has sampled."""
+    """Return the tokens before the first one that the policy has sampled."""
     first = int(np.argmax(sample["completion_mask"]))
     return tuple(sample["input_ids"][:first].tolist())
 
 
 def carried(sample: dict[str, Any]) -> Carried:
-    """Return what goes with a rollout.
+    """Return what a rollout carries.
 
     Raises:
-        RecordError: Nothing does, or it is of another number of tokens.
+        RecordError: It carries nothing, or versions of another number of tokens.
     """
     found = sample["metrics"]
     if not isinstance(found, Carried) or len(found.versions) != len(sample["input_ids"]):
@@ -91,13 +91,13 @@ def versions_of(row: Any) -> Tensor:
 
 
 def routes_of(row: Any, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return the routes of a row's tokens in the order in which they are packed, and of which version they are.
+    """Return the routes of a row's tokens in the order in which the tokens are packed, and the versions of the routes.
 
-    A token that several rollouts share has the routes of the newest of them: those weights have sampled the newest tokens behind
-    it.
+    A token that several rollouts share gets the routes of the newest weights among them, because those weights have sampled the
+    newest tokens after it.
 
     Args:
-        row: TRL's, with rollouts in it.
+        row: TRL's row, with rollouts in it.
         layout: Routers of the model.
 
     Returns:
@@ -105,11 +105,11 @@ def routes_of(row: Any, layout: Layout) -> tuple[Tensor, Tensor]:
 
     Raises:
         RecordError: A rollout has no routes.
-        RoutingError: It has others than those of its tokens.
+        RoutingError: A rollout's routes are not of its tokens.
     """
     nodes = packed_nodes(row)
     place = {node: at for at, node in enumerate(nodes)}
-    # Where there is no route, experts that could be: the model routes these tokens itself.
+    # A token without a route gets any valid experts here, because the model routes it itself.
     found = torch.arange(layout.top_k).expand(len(nodes), len(layout.layers), -1).clone()
     steps = torch.full((len(nodes),), UNKNOWN, dtype=torch.int64)
     for number, (sample, path) in enumerate(zip(row.samples, row.sample_nodes, strict=True)):
@@ -131,7 +131,7 @@ def routes_of(row: Any, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def packed_nodes(row: Any) -> list[int]:
-    """Return the number of the tree's node at each packed position: TRL packs the nodes' numbers as it packs their tokens."""
+    """Return the number of the tree's node at each packed position, by letting TRL pack these numbers instead of tokens."""
     tokens, row.tokens = row.tokens, list(range(len(row.tokens)))
     try:
         nodes: list[int] = row.pack()["input_ids"].tolist()

@@ -1,8 +1,8 @@
 """AsyncGRPOTrainer with the `mismatch:` block.
 
-The server samples while the trainer trains, so that most tokens are of older weights than those that are updated by them. The
-rollout worker says which (`loop.py`, `gate.py`), the collator lays it beside the tokens (`rows.py`), and the loss tells drift
-from numerics (`loss.py`). Weight updates are named and verified (`transfer.py`).
+The server samples while the trainer trains, so that most tokens are of older weights than those that learn from them. The
+rollout worker notes the version of each token's weights (`loop.py`, `gate.py`), the collator puts it beside the tokens
+(`rows.py`), and the loss tells drift from numerics (`loss.py`). Weight updates are named and verified (`transfer.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
     """
 
     processing_class: Any
-    # As the parts that GRPO's trainers have too ask: there is no engine in this process, and no wrapper around one.
+    # The parts that are shared with GRPO's trainers ask for these: here no engine is in this process, and no wrapper of one.
     use_vllm = False
     _kl = None
     _transfer: CheckedTransfer | None = None
@@ -107,7 +107,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
     # Once TRL has built its parts.
 
     def _build(self, config: Any) -> None:
-        """Ask the server what it runs with, audit both sides, and stand between TRL and its worker and transfer."""
+        """Ask the server what it runs with, audit both sides, and come between TRL and its rollout worker and weight transfer."""
         self._sampling: SamplingSettings = sampling_settings(config, None)
         self._log.sampled_with(self._sampling)
         self._log.recorder.follow_versions(self._config.monitor.numerics_tokens)
@@ -175,13 +175,13 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
     def _sample_fresh(self) -> None:
         """Measure numerics on rollouts of the weights that have just arrived."""
         prompts = [] if self._collator is None else self._collator.prompts
-        # Before the first batch there are none. One rank alone takes this pass: others' shards, and their checks, are missing.
+        # Before the first batch there are no prompts. Only one rank takes this pass, without the others' shards and checks.
         if not prompts or self.is_fsdp_enabled or (self._routing is not None and self._ranks.size > 1):
             return
         row = TreeRow()
         for sample in self._fresh.take(prompts, self.state.global_step):
             row.add(sample)
-        # One of our own: TRL's counts what it collates as trained on.
+        # A collator of our own, because TRL's counts what it collates as trained on.
         collate = self._carrying(DataCollatorForRollout(self.processing_class.pad_token_id))
         inputs = collate([[row]])
         self._measure_fresh({name: value.to(self.accelerator.device) for name, value in inputs.items()})
@@ -215,7 +215,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
     # A training.
 
     def get_train_dataloader(self) -> Any:
-        """Return TRL's loader, whose batches have what is known of their tokens."""
+        """Return TRL's loader, whose batches also hold what is known of their tokens."""
         if self._block is None:
             return super().get_train_dataloader()
         plain = self.accelerator.prepare
@@ -268,7 +268,7 @@ class MismatchAsyncGRPOTrainer(MismatchAsyncMixin, AsyncGRPOTrainer):  # type: i
 
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
-    """Let a model attend within each sequence for the time of a block: TRL's attention wants the paths of a packed tree."""
+    """Let a model use plain attention for the time of a block, because TRL's attention needs the paths of a packed tree."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

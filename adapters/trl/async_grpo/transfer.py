@@ -1,4 +1,4 @@
-"""Weight updates of a server that samples all the time: held back from requests, named, and verified before any goes on."""
+"""Weight updates of a server that samples all the time: requests wait until the update has been named, sent and verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGAIN = 0.1
 
 
 class Transfer(Protocol):
-    """What TRL asks of a way in which weights travel, its `WeightTransferProtocol`."""
+    """What TRL asks of an object that sends weights: its `WeightTransferProtocol`."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...
@@ -30,18 +30,18 @@ class Transfer(Protocol):
 
 
 class CheckedTransfer:
-    """TRL's way of sending weights, or a user's own, between a gate that lets requests through and a check of what has arrived.
+    """Puts TRL's weight transfer, or a user's own, between a gate that holds requests back and a check of what has arrived.
 
     Args:
-        inner: That way.
+        inner: The transfer that is wrapped.
         remote: The server.
         gate: Lets the rollout worker's requests through.
         verifier: Verifies updates; None verifies none.
         step: Returns the number of finished optimizer steps.
         on_sent: Gets the dtypes of the tensors of each update.
-        alive: Raises where the rollout worker has failed, whose requests would be waited for.
+        alive: Raises if the rollout worker has failed, because its requests would never come back.
         arrived: Called when an update has been verified, before requests go on.
-        over_http: Whether weights travel in the bodies of requests, and not as `inner` sends them.
+        over_http: Whether weights travel in the bodies of requests instead of as `inner` sends them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CheckedTransfer:
         """Agree with the server on how weights travel, and look at what it holds now.
 
         Raises:
-            EngineError: It holds parts of two models.
+            EngineError: The server holds parts of two models.
         """
         self.gate.begin()
         fresh = is_fresh(self.remote)
@@ -97,14 +97,14 @@ class CheckedTransfer:
                     "restart it."
                 )
             time.sleep(AGAIN)
-            # One that was on its way came after the pause, and waits in the server's queue.
+            # A request that was still on its way came after the pause, and waits in the server's queue.
             self.remote.http.post("/pause?mode=abort")
         self.remote.http.reset_prefix_cache("before")
         if not self._over_http:
             self.inner.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Send weights, under a name of this trainer's; one that says so stays where sending fails half-way.
+        """Send weights under a name of this trainer's; if sending fails half-way, the server keeps a name that says so.
 
         Raises:
             EngineError: The server failed to load them.
@@ -124,7 +124,7 @@ class CheckedTransfer:
         """Let the server go on, verify that it computes with the new weights, and only then let requests through.
 
         Raises:
-            WeightSyncError: It does not, or nothing was sent.
+            WeightSyncError: The server does not compute with the new weights, or nothing was sent.
         """
         if self._over_http:
             self.remote.http.post("/resume")
@@ -143,5 +143,5 @@ class CheckedTransfer:
         self.gate.open(Held(step=self._step(), update=self.stamps.count))
 
     def destroy(self) -> None:
-        """End it as TRL does."""
+        """End the transfer as TRL does."""
         self.inner.destroy()

@@ -1,4 +1,4 @@
-"""How a failure of TRL's rollout worker, a process of its own, ends the training: with its own error, and at once."""
+"""How a failure of TRL's rollout worker, which is a process of its own, ends the training: at once, with the worker's error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mismatch_ext import errors
 from mismatch_ext.errors import MismatchError
 
 PATIENCE = 15.0
-"""Seconds that a worker has for its end, as in TRL."""
+"""Seconds that a worker has to end by itself, as in TRL."""
 
 
 def naming(worker: Any) -> Callable[[float], None]:
-    """Return TRL's check of a rollout worker, by which an error of this package is raised as what it is.
+    """Return TRL's health check of a rollout worker, changed so that an error of this package is raised as its own class.
 
     Args:
         worker: TRL's `AsyncRolloutWorker`.
@@ -36,14 +36,14 @@ def naming(worker: Any) -> Callable[[float], None]:
 
 
 def ending(worker: Any, gate: Gate) -> Callable[[], None]:
-    """Return TRL's end of a rollout worker, which does not ask a process to end that has failed, or that waits at the gate.
+    """Return TRL's `stop` of a rollout worker, changed to ask no process to end that has failed or waits at the gate.
 
-    TRL sets an event that a thread of the process waits for, and `multiprocessing.Event.set` waits until each that waits has
-    woken: in a process that has ended, nobody does, and the training would not end.
+    TRL sets an event that a thread of the process waits for. `multiprocessing.Event.set` returns only when each waiting thread
+    has woken. In a process that has ended no thread wakes, so that the training would not end.
 
     Args:
         worker: TRL's `AsyncRolloutWorker`.
-        gate: Closed where a weight update has failed.
+        gate: The gate, which stays closed when a weight update has failed.
     """
     plain = worker.stop
 
