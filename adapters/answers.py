@@ -1,4 +1,4 @@
-"""What servers of engines say when they refuse: vLLM's and SGLang's."""
+"""What the servers of vLLM and SGLang say when they refuse a request."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 NOT_FINITE = "Out of range float values"
-"""vLLM's answer where a log-probability is NaN or infinite."""
+"""Part of vLLM's answer when a log-probability is NaN or infinite."""
 
 
 def words(text: str, most: int) -> str:
-    """Return what a server says in the body of an error: its field for it, else the beginning of the text.
+    """Return what a server says in the body of an error: the field that holds its message, otherwise the beginning of the text.
 
     Args:
         text: The body.
-        most: Characters that are returned.
+        most: Largest number of characters that are returned.
     """
     try:
         found: Any = json.loads(text)

@@ -42,7 +42,7 @@ def _configure_compat(parser: argparse.ArgumentParser) -> None:
 
 
 def _compat(arguments: argparse.Namespace) -> int:
-    """Print what is held on to in each installed peer, and what works; the exit status is 0 whatever that is."""
+    """Print what this package relies on in each installed peer, and which features work; the exit status is always 0."""
     from mismatch_ext.adapters.compat import installed_environment
 
     found = installed_environment()

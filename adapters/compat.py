@@ -1,4 +1,4 @@
-"""What is declared of every peer, found without importing one, and the check that a trainer makes before it builds anything."""
+"""All declared seams, found without importing a peer, and the check that a trainer makes before it builds anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENGINES = ("vllm", "sglang")
 
 @cache
 def declared() -> tuple[Seam, ...]:
-    """Return `SEAMS` of each adapter's `seams.py`, loaded without the package around it, which imports a peer."""
+    """Return `SEAMS` of each adapter's `seams.py`, which is loaded without its package because the package imports a peer."""
     return tuple(seam for path in sorted(HERE.glob("*/seams.py")) for seam in _load(path))
 
 
@@ -37,19 +37,21 @@ def _load(path: Path) -> tuple[Seam, ...]:
 
 
 def check(peers: Sequence[str], features: Sequence[str], using: Iterable[str] = ()) -> dict[str, str]:
-    """Check that what is asked for works with the installed peers, before anything of theirs is started.
+    """Check that the features work with the installed peers, before anything of these peers is started.
+
+    One warning names all versions that this release was not run with, and says how many seams hold.
 
     Args:
         peers: Keys of `versions.PEERS` that take part.
         features: What the block asks for (`MismatchConfig.features`).
-        using: Circumstances, as in `Seam.where`: "trl" or "verl", "vllm", "cpu", the names of a trainer's bases.
+        using: Circumstances, as in `Seam.where`: "trl" or "verl", "vllm", "cpu", the names of a trainer's base classes.
 
     Returns:
-        The peers' versions. Those that were not run are one warning, which says how many seams hold.
+        Version by peer.
 
     Raises:
-        PeerVersionError: A peer is missing, too old or known to be wrong for a feature; or it was not run, and what would
-            prove its work while it runs is switched off.
+        PeerVersionError: A peer is missing, too old or known to be wrong for a feature; or this release was not run with an
+            engine's version, and `monitor.weight_sync` is off, which would prove at run time that its weights are right.
         SeamError: Something that a feature needs is gone or has changed.
     """
     using = {*using}
@@ -71,7 +73,7 @@ def check(peers: Sequence[str], features: Sequence[str], using: Iterable[str] = 
 
 
 def hosts() -> tuple[Host, ...]:
-    """Return the ways to run a block that `mismatch-ext compat` looks at."""
+    """Return the combinations of trainer and engine that `mismatch-ext compat` looks at."""
     trl, verl = ("torch", "transformers", "accelerate", "trl"), ("torch", "transformers", "verl")
     engine = {"vllm", *(["cpu"] if on_cpu_build() else [])}
     return (
@@ -87,5 +89,5 @@ def hosts() -> tuple[Host, ...]:
 
 
 def installed_environment() -> Survey:
-    """Look at everything that is installed here, in about a second: sources are read and no peer is imported."""
+    """Examine everything that is installed here, in about a second: it reads sources and imports no peer."""
     return survey(declared(), hosts())

@@ -1,4 +1,4 @@
-"""`mismatch-ext doctor`: sample with the engine, score with the trainer, name what makes them differ, and try the remedy."""
+"""`mismatch-ext doctor`: sample with the engine, score with the trainer, name why they differ, and try the remedy."""
 
 from mismatch_ext.adapters.doctor.command import run
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged

@@ -1,4 +1,4 @@
-"""Where an engine in this process first computes otherwise than the trainer, with no list of causes."""
+"""Finds the first block in which an engine in this process computes otherwise than the trainer, without a list of causes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor import Scorer
     from torch import Tensor
 
-# Of all sequences together: what is held of each is twice a hidden state for every block.
+# Limits over all sequences together, because two hidden states per token and block are held in memory.
 MOST_TOKENS, MOST_ROWS = 1_024, 12
 
 
 @runtime_checkable
 class ShowsBlocks(Protocol):
-    """An engine whose blocks can be looked into."""
+    """An engine that can show the hidden states of its blocks."""
 
     def blocks(self, rows: Sequence[Sequence[int]]) -> Sequence[Mapping[At, tuple[Tensor, Tensor]]]:
-        """Return what each block is given, and gives, while a sequence is prefilled, `[T, H]`."""
+        """Return for each sequence the input and the output `[T, H]` of each block while the sequence is prefilled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What was kept of an engine before it ended.
+    """Inputs and outputs of an engine's blocks, kept because the engine ends before they are compared.
 
     Args:
         rows: Token ids of each sequence.
-        blocks: What its blocks were given, and gave.
-        missing: Why there is nothing; "" where there is.
+        blocks: For each sequence, the input and the output of each block.
+        missing: Why nothing was kept; "" if something was.
     """
 
     rows: Sequence[Sequence[int]] = ()
@@ -44,7 +44,7 @@ class Held:
 
 
 def held_blocks(engine: DoctorsEngine, sample: Sample) -> Held:
-    """Keep what an engine's blocks are given, and give, on a few of the responses.
+    """Keep the inputs and outputs of an engine's blocks on a few of the responses.
 
     Raises:
         MismatchError: The engine refuses a request.
@@ -64,7 +64,7 @@ def held_blocks(engine: DoctorsEngine, sample: Sample) -> Held:
 
 
 def with_blocks(found: Diagnosis, held: Held, sides: Run, scorer: Scorer) -> Diagnosis:
-    """Return a diagnosis with its blocks where something is left, or where the run asks for them."""
+    """Return a diagnosis with a comparison block by block if a part of the gap is unexplained, or if the run asks for it."""
     from mismatch_ext.adapters.transformers.doctor_blocks import compared
 
     if found.verdict not in ("partly", "unexplained") and not sides.blocks:

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: HostRun | None) -> Run:
-    """Return the run with a server's name of the seed, and with the dtype that it says, if it says one."""
+    """Return the run with the seed under the server's name for it, and with the dtype that the server reports, if any."""
     sides = replace(sides, engine=server.kind, sampling={SEEDS[server.kind]: arguments.seed, **sides.sampling})
     dtype = server.dtype
     if dtype is None:
@@ -81,7 +81,7 @@ def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: 
 
 
 def _say_page(out: Path) -> None:
-    """Render report.html beside doctor.json, and say where it is or why it is not: what was found stands without it."""
+    """Write report.html beside doctor.json, and print its path, or why it cannot be written; this does not end the command."""
     from mismatch_ext.report import build_why
 
     try:
@@ -91,10 +91,10 @@ def _say_page(out: Path) -> None:
 
 
 def _host_of(arguments: argparse.Namespace) -> HostRun | None:
-    """Return the run of the host's configuration that options name; None where they name none.
+    """Read the host's configuration that `--trl` or `--verl` names; None if neither option is given.
 
     Raises:
-        ConfigError: The configuration cannot be read, or asks for what the doctor does not start; names the setting.
+        ConfigError: The configuration cannot be read, or asks for something that the doctor cannot start; names the setting.
     """
     checkpoint = None if arguments.model is None else str(arguments.model)
     if arguments.trl is not None:
@@ -109,7 +109,7 @@ def _host_of(arguments: argparse.Namespace) -> HostRun | None:
 
 
 def _prompts(arguments: argparse.Namespace, host: HostRun | None, model: str) -> list[list[int]]:
-    """Return the prompts that options name, or else the host's own."""
+    """Return the prompts that options name, otherwise those of the host's data set."""
     from mismatch_ext.adapters.doctor.datasets import read_dataset, with_own
 
     if arguments.prompts is not None:

@@ -1,4 +1,4 @@
-"""What the configurations of the two sides say, beside what their tokens show."""
+"""Compares the model configurations of the two sides, to say which side is at fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mismatch_ext.adapters.doctor.sides import Run
 if TYPE_CHECKING:
     from mismatch_ext.doctor import Diagnosis, NamedCause
 
-# Fields that say how a model computes, by the cause that another value is; the last part of their paths.
+# Configuration fields by the cause that a wrong value of them makes; the last part of the field's path.
 FIELDS = {
     "rope_theta": ("rope_theta",),
     "rope_scale": ("rope_type", "factor"),
@@ -33,10 +33,10 @@ KNOWN = frozenset(field for fields in FIELDS.values() for field in fields)
 
 
 def with_configs(found: Diagnosis, sides: Run) -> Diagnosis:
-    """Return a diagnosis whose causes say what both configurations hold, so that the side that is at fault can be told.
+    """Return a diagnosis whose causes quote both configurations, so that the reader can tell which side is at fault.
 
     Args:
-        found: What the tokens say.
+        found: The diagnosis from the tokens.
         sides: The run.
     """
     differing = differences(sides)
@@ -51,7 +51,7 @@ def with_configs(found: Diagnosis, sides: Run) -> Diagnosis:
 
 
 def differences(sides: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the engine's and the trainer's value of each field on the list that differs, by its path."""
+    """Return the engine's and the trainer's value of each field in `FIELDS` that differs, by the field's path."""
     trainer = dict(_flat(_config(sides.model)))
     overrides = sides.arguments.get("hf_overrides", {})
     engine = dict(
@@ -65,7 +65,7 @@ def differences(sides: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def engines_own(sides: Run, field: str) -> tuple[int, ...]:
-    """Return the numbers that the engine's configuration has in a field where the trainer's has others."""
+    """Return the integers that the engine's configuration has in a field where the trainer's has another value."""
     found = (engine for path, (engine, _) in differences(sides).items() if _field(path) == field)
     return tuple(value for value in found if isinstance(value, int))
 

@@ -1,4 +1,4 @@
-"""Prompts of a data set, with the chat template as a host applies it."""
+"""Prompts of a data set, with the chat template applied as a host applies it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def read_dataset(asked: Dataset, model: str, rows: int) -> list[list[int]]:
     """Read prompts and encode them as a host does: messages by the chat template, texts by the tokenizer.
 
     Args:
-        asked: Where they are.
-        model: Checkpoint whose tokenizer encodes them.
-        rows: How many at most, from the first on.
+        asked: The data set, and how the host reads it.
+        model: Checkpoint whose tokenizer encodes the prompts.
+        rows: Largest number of prompts; the first ones are read.
 
     Raises:
-        ConfigError: There is no such data set, column or prompt in it, or the tokenizer has no chat template; names what asked
-            for it.
+        ConfigError: The data set, its column or a usable prompt in it is missing, or the tokenizer has no chat template; names
+            the option or setting that asked for the data set.
     """
     found = _loaded(asked)
     if asked.column not in found.column_names:
@@ -61,7 +61,7 @@ def _loaded(asked: Dataset) -> Any:
         if Path(paths[0], "dataset_info.json").is_file():
             return load_from_disk(paths[0])
         return load_dataset(paths[0], name=asked.config, split=asked.split)
-    except Exception as error:  # of whatever kind the format's reader raises
+    except Exception as error:  # each format's reader raises errors of its own classes
         raise ConfigError(
             f"{asked.option}: {', '.join(asked.paths)} cannot be read as a data set: {' '.join(str(error).split())[:300]}"
         ) from error
@@ -91,7 +91,7 @@ def _encoded(tokenizer: Any, prompt: Any, asked: Dataset, number: int) -> list[i
         made = tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **asked.template_arguments
         )
-    except Exception as error:  # of jinja2's kinds too
+    except Exception as error:  # jinja2 raises errors of its own classes
         raise ConfigError(
             f"{asked.option}: row {number}: the chat template cannot be applied: {' '.join(str(error).split())[:300]}"
         ) from error

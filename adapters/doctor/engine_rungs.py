@@ -1,4 +1,4 @@
-"""What an engine differs from itself by on the same tokens: its decode, the order of its requests, and how many at a time."""
+"""Measures how an engine differs from itself on the same tokens: decode, order of the requests, and requests at a time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mismatch_ext.doctor import Sample
 from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, SAMPLED, Engine, Rung
 
-# Responses that are scored again in another order, one at a time, and sampled without settings.
+# Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
 ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
 
 
 @runtime_checkable
 class ScoresAlone(DoctorsEngine, Protocol):
-    """An engine that can be given one request at a time."""
+    """An engine that can score one request at a time."""
 
     def score_alone(self, sample: Sample) -> Sample:
-        """Return what `score` does, with each response's request sent after the last one was answered."""
+        """Score as `score` does, but send each response's request only after the one before was answered."""
 
 
 def engine_rungs(
@@ -34,22 +34,22 @@ def engine_rungs(
     max_tokens: int,
     same: bool,
 ) -> Engine:
-    """Ask a running engine what it differs from itself by.
+    """Measure how a running engine differs from itself.
 
     Args:
         engine: The engine.
         sides: The run.
-        sample: What it sampled.
-        again: Its score of the same tokens as prompts.
+        sample: Responses that the engine sampled.
+        again: The same tokens, scored by the engine as part of prompts.
         prompts: Token ids of each prompt, as the trainer has them.
-        max_tokens: Most tokens of a response.
-        same: Whether it sampled from the trainer's own prompts.
+        max_tokens: Largest number of tokens of a response.
+        same: Whether the engine sampled from the trainer's own prompts.
 
     Raises:
         MismatchError: The engine refuses a request.
     """
     if not isinstance(engine, ScoresAlone):
-        # A server has other work, and what is sampled there may have settings that nobody named.
+        # A server also has other requests, and may sample with settings that the doctor does not know.
         note = f"not measured with this engine: {DECODE}, {REVERSED}, {ALONE}"
         return Engine(
             rungs=(Rung.of("engine", SAMPLED, sample.engine - again.engine),),
@@ -79,11 +79,11 @@ def engine_rungs(
 
 
 def _neutral(sides: Run) -> bool:
-    """Tell whether a run's requests leave the distribution as it is: then what was sampled compares with a prompt's score."""
+    """Tell whether a run's requests do not change the distribution, so that sampled tokens compare with scores of a prompt."""
     return all(key == "seed" or (key == "temperature" and value == 1) for key, value in sides.sampling.items())
 
 
 def _with_tokens(sample: Sample, rows: list[int]) -> Sample:
-    """Return responses of a sample, with as many more as two with sampled tokens need."""
+    """Return these rows of a sample, and the sample's first two rows with sampled tokens."""
     kept = [row for row, mask in enumerate(sample.masks) if any(mask)]
     return sample.part(sorted({*rows, *kept[:2]}))

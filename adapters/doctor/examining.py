@@ -1,4 +1,4 @@
-"""Sample with the engine, score with the trainer, name what makes them differ, and try the remedy."""
+"""Sample with the engine, score with the trainer, name why they differ, and try the remedy."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from mismatch_ext.doctor.rungs import Engine
     from mismatch_ext.rollouts import Logged
 
-# Settings of an engine that a remedy takes back, by the family of the cause; vLLM's and SGLang's names.
+# Engine settings that a remedy removes, by the family of the cause, under vLLM's and SGLang's names.
 MENDED = {
     "cache": ("kv_cache_dtype",),
     "config": ("hf_overrides", "json_model_override_args"),
     "weights": ("quantization", "hf_overrides", "torchao_config", "json_model_override_args"),
 }
-# Fields of a configuration whose values are tried as they are.
+# Fields of the engine's configuration whose values are tried in the trainer's model.
 WINDOW, EXPERTS = "sliding_window", "num_experts_per_tok"
 
 
@@ -49,14 +49,14 @@ def examine(
     Args:
         sides: The run.
         prompts: Token ids of each prompt, as the trainer has them.
-        responses: How many to sample; of more prompts, the first so many.
-        max_tokens: Most tokens of a response.
-        seed: Of the intervals.
-        seen: Token ids of each prompt as the engine gets them, where those are others.
+        responses: Number of responses to sample; only so many prompts are used, the first ones.
+        max_tokens: Largest number of tokens of a response.
+        seed: Seed of the bootstrap intervals.
+        seen: Token ids of each prompt as the engine gets them; None if these are the trainer's.
         quick: Leave out the causes that need a forward pass each.
 
     Raises:
-        RecordError: A token id of a prompt is beyond the model's vocabulary.
+        RecordError: A token id of a prompt or response is beyond the model's vocabulary.
     """
     from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
@@ -65,7 +65,7 @@ def examine(
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model, config=sides.trainer_config)
     _ensure_known("--prompts", sides.model, model, prompts)
-    # Routes of another number of experts cannot be replayed.
+    # If the engine uses another number of experts per token, its routes cannot be replayed.
     shape = None if engines_own(sides, EXPERTS) else routing_shape(model)
     asked = ToSample(prompts=prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen)
     with _Rungs() as rung:
@@ -89,32 +89,32 @@ def examine(
         try:
             found = _confirmed(found, sides, sample, again, scorer, rung)
         except MismatchError as error:
-            # What was found stands without it.
+            # The diagnosis is valid without the remedy.
             found = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
         rung("blocks")
         return rung.ended(with_configs(with_blocks(found, held, sides, scorer), sides))
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
-    """Say why the trainer differs from an engine that is gone, by what it logged; no remedy can be tried.
+    """Say why the trainer differs from an engine that no longer runs, from rollouts that a host logged; no remedy can be tried.
 
     Args:
-        sides: The run; of the engine only the dtype counts.
-        logged: What was logged.
-        seed: Of the intervals.
+        sides: The run; the engine's dtype is used, and no other setting of the engine.
+        logged: The logged rollouts.
+        seed: Seed of the bootstrap intervals.
         quick: Leave out the causes that need a forward pass each.
 
     Raises:
         ConfigError: The rollouts say that the engine computed in another dtype than the run's.
         RecordError: A token id is beyond the model's vocabulary, or the responses are not of one run.
-        RoutingError: The routes are not of the model.
+        RoutingError: The routes do not fit the model.
     """
     from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
         raise ConfigError(f"--dtype: {sides.dtype}, and {logged.path} was sampled in {dtype}; give --dtype {dtype}.")
-    # What the file does not say of its sampling, nobody knows.
+    # Only the temperature is taken from the file; other sampling settings are unknown.
     known = {name: logged.settings[name] for name in ("temperature",) if name in logged.settings}
     sides = replace(sides, sampling=known)
     model = load_model(sides.model, config=sides.trainer_config)
@@ -138,7 +138,7 @@ def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[in
 
 
 class _Rungs:
-    """Moves a progress bar on, by the name of what is tried next, and keeps the seconds of each."""
+    """Moves a progress bar on, shows the name of the rung that begins, and keeps the seconds of each rung."""
 
     def __init__(self) -> None:
         from tqdm import tqdm
@@ -156,7 +156,7 @@ class _Rungs:
         self._bar.update()
 
     def ended(self, found: Diagnosis) -> Diagnosis:
-        """Return a diagnosis with what its rungs took."""
+        """Return a diagnosis with the seconds that each rung took."""
         self("")
         return replace(found, seconds={name: round(seconds, 3) for name, seconds in self.seconds.items()})
 

@@ -1,4 +1,4 @@
-"""The options of `mismatch-ext doctor`, and what is wrong with them before anything starts."""
+"""The options of `mismatch-ext doctor`, and their checks before anything starts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ THRESHOLD = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What one call of the doctor is to examine.
+    """The run that one call of the doctor examines, and where its settings come from.
 
     Args:
         run: The two sides.
-        max_tokens: Most tokens of a response.
-        origin: Where each setting stands: an option, or a place in a host's configuration; defaults are not in it.
-        left_out: Settings of the host that are not taken over, and why.
+        max_tokens: Largest number of tokens of a response.
+        origin: Source of each setting: an option, or a place in a host's configuration; settings at their default are left out.
+        left_out: Settings of the host that are not taken over, with the reason.
     """
 
     run: Run
@@ -101,10 +101,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
-    """Return the run that options describe, on top of what a host's configuration says.
+    """Return the run that options describe; an option replaces the same setting of a host's configuration.
 
     Raises:
-        ConfigError: A value is not allowed, would be left out without a word, or is missing; names the option.
+        ConfigError: A value is not allowed, is missing, or would be ignored; names the option.
     """
     _ensure_allowed(arguments, host)
     given = _given(arguments)
@@ -121,7 +121,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
         )
     sampling = _pairs("--sampling", arguments.sampling)
     heat = {} if arguments.temperature is None else {"temperature": arguments.temperature}
-    # A server says first which of the names is its own.
+    # The name of the seed depends on the kind of server, which is not known before it is asked.
     seed = {} if arguments.server is not None else {SEEDS[asked.engine]: arguments.seed}
     own = _pairs("--engine-arg", arguments.engine_arg)
     asked = replace(
@@ -131,7 +131,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     )
     origin = {} if host is None else dict(host.origin)
     if asked.server is not None:
-        # The server was started with its own.
+        # The server was started with arguments of its own.
         asked = replace(asked, arguments={})
         origin = {name: where for name, where in origin.items() if not name.startswith("arguments.")}
     origin |= {name: f"--{name.replace('_', '-')}" for name in given}
@@ -148,7 +148,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a run that options say outright."""
+    """Return the fields of a run that options set directly."""
     found: dict[str, Any] = {}
     if arguments.model is not None:
         found["model"] = str(arguments.model)
@@ -179,7 +179,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None:
-    """Refuse values that would fail, or be left out without a word, after the engine's start."""
+    """Refuse values that would fail or be ignored once the engine has started."""
     if host is None and arguments.model is None:
         raise ConfigError(
             "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
@@ -203,7 +203,7 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
             raise ConfigError(f"{option}: {value} is not allowed; allowed: >= {least}.")
     if not 0 < arguments.server_timeout < math.inf:
         raise ConfigError(f"--server-timeout: {arguments.server_timeout} is not allowed; allowed: > 0.")
-    # The default of --engine cannot be told from the same that was given.
+    # `--engine vllm` only names the default, and is not refused.
     other = arguments.engine not in (None, "vllm")
     started = (
         ("--engine", other), ("--engine-model", arguments.engine_model), ("--engine-arg", arguments.engine_arg)
@@ -232,7 +232,7 @@ def _dtype(name: str, value: str) -> str:
 
 
 def _pairs(name: str, given: Sequence[str]) -> dict[str, Any]:
-    """Return KEY=VALUE arguments; a value is JSON, or else a text."""
+    """Return KEY=VALUE arguments; a value that is not JSON is a text."""
     found: dict[str, Any] = {}
     for pair in given:
         key, equals, text = pair.partition("=")

@@ -13,7 +13,7 @@ def read_prompts(path: Path, model: str) -> list[list[int]]:
     """Read prompts from a file and encode them with the checkpoint's tokenizer.
 
     Raises:
-        ConfigError: There is no such file, no prompt in it, or a line that is no prompt; names the line.
+        ConfigError: The file cannot be read, has no prompt, or has a line that is not a prompt; names the line.
     """
     from mismatch_ext.adapters.transformers.peft_adapters import tokenizing
     from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""The run whose folder the doctor writes into, beside the run that it examined."""
+"""Compares the run that already lies in the doctor's output folder with the run that the doctor examined."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mismatch_ext.rundata import METRICS_FILE
 
 
 def unlike(out: Path, sides: Run) -> tuple[str, ...]:
-    """Say in what the run of a folder computed or sampled otherwise than the one that was examined.
+    """Return a note if the run in a folder computed or sampled otherwise than the examined run; otherwise nothing.
 
     Args:
-        out: The folder; one that holds no run, or one that cannot be read, is like any.
+        out: The folder; if it holds no run, or one that cannot be read, there is no note.
         sides: The run that was examined.
     """
     if not (out / METRICS_FILE).is_file():
@@ -48,5 +48,5 @@ def _differing(header: Mapping[str, Any], sides: Run) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    # vLLM and TRL have two ways to say that top_k cuts nothing.
+    # For top_k, -1 and None mean the same as 0: nothing is cut.
     return 0 if value in (-1, None) else value

@@ -21,38 +21,38 @@ class DoctorsEngine(Protocol):
         """Sample responses as the run does.
 
         Args:
-            asked: What is to be sampled; its settings are by the engine's names.
+            asked: Prompts and settings; the settings have the engine's names.
         """
 
     def score(self, sample: Sample) -> Sample:
-        """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+        """Return the same tokens with the log-probabilities that the engine gives them as part of a prompt, at temperature 1."""
 
     def shutdown(self) -> None:
-        """End what was started for it."""
+        """End all processes that were started for the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run's two sides are started with.
+    """The settings that a run's two sides are started with.
 
     Args:
         model: Checkpoint that the trainer holds, or the adapter that it trains.
-        engine_model: Checkpoint or adapter that the engine serves, an adapter merged; None for the same.
+        engine_model: Checkpoint or adapter that the engine serves, an adapter merged; None if it serves `model`.
         dtype: The engine's compute dtype.
-        trainer_dtype: The trainer's, under autocast unless it is float32.
+        trainer_dtype: The trainer's compute dtype, under autocast unless it is float32.
         trainer_weights: Dtype that the trainer holds or gathers its weights in while it computes.
-        trainer_config: What the trainer's model is built with that the checkpoint's configuration does not say.
+        trainer_config: Values of the trainer's model configuration that replace those of the checkpoint.
         replays: Whether the trainer replays the engine's expert routes.
-        temperature: What the trainer divides logits by.
+        temperature: Temperature that the trainer divides logits by.
         sampling: Arguments of the engine's sampling.
         arguments: Arguments of the engine.
         older: Checkpoints or adapters whose weights the engine may have kept.
-        engine: Kind of the engine, "vllm" or "sglang"; sampling and arguments are by its names.
-        server: A server that is asked in the place of an engine that is started.
+        engine: Kind of the engine, "vllm" or "sglang"; `sampling` and `arguments` have this engine's names.
+        server: A server to ask; None starts an engine instead.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
-        head: What the trainer's head computes in, if not in what the rest does: float32.
-        oracle: What both are held against: float32 or float64.
-        blocks: Whether engine and trainer are held against each other block by block where nothing is left, too.
+        head: Compute dtype of the trainer's head if it differs from the rest: float32; "" if it does not.
+        oracle: Dtype of the exact model that both sides are compared with: float32 or float64.
+        blocks: Whether engine and trainer are compared block by block even if nothing is left unexplained.
     """
 
     model: str
@@ -74,10 +74,10 @@ class Run:
     blocks: bool = False
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:
-        """Start the engine of this run, or turn to its server.
+        """Start the engine of this run, or connect to its server.
 
         Args:
-            shape: Of the routes that it is to record; None for a model without experts.
+            shape: Shape of the routes that the engine is to record; None for a model without experts.
         """
         if self.server is not None:
             from mismatch_ext.adapters.doctor.server import connect, engine_of
@@ -86,7 +86,7 @@ class Run:
         from mismatch_ext.adapters.transformers.peft_adapters import served
 
         option = "--model" if self.engine_model is None else "--engine-model"
-        # A merged adapter is in a folder that is gone once the engine has loaded it.
+        # An adapter is merged into a temporary folder, which is removed after the engine has loaded it.
         with served(self.engine_model or self.model, option) as folder:
             if self.engine == "sglang":
                 from mismatch_ext.adapters.sglang.doctor import SglangEngine
@@ -99,10 +99,10 @@ class Run:
             return VllmEngine(folder, dtype=self.dtype, shape=shape, arguments=self.arguments)
 
     def mended(self, settings: Sequence[str]) -> Run:
-        """Return the run with the trainer's own checkpoint in the engine, and without some of its settings.
+        """Return the run with the trainer's own checkpoint in the engine, and without some of the engine's arguments.
 
         Args:
-            settings: Names of the engine's arguments that are taken back.
+            settings: Names of the arguments that are removed.
         """
         kept = {key: value for key, value in self.arguments.items() if key not in settings}
         return replace(self, engine_model=None, arguments=kept)

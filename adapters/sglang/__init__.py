@@ -1,4 +1,4 @@
-"""SGLang, over HTTP or in the trainer's process: requests, rollouts and routes as records, checked servers and weight updates."""
+"""SGLang over HTTP or in the trainer's process: requests, responses as records with routes, server checks, weight updates."""
 
 from mismatch_ext.adapters.sglang.engine import EngineTransport
 from mismatch_ext.adapters.sglang.http import HttpTransport

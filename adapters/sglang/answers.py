@@ -1,4 +1,4 @@
-"""What an answer of SGLang's over HTTP may be: how long, of which type, in which form of JSON."""
+"""What this package accepts as an answer of SGLang's over HTTP: its length, its type, and its form of JSON."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from mismatch_ext.adapters.sglang.fields import brief, is_integer
 from mismatch_ext.errors import EngineError
 
 ANSWER_BYTES = 1 << 19
-"""What any answer may have, SGLang's report of itself being the longest (some 20 kB). Parsed, JSON takes up to some forty times
-its text."""
+"""Bytes that any answer may have. SGLang's report of itself is the longest (about 20 kB). Parsed JSON takes up to about forty
+times the memory of its text."""
 TOKEN_BYTES = 1 << 10
-"""What an answer may have beside that for each token of prompt and response: id, text and log-probability take about 100."""
+"""Bytes that an answer may have in addition for each token of prompt and response; id, text and log-probability take some 100."""
 ROUTES_BYTES = 1 << 14
-"""The same for the routes of a token: 3,072 pairs of layer and expert as base64 of 32 bits; the largest models have 752."""
+"""The same for the routes of a token: room for 3,072 pairs of layer and expert, as base64 of 32-bit ids; the largest models have
+752."""
 UNSAID_TOKENS = 1 << 17
-"""Length of a response whose request sets none."""
+"""Length that is assumed of a response whose request sets none."""
 REFUSAL_BYTES = 1 << 12
-"""What is read of an answer that is an error, for the message."""
+"""Bytes that are read of an answer that is an error, to quote them in the message."""
 JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json")
 EVENT_STREAM = re.compile(r"text/event-stream")
 
 
 def most_bytes(request: Mapping[str, Any]) -> int:
-    """Return the bytes that the answer to a generation can need, all of its responses together.
+    """Return the bytes that the answer to a generation request can need, for all of its responses together.
 
     Args:
-        request: What `generate_request` built, or a request of your own.
+        request: A dict that `generate_request` built, or a request of your own.
     """
     prompts = request.get("input_ids", request.get("text", ()))
     if not prompts or not isinstance(prompts, (list, tuple)) or is_integer(prompts[0]):
@@ -49,7 +50,7 @@ def most_bytes(request: Mapping[str, Any]) -> int:
 
 
 def strict_json(text: bytes) -> Any:
-    """Parse JSON in UTF-8; raise ValueError for anything else, NaN, infinities and a key that stands twice in an object."""
+    """Parse JSON in UTF-8; raise ValueError for any other text, for NaN and infinities, and for an object with a key twice."""
     return json.loads(text.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
 
 
@@ -67,7 +68,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_url(url: Any) -> None:
-    """Raise `EngineError` for what is no address of a server, or one that holds a secret."""
+    """Raise `EngineError` if `url` is not the address of a server, or if it contains a name or password."""
     try:
         parts = urlsplit(url)
         right = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
@@ -81,10 +82,10 @@ def check_url(url: Any) -> None:
 
 
 def media_type(header: str) -> str:
-    """Return the type of a Content-Type without its parameters."""
+    """Return the media type of a Content-Type header, without its parameters."""
     return header.partition(";")[0].strip().lower()
 
 
 def shown(body: bytes) -> str:
-    """Return the beginning of a body for a message."""
+    """Return the beginning of a body, to quote it in a message."""
     return brief(body[:1000].decode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""The engine's side of the doctor: SGLang in this process, started with a run's settings, asked twice about the same tokens."""
+"""The engine's side of the doctor: SGLang in this process, with a run's settings; it samples tokens, then scores them again."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from mismatch_ext.routing import RoutingShape
 
 
 class SglangEngine:
-    """An SGLang engine of this process; its scheduler is a process of its own.
+    """An SGLang engine that this process starts; its scheduler runs in a process of its own.
 
     Args:
-        model: Folder of the checkpoint that it serves.
-        dtype: Its compute dtype.
-        shape: Of the routes that it is to record; None for a model without experts.
-        arguments: Of `sglang.Engine`, as the run has them.
-        seed: Of all that it draws.
+        model: Folder of the checkpoint that the engine serves.
+        dtype: The engine's compute dtype.
+        shape: Shape of the routes that the engine is to record; None for a model without experts.
+        arguments: Arguments of `sglang.Engine`, as the run has them.
+        seed: Seed of everything that the engine draws.
 
     Attributes:
-        reading: What it runs with, as it reports it itself.
+        reading: Dtypes and modes that the engine runs with, from its own report.
 
     Raises:
-        ConfigError: SGLang is not installed, or refuses an argument; says which words it used.
-        EngineError: It does not start.
+        ConfigError: SGLang is not installed, or refuses an argument; quotes what SGLang said.
+        EngineError: The engine does not start.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SglangEngine:
             transport = EngineTransport(engine)
             self.reading: EngineReading = read_server(transport.server_info())
         except BaseException as error:
-            # Nobody else holds its processes yet.
+            # No other code knows the engine's processes yet, so they are ended here.
             for process in multiprocessing.active_children():
                 if process not in others:
                     process.kill()
@@ -85,8 +85,9 @@ class SglangEngine:
             raise
         self._transport = transport
         if threading.current_thread() is threading.main_thread():
-            # When SGLang was asked first it took two signals: one that its processes send when they fail, to end this process
-            # without a word, and the one to end, which only a server heeds then. What waits in a loop that is stopped fails.
+            # At its first request SGLang took over two signals. Its processes send SIGQUIT when they fail, and its handler would
+            # end this process without a word. Its handler of SIGTERM has an effect only in a server. Here SIGQUIT stops the
+            # engine's loop instead, so that a call that waits in this loop fails.
             engine.loop.remove_signal_handler(signal.SIGTERM)
             signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
             engine.loop.add_signal_handler(signal.SIGQUIT, engine.loop.stop)
@@ -95,17 +96,17 @@ class SglangEngine:
         """Sample responses as the run does.
 
         Args:
-            asked: What is to be sampled; its `sampling` holds SGLang's `sampling_params`.
+            asked: Prompts and settings; its `sampling` holds SGLang's `sampling_params`.
 
         Raises:
             ConfigError: SGLang refuses a sampling argument or a prompt.
             EngineError: SGLang failed, or aborted a request.
-            RecordError: What SGLang returned is malformed.
+            RecordError: A response of SGLang's is malformed.
         """
         return sampled(partial(self._generated, sampling=asked.sampling), self.reading, asked, self._shape)
 
     def score(self, sample: Sample) -> Sample:
-        """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+        """Return the same tokens with the log-probabilities that the engine gives them as part of a prompt, at temperature 1."""
         return scored(partial(self._generated, sampling={}), sample, self._shape)
 
     def shutdown(self) -> None:
@@ -119,7 +120,7 @@ class SglangEngine:
             self._restore()
 
     def _restore(self) -> None:
-        # ValueError: another thread than the main one, where nothing was changed.
+        # ValueError: this is not the main thread, and then no handler was changed.
         with suppress(ValueError):
             for number, handler in self._before.items():
                 signal.signal(number, handler)
@@ -141,7 +142,7 @@ class SglangEngine:
 
 
 def ended(number: int, frame: object) -> None:
-    """Handle the signal that SGLang's processes send when they fail: stock SGLang then kills this process, without a word.
+    """Handle the signal that SGLang's processes send when they fail, on which stock SGLang kills this process without a word.
 
     Raises:
         EngineError: Always.

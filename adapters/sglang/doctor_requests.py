@@ -1,4 +1,4 @@
-"""What the doctor asks of SGLang, in this process or over HTTP, and how it reads the answers."""
+"""The doctor's requests to SGLang, in this process or over HTTP, and how it reads the answers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from mismatch_ext.routing import RoutingShape
 
 SEED = "sampling_seed"
 OTHERS = {"max_new_tokens": "--max-tokens", "n": "--responses"}
-"""Arguments of SGLang's requests that options of the doctor's own say."""
+"""Arguments of SGLang's requests that the doctor sets from options of its own."""
 Generate = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Maps a batch of requests, as `generate_request` builds it, to a response for each of its prompts, in their order."""
+"""Maps a batch, as `generate_request` builds it, to a response for each of its prompts, in their order."""
 
 
 def sampled(generate: Generate, reading: EngineReading, asked: ToSample, shape: RoutingShape | None = None) -> Sample:
     """Sample responses as a run does.
 
     Args:
-        generate: Asks the engine.
-        reading: What the engine runs with.
-        asked: What is to be sampled; its `sampling` holds SGLang's `sampling_params`, and for those that are left out the engine
-            has its own, `preferred_sampling_params` among them. Response i of the sample is drawn with `sampling_seed` + i,
-            which only a deterministic engine looks at; any other draws all from its `random_seed`.
-        shape: Of the routes that it records; None reads none.
+        generate: Sends a batch to the engine.
+        reading: Dtypes and modes that the engine runs with.
+        asked: Prompts and settings; its `sampling` holds SGLang's `sampling_params`, and the engine fills in those that are left
+            out, for example from `preferred_sampling_params`. Response i of the sample is drawn with `sampling_seed` + i, which
+            only a deterministic engine uses; any other engine draws all responses from its `random_seed`.
+        shape: Shape of the routes that the engine records; None reads no routes.
 
     Raises:
-        ConfigError: A sampling argument is what an option says.
+        ConfigError: A sampling argument sets what an option of the doctor sets.
         EngineError: SGLang aborted a request.
-        RecordError: What SGLang returned is malformed.
+        RecordError: A response of SGLang's is malformed.
     """
     sampling, shape = asked.sampling, asked.routed(shape)
     for name, option in OTHERS.items():
@@ -48,7 +48,7 @@ def sampled(generate: Generate, reading: EngineReading, asked: ToSample, shape: 
     prompts = [prompt for prompt in asked.given for _ in range(asked.of_each)]
     seeds = [int(sampling.get(SEED, 0)) + row for row in range(len(prompts))]
     request = generate_request(prompts, SamplingSettings(), max_new_tokens=asked.max_tokens, routing=shape is not None)
-    # As the run's requests are: what they leave out is the engine's to say.
+    # The run's requests do the same: the engine fills in the settings that they leave out.
     request["sampling_params"] = [
         {**sampling, "max_new_tokens": asked.max_tokens, "n": 1, SEED: seed} for seed in seeds
     ]
@@ -57,15 +57,15 @@ def sampled(generate: Generate, reading: EngineReading, asked: ToSample, shape: 
 
 
 def scored(generate: Generate, sample: Sample, shape: RoutingShape | None = None) -> Sample:
-    """Return the same tokens with the engine's log-probabilities of them as part of a prompt: no sampling, temperature 1.
+    """Return the same tokens with the log-probabilities that the engine gives them as part of a prompt, at temperature 1.
 
     Args:
-        generate: Asks the engine.
+        generate: Sends a batch to the engine.
         sample: The tokens.
-        shape: Of the routes that it records; None reads none.
+        shape: Shape of the routes that the engine records; None reads no routes.
 
     Raises:
-        RecordError: What SGLang returned is malformed.
+        RecordError: A response of SGLang's is malformed.
     """
     whole = sequences(sample)
     request = generate_request(whole, SCORING, max_new_tokens=0, prompt_logprobs=True, routing=shape is not None)

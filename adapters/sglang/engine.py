@@ -29,9 +29,10 @@ class EngineTransport(Transport):
         return "the in-process SGLang engine"
 
     def server_info(self) -> dict[str, Any]:
-        """Return the engine's report of itself, with two things that SGLang's leaves out and this process knows.
+        """Return the engine's report of itself, with two facts that SGLang leaves out and this process knows.
 
-        They are the quantisation that a checkpoint brings, and whether log-probabilities are the original ones.
+        These are the quantisation that a checkpoint brings, and whether log-probabilities are the original ones
+        (`SGLANG_RETURN_ORIGINAL_LOGPROB`).
 
         Raises:
             EngineError: The engine failed.
@@ -40,7 +41,7 @@ class EngineTransport(Transport):
         if info.get("quantization") is None:
             config = getattr(getattr(self.engine, "tokenizer_manager", None), "model_config", None)
             info["quantization"] = getattr(config, "quantization", None)
-        # The engine's processes inherited this one's environment.
+        # The engine's processes inherited the environment of this process.
         info[ORIGINAL_LOGPROB] = os.environ.get(ORIGINAL_LOGPROB, "false").lower() in ("1", "true")
         return info
 
@@ -69,7 +70,7 @@ class EngineTransport(Transport):
         return True
 
     def _send(self, bucket: Bucket, weight_version: str | None) -> tuple[Any, Any]:
-        # Engine.update_weights_from_tensor makes the same request without a stamp.
+        # Engine.update_weights_from_tensor makes the same request, but without a weight version.
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 

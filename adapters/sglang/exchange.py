@@ -1,8 +1,9 @@
-"""One request and its answer over HTTP, with an end in time and in bytes wherever the server stops or does not.
+"""One request and its answer over HTTP, bounded in time and in bytes whatever the server does.
 
-requests and urllib3 limit each single read; a server that sends a byte now and then is waited for without end, and a body is
-read as long as it comes. Here every wait is given what is left of the request's seconds, and every byte that arrives is counted,
-by the reader under http.client's response: status line, headers, chunk sizes and trailers are under it as the body is.
+requests and urllib3 limit the time of each single read only: they wait without end for a server that sends a byte now and then,
+and they read a body of any length. Here every wait gets what is left of the request's seconds, and every byte that arrives is
+counted. The reader under http.client's response counts them, so that the status line, headers, chunk sizes and trailers are
+bounded as the body is.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ HEAD_BYTES = 1 << 18
 LARGEST_SEND = 1 << 20
 
 FAILURES = (RequestException, HTTPError, HTTPException, OSError, ValueError)
-"""What requests, urllib3 and http.client raise when an exchange fails; of a malformed chunk it is a plain ValueError."""
+"""Errors that requests, urllib3 and http.client raise when an exchange fails; a malformed chunk raises a plain ValueError."""
 
 
 class Exchange:
-    """What is left of a request's seconds, and of the bytes that its answer may have on the wire.
+    """The seconds that a request has left, and the bytes that its answer may still have on the wire.
 
     Args:
         url: The address, for errors.
-        seconds: From now to the last byte of the answer; resolving the host's name is the system's and not counted.
-        most: Bytes of the body.
+        seconds: Seconds from now to the last byte of the answer. The time in which the system resolves the host's name is not
+            bounded.
+        most: Largest number of bytes of the body.
     """
 
     def __init__(self, url: str, seconds: float, most: int) -> None:
@@ -46,7 +48,7 @@ class Exchange:
         self._received = 0
 
     def seconds_left(self) -> float:
-        """Return what is left, above 0; raise `EngineError` when nothing is."""
+        """Return the seconds that are left, above 0; raise `EngineError` when none are."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise self.late()
@@ -60,9 +62,9 @@ class Exchange:
         )
 
     def received(self, count: int) -> None:
-        """Count bytes that arrived; raise `EngineError` beyond what an answer may have."""
+        """Count bytes that arrived; raise `EngineError` when they are more than an answer may have."""
         self._received += count
-        # Framing in chunks is allowed as much as the body: more is no server's.
+        # The sizes of chunks may take as many bytes as the body; no real server needs more.
         if self._received > HEAD_BYTES + 2 * self.most:
             raise self.too_long()
 
@@ -74,12 +76,12 @@ class Exchange:
         )
 
     def part_ended(self) -> None:
-        """Count anew: what was received is a whole event of a stream."""
+        """Start the count anew, because a whole event of a stream was received."""
         self._received = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Hold what connections of a `BoundedAdapter` do in this thread to this exchange."""
+        """Apply this exchange's limits to the connections of a `BoundedAdapter` that this thread uses meanwhile."""
         token = _ACTIVE.set(self)
         try:
             yield
@@ -91,10 +93,10 @@ _ACTIVE: ContextVar[Exchange | None] = ContextVar("mismatch_exchange", default=N
 
 
 class BoundedAdapter(HTTPAdapter):
-    """The adapter of `requests` whose connections keep to the exchange that they are used in, and are stock outside of one."""
+    """An adapter of `requests` whose connections keep the limits of the active exchange; without one they are stock."""
 
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Return requests' pool, with connections that keep to their exchange."""
+        """Return requests' pool, with connections that keep the limits of the active exchange."""
         pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
         if not issubclass(pool.ConnectionCls, _Bounded):
             pool.ConnectionCls = _bounded(pool.ConnectionCls)
@@ -107,7 +109,7 @@ def _bounded(connection: type[Any]) -> type[Any]:
 
 
 class _Response(HTTPResponse):
-    """http.client's response over a reader that keeps to the exchange."""
+    """http.client's response over a reader that keeps the limits of the active exchange."""
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -117,9 +119,10 @@ class _Response(HTTPResponse):
             self.fp = io.BufferedReader(_Reader(stream.detach(), sock, exchange))
 
     def begin(self) -> None:
-        """Read status and headers; the connection is then used for no other request, whatever the server says.
+        """Read status and headers, and mark the connection so that no other request uses it, whatever the server says.
 
-        What it sent beyond an answer would be read as the next one, and what it closed meanwhile would fail.
+        Otherwise bytes that the server sent after this answer would be read as the next answer, and a request over a connection
+        that the server closed meanwhile would fail.
         """
         super().begin()
         if _ACTIVE.get() is not None:
@@ -148,7 +151,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Bounded:
-    """Before one of urllib3's connections, in a class of its own for each."""
+    """Mixin of bounded connections; `_bounded` puts it before one of urllib3's connection classes."""
 
     response_class = _Response
     host: str
@@ -159,7 +162,7 @@ class _Bounded:
     def connect(self) -> None:
         exchange = _ACTIVE.get()
         if exchange is not None:
-            # Addresses are tried one after another, each with all of the timeout; a TLS handshake may follow.
+            # urllib3 tries the host's addresses one after another, each with the whole timeout; a TLS handshake may follow.
             self.timeout = exchange.seconds_left() / (_addresses(self.host, self.port) + 1)
         super().connect()  # type: ignore[misc]
 
@@ -170,7 +173,7 @@ class _Bounded:
             return
         if self.sock is None:
             self.connect()
-        # Of TLS, sendall waits anew for every record.
+        # With TLS, sendall would start the timeout anew for every record.
         rest = memoryview(data)
         while rest:
             self.sock.settimeout(exchange.seconds_left())
@@ -184,4 +187,4 @@ def _addresses(host: str, port: int) -> int:
     try:
         return len(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)) or 1
     except (OSError, UnicodeError):
-        return 1  # connecting says so
+        return 1  # connecting then raises the error

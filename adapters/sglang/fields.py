@@ -1,4 +1,4 @@
-"""Reading single fields of what a server sent: checked types, and messages whose length does not depend on the server."""
+"""Reading single fields of a server's answer, with checked types, and messages whose length does not depend on the server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mismatch_ext.errors import RecordError
 
 MAX_TOKEN_ID = 2**31 - 1
 SHOWN = 120
-"""Characters of a server's value that a message quotes."""
+"""Largest number of characters of a server's value that a message quotes."""
 
 
 class _Brief(Repr):
-    """Python's abbreviating repr, which leaves bytes whole."""
+    """Python's abbreviating repr, which by itself does not shorten bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def is_integer(value: object) -> TypeGuard[Integral]:
 
 
 def number(value: object) -> float | None:
-    """Return a number as a float, or None when it is no number; what exceeds a float becomes infinite."""
+    """Return a number as a float, or None when it is not a number; a number too large for a float becomes infinite."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:

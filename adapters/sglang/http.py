@@ -1,4 +1,4 @@
-"""An SGLang server behind HTTP, with the same calls as the engine in the trainer's process."""
+"""An SGLang server over HTTP, with the same calls as the engine in the trainer's process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from requests import Session
 
 VOCABULARY = re.compile(rb"logit_bias must ha(?:s|ve) keys in \[0, ([0-9]{1,9})\]")
-"""SGLang's refusal of a setting for a token that its model does not have."""
+"""Text with which SGLang refuses a setting for a token that its model does not have."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,26 @@ class HttpTransport(Transport):
     """An SGLang server.
 
     Weights travel in the bodies of requests, so that the server may run on another machine; a server on the same GPU takes them
-    faster through SGLang's own channels. During an update the server is paused: requests that run are aborted, which their
-    responses say, and new ones wait and are served with the new weights.
+    faster through SGLang's own channels. During an update the server is paused: it aborts running requests, and their responses
+    say so; new requests wait, and are served with the new weights.
 
-    What comes back is bounded in time and size, and taken as it was asked for or not at all: no redirect is followed (what is
-    sent stays with the server at `url`, weights and API key alike), no compressed body is unpacked, and nothing is unpickled.
-    SGLang's route for weights takes pickles alone, so weights are sent as one.
+    Answers are bounded in time and size, and are accepted only in the form that was asked for. No redirect is followed, so that
+    weights and API key go to the server at `url` only. No compressed body is unpacked, and nothing is unpickled. Weights are
+    sent as a pickle, because SGLang's route for weights takes nothing else.
 
     Args:
         url: The server's address, such as "http://127.0.0.1:30000".
-        session: A session of the `requests` library, with headers for an API key for example, and the proxies of its
-            environment unless `trust_env` is False; None opens one that ignores the environment's proxies, certificates and
-            .netrc. Its adapter for `url` is replaced by a `BoundedAdapter`, unless it is one.
-        timeout: Seconds from a request to the last byte of its answer, in which a generation has to end, streamed or not.
+        session: A session of the `requests` library, for example with headers for an API key. It uses the environment's proxies
+            unless its `trust_env` is False. None opens a session that ignores the environment's proxies, certificates and
+            .netrc. The session's adapter for `url` is replaced by a `BoundedAdapter`, unless it is one already.
+        timeout: Seconds from a request to the last byte of its answer; a generation has to end in this time, streamed or not.
         update_timeout: The same for a bucket of weights, and for pausing.
-        pause: Pause the server around weight updates. False leaves it to you to drain it: what it serves between two buckets is
-            of a mixture of weights.
-        vocabulary: Tokens that the server's model has; None asks the server, by a setting for a token that no model has, which it
-            refuses with the number.
-        answer_bytes: Largest answer, and largest event of a stream, in bytes; None allows 512 KiB, and for a generation beside
-            that 1 KiB per token of prompt and response, with routes 17 KiB.
+        pause: Pause the server around weight updates. With False you must drain it yourself: between two buckets it would serve
+            requests with a mixture of weights.
+        vocabulary: Number of tokens that the server's model has. None asks the server: it refuses a setting for a token that no
+            model has, and names the number.
+        answer_bytes: Largest answer, and largest event of a stream, in bytes. None allows 512 KiB, and for a generation 1 KiB
+            more per token of prompt and response, or 17 KiB more with routes.
 
     Raises:
         EngineError: The address, a timeout or the session's adapter is not allowed.
@@ -157,7 +157,7 @@ class HttpTransport(Transport):
 
     @contextmanager
     def _exchange(self, url: str, seconds: float, most: int) -> Iterator[Exchange]:
-        """Hold what is done inside to seconds and bytes, and turn what fails into our error."""
+        """Yield an exchange with these limits, and turn an error of requests, urllib3 or http.client into `EngineError`."""
         from mismatch_ext.adapters.sglang.exchange import FAILURES, Exchange
 
         exchange = Exchange(url, seconds, self.answer_bytes or most)
@@ -167,7 +167,7 @@ class HttpTransport(Transport):
             raise EngineError(f"{url} was not reached: {type(error).__name__}: {brief(str(error))}") from error
 
     def _open(self, method: str, path: str, exchange: Exchange, allowed: Sequence[int], json: Any) -> Any:
-        """Send a request and return the response with its body unread; refuse what no answer of SGLang's is."""
+        """Send a request and return the response with its body unread; refuse a response that SGLang would not send."""
         with exchange.active():
             response = self.session.request(
                 method,
@@ -205,7 +205,7 @@ class HttpTransport(Transport):
             text = next(response.iter_content(REFUSAL_BYTES), b"").decode("utf-8", "replace")
             raise EngineError(f"{url} answered with status {response.status_code}: {brief(text)}")
         if self._is(response, EVENT_STREAM):
-            return  # it says itself where it ends
+            return  # the stream itself says where it ends
         if length is None and headers.get("Transfer-Encoding", "").strip().lower() != "chunked":
             raise EngineError(
                 f"{url} answered neither with Content-Length nor in chunks, and so does not tell where it ends."
@@ -261,7 +261,8 @@ class HttpTransport(Transport):
                     found = brief(response.headers.get("Content-Type"))
                     raise EngineError(f"{url} answered no stream but {found}; is it SGLang that listens there?")
                 try:
-                    # A line holds a whole response; in the 512 bytes of the default it would be joined anew for each piece.
+                    # A line holds a whole response. With requests' default of 512 bytes, the line would be joined anew for each
+                    # piece.
                     for line in response.iter_lines(chunk_size=1 << 20):
                         exchange.part_ended()
                         if line == b"data: [DONE]":
@@ -288,12 +289,12 @@ class HttpTransport(Transport):
 
     @property
     def copies(self) -> int:
-        """Copies of a weight update that are in one message: one per tensor-parallel rank."""
+        """Copies of a bucket of weights in one message: one per tensor-parallel rank."""
         return self.ranks
 
     def _pause(self) -> None:
         if self.pause:
-            # The other modes go on with the tokens of the weights before, and 0.5.18's responses do not say so.
+            # In the other modes, responses keep the tokens that the previous weights sampled, and 0.5.18 does not report this.
             self._ask("POST", "/pause_generation", json={"mode": "abort"}, seconds=self.update_timeout)
 
     def _resume(self) -> None:
@@ -308,8 +309,8 @@ class HttpTransport(Transport):
         return answer is not None
 
     def _send(self, bucket: Bucket, weight_version: str | None) -> tuple[Any, Any]:
-        # Pickled plainly, a tensor's bytes are in the message; SGLang's serializer puts handles there, which are good for
-        # processes of one family on one machine. The route takes nothing but pickles.
+        # The route takes only pickles. A plain pickle holds the tensor's bytes. SGLang's serializer writes handles instead,
+        # which work only between related processes on one machine.
         message = pickle.dumps([(name, tensor.detach().cpu()) for name, tensor in bucket], protocol=4)
         body: dict[str, Any] = {
             "serialized_named_tensors": [base64.b64encode(message).decode()] * self.ranks,

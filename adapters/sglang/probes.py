@@ -1,4 +1,4 @@
-"""Log-probabilities that SGLang assigns to given tokens and to those that it decodes, for checking its weights."""
+"""Log-probabilities that SGLang gives to fixed tokens and to tokens that it decodes, to check its weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FIELD = "meta_info.input_token_logprobs"
 # Greedy at temperature 1: scoring draws no random number, so it leaves the engine's sampling as it was.
 SCORING = SamplingSettings(temperature=1.0, top_k=1)
 TOLERANCE = 1e-6
-"""Nats above 0 that rounding in float32 may give a log-probability."""
+"""Largest value in nats that a log-probability may have after rounding in float32."""
 
 
 def score_tokens(transport: Transport, token_ids: Sequence[Sequence[int]]) -> Tensor:
-    """Score fixed token sequences with the engine's present weights, at temperature 1.
+    """Score fixed token sequences with the engine's current weights, at temperature 1.
 
     The sequences are computed anew, without the prefix cache.
 
@@ -52,17 +52,19 @@ def score_tokens(transport: Transport, token_ids: Sequence[Sequence[int]]) -> Te
 
 
 def decode_tokens(transport: Transport, token_ids: Sequence[Sequence[int]], count: int) -> Decoded:
-    """Decode the likeliest tokens after prompts with the engine's present weights, log-probabilities at temperature 1.
+    """Decode the likeliest tokens after prompts with the engine's current weights; log-probabilities are at temperature 1.
 
-    Not drawn, because all requests draw from the engine's own random numbers. A text's end does not end it.
+    Tokens are not drawn, because a draw would change the engine's random numbers for other requests. An end token does not end
+    the decoding.
 
     Args:
         transport: The engine.
         token_ids: N prompts of the same length P.
-        count: Tokens after each.
+        count: Number of tokens that are decoded after each prompt.
 
     Returns:
-        The tokens; log-probabilities are NaN in a row where the engine's are not all finite.
+        Prompts and decoded tokens `[N, P + count]`, and log-probabilities `[N, count]`, float64, of the decoded tokens; a row
+        is NaN where the engine's are not all finite.
 
     Raises:
         EngineError: The engine failed or was not reached.
@@ -85,13 +87,13 @@ def decode_tokens(transport: Transport, token_ids: Sequence[Sequence[int]], coun
 
 
 def token_scores(output: dict[str, object], ids: list[int], row: int, largest: int) -> list[float]:
-    """Read the scores of one sequence off its response.
+    """Read the log-probabilities of one sequence from its response.
 
     Args:
         output: The response to a request for a prompt's log-probabilities.
         ids: The sequence.
-        row: Its place in the batch, for errors.
-        largest: The largest id of the batch.
+        row: The sequence's place in the batch, for errors.
+        largest: The largest token id of the batch.
 
     Returns:
         Log-probabilities of tokens 1..T-1; NaN where the engine's is not finite.
@@ -107,13 +109,14 @@ def token_scores(output: dict[str, object], ids: list[int], row: int, largest: i
         )
     scores = []
     for position, (entry, token) in enumerate(zip(entries[1:], ids[1:], strict=True), start=1):
-        # SGLang writes 0 for the last id of the vocabulary, which can only be the largest; the log-probability is the token's.
+        # SGLang writes 0 instead of the vocabulary's last id, which can only be the batch's largest; the log-probability is
+        # still that of the token.
         named = entry[1] if isinstance(entry, (list, tuple)) and len(entry) >= 2 else None
         if not is_integer(named) or not (named == token or (named == 0 and token == largest)):
             raise RecordError(
                 f"sequence {row}, {FIELD}[{position}]: found {brief(entry)}; allowed: the score of token {token}."
             )
-        # Over HTTP a value that is not finite arrives as null; the weight check judges it.
+        # Over HTTP a value that is not finite arrives as null. It becomes NaN here, and the weight check judges it.
         value = number(entry[0])
         if value is not None and value > TOLERANCE:
             raise RecordError(

@@ -1,4 +1,4 @@
-"""Requests for SGLang: one dict that is the body of `POST /generate` and the keyword arguments of `Engine.generate`."""
+"""Requests for SGLang: one dict is both the body of `POST /generate` and the keyword arguments of `Engine.generate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEUTRAL: dict[str, Any] = {
     "logit_bias": None,
     "custom_params": None,
 }
-"""Settings without effect, sent because the server's `--preferred-sampling-params` fill in what a request leaves out."""
+"""Values that switch a setting off; they are sent because the server's `--preferred-sampling-params` fill in missing settings."""
 
 
 def generate_request(
@@ -46,31 +46,31 @@ def generate_request(
     request_ids: str | Sequence[str] | None = None,
     version: str | None = None,
 ) -> dict[str, Any]:
-    """Build a request, refusing what SGLang would answer with something that does not compare with the trainer.
+    """Build a request, and refuse one whose answer could not be compared with the trainer.
 
     Args:
         input_ids: Token ids of a prompt, or of several.
         sampling: Settings to sample with; all of them are sent, so that no default of the server applies.
-        max_new_tokens: Most tokens to sample; 0 scores the prompt alone.
-        routing: Ask for the experts of every token but the last; needs a server with `--enable-return-routed-experts`.
+        max_new_tokens: Largest number of tokens to sample; 0 only scores the prompt.
+        routing: Ask for the experts of every token except the last; needs a server with `--enable-return-routed-experts`.
         routed_experts_start: First position whose experts are sent, at most the length of the shortest prompt.
         logprobs: Ask for the log-probability of each sampled token.
-        prompt_logprobs: Ask for those of the prompt too, which are at temperature 1 whatever the sampling's; it is then computed
-            anew, without the prefix cache.
-        stop_token_ids: Tokens that end a response, beside the model's own.
-        ignore_eos: Go on after the model's own end token; SGLang then knows no other one either.
-        n: Responses per prompt. A server with `--enable-deterministic-inference` returns n times the same one, with and without
-            a seed: give the prompt n times there, with a seed for each.
-        seed: Seed of the sampling, or one per prompt. It has an effect only under `--enable-deterministic-inference`, where None
-            is 42 for every request.
+        prompt_logprobs: Ask for the prompt's log-probabilities too; they are at temperature 1, whatever the sampling temperature.
+            SGLang then computes the prompt anew, without the prefix cache.
+        stop_token_ids: Tokens that end a response, in addition to the model's own end tokens.
+        ignore_eos: Go on after the model's own end token; SGLang then ignores every other end token too.
+        n: Responses per prompt. A server with `--enable-deterministic-inference` returns the same response n times, with or
+            without a seed: give it the prompt n times instead, each time with another seed.
+        seed: One seed for all prompts, or one per prompt. It has an effect only under `--enable-deterministic-inference`, where
+            None means 42 for every request.
         stream: Ask for a stream; its last chunk has the routes.
         request_ids: Names of the requests, one per prompt; None lets the server name them.
         version: The server's version; None assumes one that this release supports.
 
     Raises:
-        RecordError: Token ids or settings that SGLang refuses, or takes as something else.
-        RoutingError: A start of the routes beyond a prompt, or without routing.
-        PeerVersionError: A start of the routes with a version that ignores it.
+        RecordError: SGLang would refuse token ids or settings, or understand them in another way.
+        RoutingError: The start of the routes is beyond a prompt, or is given without routing.
+        PeerVersionError: The server's version ignores the start of the routes.
     """
     prompts, batched = _prompts(input_ids)
     _check_sampling(sampling, prompt_logprobs and logprobs)
@@ -184,7 +184,7 @@ def _check_number(name: str, value: Any, least: int) -> None:
 
 
 def _seeds(seed: Any, prompts: Sequence[Sequence[int]], n: int) -> list[int | None]:
-    """Return a seed per prompt; what is drawn depends on the seed and the position alone, so equal requests draw the same."""
+    """Return a seed per prompt; draws depend only on the seed and the position, so equal requests with one seed are refused."""
     if seed is None:
         return [None] * len(prompts)
     seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)

@@ -1,4 +1,4 @@
-"""What SGLang answers to `/generate` or returns from `Engine.generate`, as rollout records.
+"""Responses of SGLang's `/generate` and `Engine.generate`, turned into rollout records.
 
 The log-probabilities of a response are log_softmax(logits / T) before top-p, top-k and min-p; those of a prompt are at T = 1
 whatever the request's T. Over HTTP a NaN or infinite value arrives as null.
@@ -34,9 +34,10 @@ from mismatch_ext.routing.shape import starts_of
 
 LOGPROBS = "meta_info.output_token_logprobs"
 LOWEST = (-65504.0, -3.3e38)
-"""Lowest value of float16, and just above those of bfloat16 and float32: what SGLang clamps minus infinity to."""
+"""Values that SGLang writes for minus infinity: the lowest of float16, and a bound just above the lowest of bfloat16 and
+float32."""
 TOLERANCE = 1e-3
-"""Nats above 0 that rounding may give a log-probability."""
+"""Largest value in nats that a log-probability may have after rounding."""
 
 
 def to_records(
@@ -53,15 +54,15 @@ def to_records(
     """Turn the responses to a batch of prompts into records, in the order of the prompts.
 
     Args:
-        outputs: The list that SGLang returned; n responses per prompt, those of a prompt beside each other. A single response
-            may come without its list.
+        outputs: The list that SGLang returned: n responses per prompt, the responses of a prompt next to each other. A single
+            response may come without a list around it.
         prompt_ids: One list of token ids per prompt.
-        provenance: Where the rollouts come from.
-        shape: The model's routing shape when routing was requested; None reads none.
-        routed_experts_start: As it was in the request, one for all or one per prompt.
+        provenance: Provenance of the rollouts.
+        shape: The model's routing shape if routing was requested; None reads no routes.
+        routed_experts_start: The value of the request, one for all or one per prompt.
         n: Responses per prompt.
-        weight_version: The server's stamp of its weights that every response must have; None accepts any one.
-        allow_abort: Keep what aborted requests had sampled.
+        weight_version: Weight version that every response must report; None accepts any.
+        allow_abort: Keep the tokens that aborted requests had sampled.
 
     Raises:
         RecordError: A response is malformed, or their number is wrong; names request, field, value and what is allowed.
@@ -93,14 +94,14 @@ def to_traces(
     routed_experts_start: int | Sequence[int] = 0,
     n: int = 1,
 ) -> list[RoutingTrace]:
-    """Turn the routes of a batch's responses into traces, in the order of the prompts; `to_records` has them in its records.
+    """Turn the routes of a batch's responses into traces, in the order of the prompts; `to_records` puts them into its records.
 
     Args:
-        outputs: The list that SGLang returned, of finished requests.
+        outputs: The list that SGLang returned; its requests have finished.
         prompt_ids: One list of token ids per prompt.
         shape: The routing shape of the model that replays.
         version: Weight version that the server sampled with.
-        routed_experts_start: As it was in the request, one for all or one per prompt.
+        routed_experts_start: The value of the request, one for all or one per prompt.
         n: Responses per prompt.
 
     Raises:
@@ -136,20 +137,21 @@ def parse_response(
     request_id: str | None = None,
     allow_abort: bool = False,
 ) -> RolloutRecord:
-    """Turn one finished response into a record, after checking everything that the record will be used for.
+    """Turn one finished response into a record, after checking every field that the record is made of.
 
     Args:
-        output: The response: `output_ids` and `meta_info`. Of a stream, the last chunk, which has all tokens and the routes.
+        output: The response: `output_ids` and `meta_info`. For a stream, give the last chunk, which has all tokens and the
+            routes.
         prompt_ids: Token ids of its prompt.
-        provenance: Where it comes from; its weight version is that of the routes too.
-        shape: The model's routing shape when routing was requested; None reads none.
-        routed_experts_start: As it was in the request; a server that ignored it sent all rows, which are cut.
-        weight_version: The server's stamp of its weights that the response must have; None accepts any one.
-        request_id: Name of the request; None takes the server's.
-        allow_abort: Keep what an aborted request had sampled.
+        provenance: Provenance of the rollout; the routes get its weight version too.
+        shape: The model's routing shape if routing was requested; None reads no routes.
+        routed_experts_start: The value of the request. A server that ignored it sent all rows; those before it are cut.
+        weight_version: Weight version that the response must report; None accepts any.
+        request_id: Name of the request; None takes the server's name for it.
+        allow_abort: Keep the tokens that an aborted request had sampled.
 
     Returns:
-        The record; its last token has no route, because it never passed through the engine's model.
+        The record. Its last token has no route, because this token never passed through the engine's model.
 
     Raises:
         RecordError: The response is malformed; names request, field, value and what is allowed.
@@ -182,11 +184,11 @@ def parse_response(
 
 
 def parse_sampled(output: Any, prompt_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return what a response sampled, ids and log-probabilities, without making a record of it.
+    """Return the sampled token ids of a response and their log-probabilities, without making a record.
 
     Args:
         output: The response.
-        prompt_tokens: Tokens of its prompt.
+        prompt_tokens: Number of tokens of its prompt.
 
     Raises:
         RecordError: The response is malformed.
@@ -241,10 +243,10 @@ def _logprobs(meta: Mapping[Any, Any], ids: tuple[int, ...], request: str) -> tu
 
 
 def _usual(entries: Sequence[Any], ids: tuple[int, ...]) -> tuple[float, ...] | None:
-    """Return the log-probabilities of entries that are beyond doubt, several times faster than one after the other.
+    """Return the log-probabilities of entries that are clearly right, checked together, which is several times faster.
 
-    A server of verl's parses every answer in the process that hands tokens on. None where `_logprob` has to look, which then
-    accepts the entries or says what is wrong.
+    Speed matters because a server of verl's parses every answer in the process that hands tokens on. None means that `_logprob`
+    has to check each entry, which then accepts it or says what is wrong.
     """
     if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
         return None
@@ -256,7 +258,7 @@ def _usual(entries: Sequence[Any], ids: tuple[int, ...]) -> tuple[float, ...] | 
 
 
 def _logprob(entry: Any, token: int, position: int, request: str) -> float:
-    """Return the log-probability of an entry (log-probability, token id, text or null)."""
+    """Check an entry (log-probability, token id, text or null) and return its log-probability."""
     field = f"{LOGPROBS}[{position}]"
     if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
         raise refuse(request, field, entry, "[log-probability, token id, text or null]")

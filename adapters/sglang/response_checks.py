@@ -1,4 +1,4 @@
-"""Checks of a response's `meta_info`, each with its own message; log-probabilities and routes are read elsewhere."""
+"""Checks of a response's `meta_info`, each with its own message; other modules read its log-probabilities and routes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPANS = "meta_info.weight_versions"
 
 
 def finish_reason(meta: Mapping[Any, Any], request: str, allow_abort: bool) -> str:
-    """Return "stop", "length" or "abort"; SGLang sends an object with a type, its OpenAI routes the type alone.
+    """Return "stop", "length" or "abort"; SGLang sends an object with a type, and its OpenAI routes send only the type.
 
     Raises:
         RecordError: The request has not finished, or the field is malformed.
@@ -49,7 +49,7 @@ def check_counts(meta: Mapping[Any, Any], prompt: int, response: int, request: s
 
 
 def check_prompt_logprobs(meta: Mapping[Any, Any], temperature: float, request: str) -> None:
-    """Refuse prompt log-probabilities at T != 1: they are SGLang's at T = 1, beside a response at T."""
+    """Refuse a prompt's log-probabilities, which are at temperature 1, if the response's temperature is another one."""
     field, found = "meta_info.input_token_logprobs", meta.get("input_token_logprobs")
     if found is not None and len(sequence(found, request, field)) and temperature != 1:
         raise refuse(
@@ -62,7 +62,7 @@ def check_prompt_logprobs(meta: Mapping[Any, Any], temperature: float, request: 
 
 
 def check_weights(meta: Mapping[Any, Any], expected: str | None, request: str) -> None:
-    """Refuse a response that several versions of the weights contributed to, or another one than was expected."""
+    """Refuse a response that was sampled with several versions of the weights, or with another version than `expected`."""
     field, found = "meta_info.weight_version", meta.get("weight_version")
     if found is not None and not isinstance(found, str):
         raise refuse(request, field, found, "text")
@@ -88,7 +88,7 @@ def check_weights(meta: Mapping[Any, Any], expected: str | None, request: str) -
 
 
 def _span_versions(meta: Mapping[Any, Any], request: str) -> list[str]:
-    """Return the versions of the weights that sampled a response, which servers before 0.5.23 do not send."""
+    """Return the weight versions that sampled a response; servers before 0.5.23 do not send them, and the list is then empty."""
     spans = meta.get("weight_versions")
     if spans is None:
         return []

@@ -1,4 +1,4 @@
-"""The `routed_experts` of a response, which SGLang sends as bytes without shape or dtype, as routing traces.
+"""Turns the `routed_experts` of a response, which SGLang sends as bytes without shape or dtype, into routing traces.
 
 Shapes: R rows, L decoder layers, K experts per token. The wire format of 0.5.9 to 0.5.23 is int32, little-endian, C order
 `[R, L, K]`, base64 in a string; dense layers have rows of zeros, and the last sampled token has no row.
@@ -41,12 +41,13 @@ def to_trace(
         prompt_tokens: Tokens of the prompt.
         output_tokens: Tokens of the response.
         shape: The model's routing shape.
-        start: What the request had as `routed_experts_start_len`; a server that ignored it sent all rows, which are cut.
-        version: Weight version that sampled.
+        start: `routed_experts_start_len` of the request. A server that ignored it sent all rows; those before it are cut.
+        version: Weight version that the response was sampled with.
         request: Name of the request, for messages.
 
     Raises:
-        RoutingError: Missing, undecodable or of another length, or rows that no router wrote; names request, row and layer.
+        RoutingError: Routes are missing, cannot be decoded, have another length, or have rows that no router can have written;
+            names request, row and layer.
     """
     tokens = prompt_tokens + output_tokens
     if not 0 <= start <= prompt_tokens:
@@ -69,17 +70,17 @@ def to_trace(
 
 
 def decode_routes(value: Any, *, rows: int, full_rows: int, shape: RoutingShape, request: str) -> NDArray[Any]:
-    """Return expert ids `[R, L, K]`; the length is compared with the expected one before anything is decoded.
+    """Return expert ids `[R, L, K]`; the length is checked before anything is decoded.
 
     Args:
         value: The field as the server sent it.
-        rows: Rows that were asked for.
-        full_rows: Rows of a server that ignores `routed_experts_start_len`, which are accepted too.
+        rows: Number of rows that were asked for.
+        full_rows: Number of rows that a server sends if it ignores `routed_experts_start_len`; this number is accepted too.
         shape: The model's routing shape.
         request: Name of the request, for messages.
 
     Raises:
-        RoutingError: The field is missing, of another type or length, or no base64.
+        RoutingError: The field is missing, has another type or length, or is not base64.
     """
     if value is None:
         raise RoutingError(
@@ -130,7 +131,7 @@ def _check_bytes(found: int, allowed: tuple[int, ...], shape: RoutingShape, requ
 
 
 def _from_array(value: Any, allowed: tuple[int, ...], shape: RoutingShape, request: str) -> NDArray[Any]:
-    """Take an array as it is; its shape is looked at before anything is copied from a device."""
+    """Accept integers of an expected shape; the shape is checked before anything is copied from a device."""
     width = (shape.num_layers, shape.top_k)
     shapes = [(rows, *width) for rows in allowed] + [(rows * width[0] * width[1],) for rows in allowed]
     if isinstance(value, (Tensor, np.ndarray)) and tuple(value.shape) in shapes:

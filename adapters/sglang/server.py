@@ -1,7 +1,8 @@
-"""What an SGLang server runs with, read from its own report, and one verdict on whether the trainer can match it.
+"""The settings of an SGLang server, read from its own report, and one verdict on whether the trainer can match it.
 
-The report is `GET /server_info` (`/get_server_info` before), or `Engine.get_server_info()`: the server's arguments after it
-resolved them, and its version. `dtype` may still be "auto" there, which says nothing.
+The report comes from `GET /server_info` (`/get_server_info` in earlier versions) or from `Engine.get_server_info()`. It holds
+the server's version and its arguments after the server resolved them. `dtype` may still be "auto" there, which does not say the
+dtype.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from mismatch_ext.versions import PEERS
 
 @dataclass(frozen=True, kw_only=True)
 class ServerVerdict:
-    """Whether a server fits, and everything that does not.
+    """Whether a server fits the trainer, and everything that does not fit.
 
     Args:
         version: The server's version.
         problems: All problems, in the order of the checks.
-        notes: What the report does not show and was assumed, and what requests to this server must not ask for.
+        notes: Assumptions about what the report does not show, and what requests to this server must not ask for.
     """
 
     version: str
@@ -52,14 +53,14 @@ class ServerVerdict:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What to change at the server's start, each once."""
+        """What to change when the server is started, each change once."""
         return tuple(dict.fromkeys(problem.flag for problem in self.problems))
 
     def raise_for_problems(self) -> None:
         """Refuse a server that does not fit.
 
         Raises:
-            EngineError: There is a problem; the message has each on a line.
+            EngineError: There is a problem; the message has one line for each.
         """
         if self.problems:
             raise EngineError(str(self))
@@ -79,16 +80,16 @@ def read_server(info: Any, *, original_logprobs: bool | None = None) -> EngineRe
     Args:
         info: The server's report.
         original_logprobs: Whether the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`, which SGLang's report does not show.
-            None takes what `EngineTransport.server_info` adds to it, and for a server elsewhere assumes that it is unset.
+            None takes it from the report if `EngineTransport.server_info` added it there, and otherwise assumes that it is unset.
 
     Returns:
-        The reading; parameter dtypes are out of reach, a dtype "auto" stays so, and over HTTP the quantisation is that of the
-        server's arguments alone: one that the checkpoint brings is not seen. Its "processed_logprobs" are
-        log_softmax(logits / T), as the trainer computes them; unlike vLLM's of that name they are not renormalised over what
-        top-p, top-k and min-p keep.
+        The reading. It has no parameter dtypes, because they cannot be read, and a dtype "auto" stays "auto". Over HTTP the
+        quantisation is the one of the server's arguments; a quantisation that only the checkpoint states is not seen. Its
+        "processed_logprobs" are log_softmax(logits / T), as the trainer computes them; unlike vLLM's mode of that name, they
+        are not renormalised over the tokens that top-p, top-k and min-p keep.
 
     Raises:
-        EngineError: It is no report of SGLang; names the field.
+        EngineError: `info` is not a report of SGLang; names the field.
     """
     fields = _report(info)
     if original_logprobs is None:
@@ -114,14 +115,14 @@ def check_server(
     original_logprobs: bool | None = None,
     sends_all_weights: bool = False,
 ) -> ServerVerdict:
-    """Compare a server's settings with what the trainer needs, all of them before the first request.
+    """Compare all settings of a server with what the trainer needs, before the first request.
 
     Args:
         info: The server's report.
-        config: The `mismatch:` block; its `precision.dtype` comes before the trainer's.
-        trainer_dtype: Dtype that the trainer computes in.
+        config: The `mismatch:` block; if it has a `precision` section, the dtype is taken from there.
+        trainer_dtype: Dtype that the trainer computes in, used if the block has no `precision` section.
         needs_routing: Whether routes are replayed; None takes it from the block (`routing.mode` R3).
-        deterministic: Whether the run was promised to be deterministic.
+        deterministic: Whether the run has to be deterministic.
         original_logprobs: As in `read_server`.
         sends_all_weights: Whether the trainer sends all weights before the first request, so that the server may begin with
             random ones.
@@ -130,8 +131,8 @@ def check_server(
         The verdict; call `raise_for_problems` to refuse the server.
 
     Raises:
-        EngineError: It is no report of SGLang; names the field.
-        PrecisionError: `trainer_dtype` is no compute dtype.
+        EngineError: `info` is not a report of SGLang; names the field.
+        PrecisionError: `trainer_dtype` is not a compute dtype.
     """
     fields = _report(info)
     reading = read_server(info, original_logprobs=original_logprobs)

@@ -1,4 +1,4 @@
-"""The settings of an SGLang server that a trainer cannot match, one function per group of them."""
+"""Finds settings of an SGLang server that a trainer cannot match; one function checks one group of settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mismatch_ext.versions import PEERS
 
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 BYPASSING = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
-"""MoE runners that choose experts inside a fused kernel, past the place where SGLang records them."""
+"""MoE runners that choose experts inside a fused kernel, which does not pass the place where SGLang records experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class ServerProblem:
     """One setting of a server that the trainer cannot match.
 
     Args:
-        field: Name in the server's report.
+        field: Name of the setting in the server's report.
         found: Its value there.
-        allowed: What it must be.
-        flag: What to give or leave out when starting the server.
+        allowed: The value that it must have.
+        flag: The flag to give or leave out when starting the server.
         why: The reason.
     """
 
@@ -42,7 +42,7 @@ class ServerProblem:
 
 
 def version_problems(reading: EngineReading) -> list[ServerProblem]:
-    """Check that the version is one that this release was run against."""
+    """Check that the server's version is in the range that this release accepts."""
     peer = PEERS["sglang"]
     why = "Formats and the kind of log-probabilities differ between versions."
     flag = f"pip install sglang=={peer.ran[-1]}"
@@ -82,13 +82,13 @@ def precision_problems(reading: EngineReading, policy: PrecisionPolicy) -> list[
 def model_problems(
     fields: Mapping[Any, Any], sends_all_weights: bool, quantized: str | None = None
 ) -> list[ServerProblem]:
-    """Check that the server runs the checkpoint's model, with weights that updates reach, and samples as a request says.
+    """Check that the server runs the checkpoint's model, that updates reach its weights, and that it samples as a request says.
 
     Args:
         fields: The server's report.
         sends_all_weights: Whether the trainer sends all weights before the first request.
-        quantized: How its weights are quantised on purpose, if they are: an override that says this of all layers and nothing
-            else is then none of the model.
+        quantized: Format in which the server's weights are quantised on purpose; None for no quantisation. An override of the
+            model's configuration is accepted if it says only this, and says it of all layers.
     """
     found: list[ServerProblem] = []
     preferred, override = fields.get("preferred_sampling_params"), fields.get("json_model_override_args")
@@ -115,7 +115,7 @@ def model_problems(
 
 
 def numeric_problems(fields: Mapping[Any, Any], policy: PrecisionPolicy, deterministic: bool) -> list[ServerProblem]:
-    """Check modes that change what is computed: on-policy, deterministic, speculative, partial replay of a prefix."""
+    """Check modes that change the computed values: on-policy, deterministic, speculative, and the bounded replay of a prefix."""
     found: list[ServerProblem] = []
     target, speculative = fields.get("rl_on_policy_target"), fields.get("speculative_algorithm")
     if target is not None and policy.dtype != "bfloat16":
@@ -137,8 +137,8 @@ def numeric_problems(fields: Mapping[Any, Any], policy: PrecisionPolicy, determi
 def routing_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
     """Check that routes are recorded for every token and layer.
 
-    SGLang keeps the routes of a token in host memory beside the index of its KV-cache slot: what fills a slot from elsewhere
-    than the model brings no routes, and the slot's former ones stay.
+    SGLang keeps a token's routes in host memory under the index of the token's KV-cache slot. If something other than the model
+    fills a slot, for example a second cache, it brings no routes, and the routes of the slot's former token stay.
     """
     problems = []
     captured = fields.get("enable_return_routed_experts")
@@ -165,11 +165,11 @@ def routing_problems(fields: Mapping[Any, Any]) -> list[ServerProblem]:
 
 
 def server_notes(fields: Mapping[Any, Any], assumed: bool) -> tuple[str, ...]:
-    """Return what is no problem of the server but must be known.
+    """Return notes on what is not a problem of the server but must be known.
 
     Args:
         fields: The server's report.
-        assumed: Whether nobody said which kind of log-probabilities the server returns.
+        assumed: Whether the kind of log-probabilities that the server returns is an assumption.
     """
     notes = []
     if assumed:
@@ -186,7 +186,7 @@ def server_notes(fields: Mapping[Any, Any], assumed: bool) -> tuple[str, ...]:
 
 
 def _of_format_alone(override: object, quantized: str) -> bool:
-    """Tell whether an override says that all weights are quantised so, and nothing else, as verl's does for fp8."""
+    """Tell whether an override says only that all weights are quantised in this format, as verl's override for fp8 does."""
     try:
         found = json.loads(override) if isinstance(override, str) else override
     except ValueError:
@@ -200,7 +200,7 @@ def _of_format_alone(override: object, quantized: str) -> bool:
 
 
 def _given(value: object) -> bool:
-    """Tell whether a setting is more than an empty text, list or object."""
+    """Tell whether a setting has a value other than None and an empty text, list or object."""
     empty = (
         isinstance(value, str) and value.strip() in ("", "{}") or isinstance(value, (list, tuple, dict)) and not value
     )
@@ -208,7 +208,7 @@ def _given(value: object) -> bool:
 
 
 def _switched_on(fields: Mapping[Any, Any], name: str, why: str, flag: str = "") -> list[ServerProblem]:
-    """Return the problem of a switch that must be off, if it is on."""
+    """Return a problem if a switch is on that must be off."""
     flag = flag or f"leave out --{name.replace('_', '-')}"
     return [_problem(name, True, "false", flag, why)] if fields.get(name) is True else []
 

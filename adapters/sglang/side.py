@@ -1,4 +1,4 @@
-"""The engine's side of a loop of one's own: SGLang, in the trainer's process or over HTTP."""
+"""The engine's side of your own training loop: SGLang, in the trainer's process or over HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ON_CPU: dict[str, Any] = {
     "max_total_tokens": 16384,
     "grammar_backend": "none",
     "skip_server_warmup": True,
-    "sleep_on_idle": True,  # a scheduler that waits would take a core from the trainer
+    "sleep_on_idle": True,  # otherwise a waiting scheduler takes a core from the trainer
 }
 """Arguments with which SGLang runs on a CPU."""
 
@@ -44,16 +44,16 @@ class Rollout(Remote):
     Args:
         transport: The engine; `Rollout.launch` starts one in this process as a block asks for it.
         sampling: Settings to sample with.
-        max_new_tokens: Most tokens of a response.
+        max_new_tokens: Largest number of tokens of a response.
         n: Responses per prompt.
-        stop_token_ids: Tokens that end a response, beside the model's own.
+        stop_token_ids: Tokens that end a response, in addition to the model's own end tokens.
 
     Attributes:
-        weight_version: Updates that were begun on the engine.
-        patches: None: SGLang is not patched.
+        weight_version: Number of updates that were begun on the engine.
+        patches: Empty, because SGLang is not patched.
 
     Raises:
-        EngineError: The engine does not answer, or its report is none of SGLang.
+        EngineError: The engine does not answer, or its report is not one of SGLang.
     """
 
     patches: tuple[Mapping[str, Any], ...] = ()
@@ -90,16 +90,18 @@ class Rollout(Remote):
         stop_token_ids: Sequence[int] = (),
         **arguments: Any,
     ) -> Rollout:
-        """Start an engine in this process as a block asks for it: its dtype, and its routes.
+        """Start an engine in this process with the dtypes, quantisation and routes that a block asks for.
+
+        `check` tells afterwards whether the engine runs as the block needs it.
 
         Args:
             model: Folder or name of the checkpoint.
             block: The block of the run.
             sampling, max_new_tokens, n, stop_token_ids: As for `Rollout`.
-            arguments: Of `sglang.Engine`; they come before the block's.
+            arguments: Arguments of `sglang.Engine`; they replace those that the block asks for.
 
         Raises:
-            EngineError: The engine does not run as the block needs it; names each setting, and what to give instead.
+            EngineError: The engine's report is not one of SGLang.
         """
         from sglang import Engine
 
@@ -123,36 +125,36 @@ class Rollout(Remote):
             trainer_dtype: Dtype that the trainer computes in.
 
         Raises:
-            EngineError: Names each setting, and what to give instead.
+            EngineError: A setting does not fit; names each such setting, and what to give instead.
         """
         check_server(self._info, config=block, trainer_dtype=trainer_dtype).raise_for_problems()
 
     def reading(self) -> EngineReading:
-        """Return what the engine computes with, as it reports it itself."""
+        """Return the dtypes and modes that the engine computes with, from its own report."""
         return self._reading
 
     def record_routing(self, shape: RoutingShape) -> None:
-        """Take the routes of rollouts from here on.
+        """Ask for the routes of all rollouts from now on.
 
         Args:
-            shape: Of the model that replays them.
+            shape: Routing shape of the model that replays the routes.
 
         Raises:
-            RoutingError: The engine does not record any.
+            RoutingError: The engine does not record the routes of every token and layer.
         """
         if problems := routing_problems(self._info):
             raise RoutingError("; ".join(map(str, problems)))
         self._shape = shape
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[RolloutRecord]:
-        """Sample `n` responses to each prompt, those of a prompt beside each other.
+        """Sample `n` responses to each prompt; the responses of a prompt are next to each other.
 
         Args:
-            prompts: Token ids of each.
+            prompts: Token ids of each prompt.
 
         Raises:
             EngineError: SGLang failed.
-            RecordError: It returned something malformed; or a prompt has a token that stands for an image, a video or a sound.
+            RecordError: A response is malformed, or a prompt has a token that stands for an image, a video or a sound.
             RoutingError: Routes are missing or malformed.
         """
         ids = [list(map(int, prompt)) for prompt in prompts]
@@ -175,13 +177,13 @@ class Rollout(Remote):
         )
 
     def update(self, weights: NamedTensors) -> tuple[SyncReading, dict[str, Any]]:
-        """Load new weights, and forget what was cached with those before; responses are stamped with their version.
+        """Load new weights and drop what was cached with the previous ones; from then on responses report the new version.
 
         Args:
             weights: Checkpoint names and tensors of the whole model.
 
         Returns:
-            The dtypes on the way, and nothing to compare.
+            The dtypes that the tensors came in and were sent in, and an empty dict, because SGLang's tensors cannot be compared.
 
         Raises:
             ReadinessError: A weight does not fit the engine's dtype.
@@ -192,6 +194,6 @@ class Rollout(Remote):
         return update_weights(self.transport, weights, dtype=dtype, weight_version=self.weight_version), {}
 
     def shutdown(self) -> None:
-        """End an engine in this process."""
+        """End the engine if it runs in this process."""
         if isinstance(self.transport, EngineTransport):
             self.transport.engine.shutdown()

@@ -1,7 +1,7 @@
-"""What is asked of an SGLang engine wherever it runs, with every answer checked.
+"""Every call that this package makes to an SGLang engine, wherever the engine runs, with every answer checked.
 
-SGLang refuses a weight update by returning (False, message), and a flush of its cache by an object that says so: neither
-raises. Both transports turn that into an error.
+SGLang raises no error when it refuses a weight update or a flush of its cache: it returns (False, message), or an object that
+says so. Both transports turn a refusal into an error.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mismatch_ext.versions import PEERS
 
 Bucket = Sequence[tuple[str, Tensor]]
 FLUSH_SECONDS = 10.0
-"""How long a flush is tried again: the scheduler may still hold a request that has already been answered."""
+"""Seconds in which a flush is tried again, because the scheduler may still hold a request that was already answered."""
 
 
 class Transport(ABC):
-    """What this package needs of an SGLang engine, wherever it runs."""
+    """An SGLang engine in this process or behind HTTP."""
 
     mixed: bool = False
-    """Whether an update that failed may have left a mixture of weights; nothing is generated until one succeeds."""
+    """Whether a failed update may have left a mixture of weights; `generate` refuses until an update succeeds."""
     stale_cache: bool = False
-    """Whether the cache may hold what was computed with weights before; nothing is generated until it is flushed."""
+    """Whether the cache may hold what previous weights computed; `generate` refuses until it is flushed."""
     _info: dict[str, Any] | None = None
     _vocabulary: int | None = None
 
     @property
     def version(self) -> str:
-        """Version of SGLang, as it reports it itself.
+        """Version of SGLang, from the engine's own report.
 
         Raises:
-            PeerVersionError: It is outside the range that this release supports.
+            PeerVersionError: The version is outside the range that this release supports.
             EngineError: The engine does not answer.
         """
         if self._info is None:
@@ -64,12 +64,12 @@ class Transport(ABC):
 
     @property
     def copies(self) -> int:
-        """Copies of a weight update that are in one message."""
+        """Copies of a bucket of weights in one message."""
         return 1
 
     @property
     def dtype(self) -> str:
-        """Dtype that the engine reports to compute in; "auto" when it does not say."""
+        """Compute dtype that the engine reports; "auto" when it reports none."""
         self.version  # noqa: B018
         dtype = (self._info or {}).get("dtype")
         return spelled(dtype) if isinstance(dtype, str) else "auto"
@@ -78,15 +78,15 @@ class Transport(ABC):
         """Run a request and wait for it.
 
         Args:
-            request: What `generate_request` built; of a stream, the last chunk of every response is returned.
+            request: A dict that `generate_request` built. If it asks for a stream, the last chunk of every response is returned.
 
         Returns:
-            The responses, n per prompt, those of a prompt beside each other.
+            The responses, n per prompt; the responses of a prompt are next to each other.
 
         Raises:
             EngineError: SGLang refused or failed, or was not reached; or an update of its weights was not completed.
-            RecordError: A token id is not in the model's vocabulary; names position, id and size. SGLang looks such a token up
-                all the same: its scheduler ends, or it computes with a row of padding.
+            RecordError: A token id is not in the model's vocabulary; names position, id and size. SGLang does not check this:
+                its scheduler ends, or it computes with a padding row of the embedding.
         """
         self.version  # noqa: B018 - refuses an engine of another version before the first request
         if self.mixed:
@@ -122,21 +122,22 @@ class Transport(ABC):
                 )
 
     def update_weights(self, buckets: Iterable[Bucket], *, weight_version: str | None = None) -> None:
-        """Send weights, and forget what was cached with those before.
+        """Send weights, and drop what was cached with the previous ones.
 
-        Between two buckets SGLang serves requests, with a mixture of weights: the server must be drained, by every client that
-        it has. Where the version asks for it (0.5.23), the update is one session of SGLang's. The cache is flushed at the end,
-        after a failure too, and not with the last bucket, where 0.5.18 ends its scheduler when a request still runs.
+        Between two buckets SGLang would serve requests with a mixture of weights, so every client of the server must drain it
+        first. Where SGLang's version asks for it (0.5.23), the update is one session of SGLang's. The cache is flushed at the
+        end, after a failure too. It is not flushed with the last bucket, because 0.5.18 then ends its scheduler if a request
+        still runs.
 
         Args:
             buckets: Checkpoint names and tensors, a part of the model at a time.
-            weight_version: Stamp that responses carry from now on, until the last bucket with "-incomplete" behind it; None
-                leaves the one before, also beside a mixture of weights. SGLang stamps what it accepted: after a first bucket
-                that it refused halfway, the stamp is the one before too.
+            weight_version: Version that responses report from now on, with "-incomplete" behind it until the last bucket has
+                arrived. None leaves the previous version, even if the weights are a mixture. SGLang changes the version only
+                when it accepts a bucket: if it refuses the first one halfway, responses still report the previous version.
 
         Raises:
             EngineError: SGLang refused a bucket or the flush. Its weights may then be a mixture: `generate` refuses until all of
-                them were sent. What failed after that has a note in the error.
+                them were sent. A second failure, while the update was being closed, is a note of this error.
         """
         self.version  # noqa: B018
         with _closing("resuming the server", self._resume):
@@ -145,11 +146,11 @@ class Transport(ABC):
                 session = self._begin()
                 with _closing("ending the weight update", self._end_session if session else _nothing):
                     sent = self._send_all(buckets, weight_version)
-                # An update of nothing repairs nothing.
+                # An update without a bucket does not repair a mixture.
                 self.mixed = self.mixed and not sent
 
     def _send_all(self, buckets: Iterable[Bucket], weight_version: str | None) -> bool:
-        """Send all buckets; return whether there was one."""
+        """Send all buckets; return whether there was at least one."""
         sent = False
         stamp = None if weight_version is None else f"{weight_version}-incomplete"
         for bucket, last in _with_last(buckets):
@@ -159,7 +160,7 @@ class Transport(ABC):
         return sent
 
     def _end_session(self) -> None:
-        # An open session would refuse the next update.
+        # SGLang would refuse the next update while a session is open.
         self._accepted("the end of the weight update", self._end())
 
     def _flush_after_update(self) -> None:
@@ -167,16 +168,16 @@ class Transport(ABC):
             self.flush_cache()
 
     def _pause(self) -> None:  # noqa: B027 - not every engine can
-        """Let no request run until `_resume`, where the engine can."""
+        """Let no request run until `_resume`, if the engine can be paused."""
 
     def _resume(self) -> None:  # noqa: B027
         """Let requests run again."""
 
     def flush_cache(self) -> None:
-        """Forget all cached prefixes, and the routes with them.
+        """Drop all cached prefixes, and their routes.
 
         Raises:
-            EngineError: SGLang declined, because a request is not finished.
+            EngineError: SGLang refused for `FLUSH_SECONDS`, because a request is not finished.
         """
         deadline = time.monotonic() + FLUSH_SECONDS
         while not self._flush():
@@ -201,7 +202,7 @@ class Transport(ABC):
         """Return the engine's report of itself, for `check_server` and `read_server`."""
 
     def _vocabulary_size(self) -> int | None:
-        """Return how many tokens the model has; None where the engine cannot tell."""
+        """Return the number of tokens that the model has; None if the engine cannot tell."""
         return None
 
     @abstractmethod
@@ -212,7 +213,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _begin(self) -> bool:
-        """Open a session where the version has them; return whether it did."""
+        """Open a session if SGLang's version has sessions; return whether one was opened."""
 
     @abstractmethod
     def _send(self, bucket: Bucket, weight_version: str | None) -> tuple[Any, Any]: ...
@@ -226,7 +227,7 @@ class Transport(ABC):
 
 @contextmanager
 def _closing(doing: str, close: Callable[[], None]) -> Iterator[None]:
-    """Close in any case; when the block failed, a failure to close is a note of its error and does not replace it."""
+    """Call `close` in any case; if the block failed too, a failure of `close` becomes a note of the block's error."""
     try:
         yield
     except BaseException as error:
@@ -243,7 +244,7 @@ def _nothing() -> None:
 
 
 def last_chunks(chunks: Iterable[Any]) -> list[Any]:
-    """Return the last chunk of every response of a stream, in their order; it has all tokens, and it alone the routes."""
+    """Return the last chunk of every response of a stream, in order; it has all tokens, and only it has the routes."""
     last: dict[int, Any] = {}
     for chunk in chunks:
         index = chunk.get("index", 0) if isinstance(chunk, dict) else 0

@@ -1,4 +1,4 @@
-"""Weight updates of SGLang in a plain loop, each verified; vLLM's adapter has the same class."""
+"""Verified weight updates of SGLang, for your own training loop; vLLM's adapter has a class of the same name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mismatch_ext.weight_sync.updates import NamedTensors, Updating, VerifiedUpd
 
 
 class Remote:
-    """What is asked of an SGLang engine about its weights.
+    """The questions that a weight check asks an SGLang engine.
 
     Args:
         transport: The engine.
@@ -25,33 +25,34 @@ class Remote:
         self.transport = transport
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
+        """Return the log-probabilities `[N, T-1]`, float64, that prefill gives to all tokens of `[N, T]` except the first."""
         return score_tokens(self.transport, tokens.tolist())
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Decode the likeliest `count` tokens after each prompt of `[N, P]`."""
+        """Decode `count` tokens, always the likeliest, after each prompt of `[N, P]`."""
         return decode_tokens(self.transport, tokens.tolist(), count)
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Return nothing: SGLang's weights are out of reach."""
+        """Return no comparisons, because SGLang's weights cannot be read."""
         return ()
 
 
 class VerifiedWeights(VerifiedUpdates):
     """Sends the trainer's weights, and checks each time that the engine computes with them.
 
-    Both sides score fixed probe tokens. The engine must hold the trainer's weights when this is built. After an update the stamp
-    of responses is `str(version)`.
+    Both sides score fixed probe tokens. The engine must hold the trainer's weights when this object is built. After an update,
+    responses report the weight version `str(version)`.
 
     Args:
         transport: The engine.
-        parameters: Returns checkpoint names and tensors each time that it is called.
+        parameters: Returns checkpoint names and tensors on every call.
         score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]` at temperature 1.
         probes: Probe tokens `[N, T]`, int64.
         dtype: The engine's dtype.
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
         version: Number of updates that were begun on the engine.
-        decode_tokens: Tokens that the engine decodes in the place of each probe's last ones, held to its prefill; 0 for none.
+        decode_tokens: Number of last tokens of each probe that the engine decodes anew, to compare its decoding with its prefill;
+            0 for none.
 
     Raises:
         EngineError: The engine failed.

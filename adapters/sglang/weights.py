@@ -1,8 +1,8 @@
-"""Weight updates of SGLang: checkpoint names, the engine's dtype, buckets and a stamp.
+"""Weight updates of SGLang: checkpoint names, the engine's dtype, buckets and a weight version.
 
-SGLang casts what it receives to its own dtype without a word, and drops what it has no name for without a word: the fused
-expert weights that transformers keeps are of the second kind. Here tensors are cast before they are sent, a value that
-overflows is an error that names its tensor, and names are those of the checkpoint.
+SGLang silently casts the tensors that it receives to its own dtype, and silently drops tensors whose names it does not know, such
+as the fused expert weights that transformers keeps. Here tensors are cast before they are sent, a value that overflows is an
+error that names its tensor, and names are those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ BUCKET_BYTES = 1 << 29
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 KEPT_FLOAT32 = re.compile(r"(^|\.)(e_score_correction_bias|A_log)$")
-"""What SGLang keeps in float32 under any dtype; where a model does not, SGLang rounds it itself."""
+"""Weights that SGLang keeps in float32 whatever its dtype; for a model that does not keep them so, SGLang rounds them itself."""
 
 
 def checkpoint_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield a transformers model's parameters under the names and in the shapes of its checkpoint, a layer at a time.
 
-    transformers fuses the experts of a layer into one tensor when it loads a checkpoint; this undoes it as `save_pretrained`
-    does. One layer's experts are copied at a time.
+    transformers fuses the experts of a layer into one tensor when it loads a checkpoint; this function splits them again, as
+    `save_pretrained` does. It copies the experts of one layer at a time.
 
     Args:
         model: A transformers model, unwrapped.
@@ -61,30 +61,31 @@ def update_weights(
     bucket_bytes: int = BUCKET_BYTES,
     fused_experts: bool = False,
 ) -> SyncReading:
-    """Send weights in the engine's dtype; its cache is flushed, for it is of the weights before.
+    """Send weights in the engine's dtype, and flush the engine's cache, because the previous weights computed it.
 
     The engine must be drained: between two buckets it would serve requests with a mixture of weights. `HttpTransport` pauses its
-    server for the while. That SGLang accepted them does not say that it computes with them: `VerifiedWeights` looks.
+    server during an update. SGLang may accept weights and not compute with them; `VerifiedWeights` checks that too.
 
     Args:
         transport: The engine.
-        named_parameters: Checkpoint names and tensors of the whole model, none of them sharded, such as
-            `checkpoint_parameters(model)`.
+        named_parameters: Checkpoint names and tensors of the whole model, for example `checkpoint_parameters(model)`; no tensor
+            may be sharded.
         dtype: The engine's dtype, which `read_server` reports.
-        weight_version: Stamp that SGLang puts into responses from now on, until the last bucket with "-incomplete" behind it;
-            None leaves the one before.
-        bucket_bytes: Bytes that are sent at a time, copies for tensor-parallel ranks included; a larger tensor goes alone.
-        fused_experts: Send experts fused in one tensor too, for the few models whose checkpoints have them so.
+        weight_version: Version that responses report from now on, with "-incomplete" behind it until the last bucket has
+            arrived; None leaves the previous one.
+        bucket_bytes: Bytes that are sent at a time, including the copies for tensor-parallel ranks; a larger tensor has a bucket
+            of its own.
+        fused_experts: Accept experts that are fused in one tensor, for the few models whose checkpoints hold them so.
 
     Returns:
-        The dtype that tensors came in, and the one that they were sent in.
+        The dtype that the tensors came in, and the dtype that they were sent in.
 
     Raises:
-        ReadinessError: A weight is not finite, or overflows in the engine's dtype; names the tensor. Tensors before it may have
+        ReadinessError: A weight is not finite, or overflows in the engine's dtype; names the tensor. Earlier tensors may have
             been sent: send all of them again.
         RecordError: There are no tensors, one is sharded, or their names are not those of a checkpoint.
         PrecisionError: The engine reports another dtype.
-        EngineError: SGLang refused; `Transport.update_weights` says what then holds.
+        EngineError: SGLang refused; `Transport.update_weights` says which weights it may then hold.
     """
     target = torch_dtype(dtype)
     if transport.dtype not in ("auto", canonical(target)):
@@ -93,7 +94,7 @@ def update_weights(
             f"without a word; allowed: dtype={transport.dtype!r}, or a server with --dtype {canonical(target)}."
         )
     sent: set[str] = set()
-    # Counted and not kept: a sharded trainer gathers one tensor at a time.
+    # Tensors are cast one by one and not kept in a list, because a sharded trainer gathers one tensor at a time.
     cast = (_cast(name, tensor, target, sent, fused_experts) for name, tensor in named_parameters)
     stamp = None if weight_version is None else str(weight_version)
     transport.update_weights(in_parts(cast, bucket_bytes // transport.copies), weight_version=stamp)
@@ -118,7 +119,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype, sent: set[str], fused_e
     if not whole.is_floating_point():
         return name, whole
     dtype = torch.float32 if KEPT_FLOAT32.search(name) else dtype
-    # A copy always: the trainer may go on while SGLang still reads.
+    # Always a copy, because the trainer may change the weights while SGLang still reads them.
     cast = whole.to(dtype, copy=True)
     if not bool(torch.isfinite(cast).all()):
         raise ReadinessError(_not_finite(name, whole, dtype))

@@ -1,4 +1,4 @@
-"""One run of training: its verbs, what it needs of its two sides, and the batch that goes through it."""
+"""One training run: its verbs, the protocols of its two sides, and the batch that goes through it."""
 
 from mismatch_ext.ranks import ONE_PROCESS, OneProcess, Ranks
 from mismatch_ext.run.batch import Batch

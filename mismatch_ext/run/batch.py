@@ -1,6 +1,6 @@
-"""One batch of rollouts on its way through a training step, and everything that is known of it, by name.
+"""One batch of rollouts on its way through a training step, with everything that is known about it in named fields.
 
-Suffixes of shapes: B rollouts, S tokens of prompt and response, T response tokens.
+Shapes: B rollouts, S tokens of prompt and response, T response tokens.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from mismatch_ext.verdicts import Verdicts
 
 @dataclass(kw_only=True, eq=False)
 class Batch:
-    """Rollouts as tensors: prompt and response beside each other, padded on the right.
+    """Rollouts as tensors: each row is a prompt followed by its response, padded on the right.
 
-    Positions then begin at 0 in every row, whatever a model makes of them. It lives from `run.batch` to the step that learns
-    from it.
+    With padding on the right, positions begin at 0 in every row, whatever the model does with them. A batch lives from
+    `run.batch` to the step that learns from it.
 
     Args:
         tokens: `[B, S]`, int64; 0 at padding.
         attention_mask: True at tokens `[B, S]`.
-        prompt_lengths: Tokens of each prompt `[B]`, int64.
+        prompt_lengths: Number of tokens of each prompt `[B]`, int64.
         response_mask: True at tokens that the policy sampled `[B, T]`.
-        rollout_logprobs: The engine's, in nats `[B, T]`, float32; 0 at padding.
-        groups: Number of each row's prompt among the batch's `[B]`, int64.
-        temperature: That the tokens were sampled at.
-        provenance: The one provenance of all rows.
+        rollout_logprobs: The engine's log-probabilities `[B, T]`, in nats, float32; 0 at padding.
+        groups: Number of each row's prompt among the prompts of the batch `[B]`, int64; rows of one prompt share it.
+        temperature: Temperature that the tokens were sampled at.
+        provenance: Provenance of the rollouts, the same for all rows.
         records: The rollouts.
         split: "train" or "eval/<name>".
-        routing: A trace per row; None where no routes are known. Under R2 the first scoring pass sets it.
-        origin: The same object for all batches that are rows of one.
+        routing: A trace per row; None while no routes are known. Under R2 the first scoring pass sets it.
+        origin: An object that a batch shares with all batches that are cut from it.
     """
 
     tokens: Tensor
@@ -58,20 +58,20 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each response `[B]`, int64."""
+        """Number of tokens of each response `[B]`, int64."""
         return self.attention_mask.sum(1) - self.prompt_lengths
 
     def of_responses(self, values: Tensor) -> Tensor:
-        """Return the response tokens' part `[B, T]` of values of all tokens after the first `[B, S-1]`; 0 at padding."""
+        """Return the values of the response tokens `[B, T]`, 0 at padding, from those of all tokens but the first `[B, S-1]`."""
         places = torch.arange(self.response_mask.shape[1], device=values.device) + self.prompt_lengths[:, None] - 1
         inside = places < (self.attention_mask.sum(1) - 1)[:, None]
         return values.gather(1, places.clamp(max=values.shape[1] - 1)).masked_fill(~inside, 0.0)
 
     def rows(self, first: int, last: int) -> Batch:
-        """Return the batch of some of the rows, such as a micro-batch; padding stays as it is.
+        """Return some of the rows as a batch, for example as a micro-batch; padding stays as it is.
 
         Args:
-            first, last: Rows from the first to before the last.
+            first, last: Rows `first` to `last - 1` are returned.
         """
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         cut = {k: v[first:last] for k, v in found.items() if k == "routing" and v is not None or k == "records"}
@@ -80,16 +80,16 @@ class Batch:
 
 
 def batch_of(records: Sequence[RolloutRecord], device: torch.device, split: str = "train") -> Batch:
-    """Lay rollouts out as a batch.
+    """Turn rollouts into a batch.
 
     Args:
-        records: Rollouts of one provenance; those of one prompt are a group, wherever they stand.
-        device: Where the tensors are to be.
+        records: Rollouts of one provenance; rollouts of the same prompt form a group, in any order.
+        device: Device of the tensors.
         split: "train" or "eval/<name>".
 
     Raises:
-        RecordError: There are none, one has no prompt, or routes are known of some of them only.
-        ProvenanceError: Their provenance differs.
+        RecordError: There are no rollouts, one has no prompt, or only some of them have routes.
+        ProvenanceError: The rollouts differ in their provenance.
     """
     found = collate(records, pad_token_id=0)
     for row, record in enumerate(records):
@@ -119,10 +119,11 @@ def batch_of(records: Sequence[RolloutRecord], device: torch.device, split: str 
 
 
 def lay_out(records: Sequence[RolloutRecord], device: torch.device, split: str, verdicts: Verdicts) -> Batch:
-    """Lay rollouts out as `batch_of` does; under `observe` without the provenance or the routes that it refuses.
+    """Turn rollouts into a batch as `batch_of` does; if it refuses them under `observe`, use one provenance and no routes.
 
     Raises:
-        RecordError: As `batch_of`; what has no tensor, such as a row without a prompt, under `observe` too.
+        RecordError: As `batch_of`; a row that cannot be a tensor, for example one without a prompt, is refused under `observe`
+            too.
         ProvenanceError: As `batch_of`.
     """
     with verdicts.checking("records"):
@@ -133,14 +134,14 @@ def lay_out(records: Sequence[RolloutRecord], device: torch.device, split: str, 
 
 
 def routes_of(passes: Sequence[RoutingTrace], batch: Batch) -> list[RoutingTrace]:
-    """Return the routes of each row of a batch, of the forward pass over it that was recorded.
+    """Return the routes of each row of a batch from the last recorded forward pass over the whole batch.
 
     Args:
-        passes: Routes of each forward pass, a row per position of the batch, padding included.
+        passes: Routes of each recorded forward pass, with a row per position, padding included.
         batch: The batch.
 
     Raises:
-        RoutingError: There was no such pass.
+        RoutingError: No recorded pass was over the whole batch.
     """
     rows, width = batch.tokens.shape
     found = next((trace for trace in reversed(passes) if trace.rows == rows * width), None)

@@ -1,4 +1,4 @@
-"""`monitor.doctor`: at which batch a run is examined for why its two sides differ, and what becomes of what was found."""
+"""`monitor.doctor`: decides which batches of a run are examined for why its two sides differ, and writes what is found."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ logger = logging.getLogger(__name__)
 
 FIRST_BATCH = "the first batch"
 EVENT = "doctor"
-"""Name of the events that say what was found, or why nothing was."""
+"""Name of the events that say what was found, or why a batch could not be examined."""
 METRICS = "doctor/"
 Look = Callable[[], Diagnosis]
 
 
 class RunDoctor:
-    """Decides which batches of a run are examined, and writes what is found; in the main process alone.
+    """Decides which batches of a run are examined, and writes what is found; only the main process has one.
 
-    A run goes on whatever becomes of an examination. What cannot be examined at all is refused before the first step, by the
-    adapters.
+    A run goes on even if an examination fails. The adapters refuse before the first step a run that cannot be examined at all.
 
     Args:
         monitor: The `monitor` section.
-        run_dir: Folder of the run: each examination writes `doctor.json` into a sub-folder.
+        run_dir: Folder of the run; each examination writes `doctor.json` into a sub-folder of it.
         event: Writes an event: level, name, message, data.
     """
 
@@ -49,11 +48,11 @@ class RunDoctor:
         return self._why is not None
 
     def raised(self, alarm: Alarm) -> None:
-        """Take note of an alarm: the first one on a metric asks for an examination, unless the last one was a few steps ago."""
+        """Take note of an alarm; the first alarm on a metric asks for an examination, unless there was one a few steps ago."""
         if self._monitor.doctor != "on_alarm" or alarm.metric in self._examined:
             return
         if self.due or (self._last is not None and alarm.step - self._last < self._monitor.doctor_every):
-            return  # not counted: the next alarm on this metric may ask again
+            return  # this alarm does not count as the metric's first: its next one may ask again
         self._why = alarm.metric
 
     def examine(self, step: int, look: Look) -> dict[str, float]:
@@ -61,7 +60,7 @@ class RunDoctor:
 
         Args:
             step: Finished optimizer steps.
-            look: Does it. Whatever it raises is an event, and there are no metrics.
+            look: Examines the batch. If it raises an error, this becomes an event, and no metrics are returned.
         """
         assert self._why is not None
         why, self._why, self._last = self._why, None, step
@@ -88,11 +87,11 @@ class RunDoctor:
 
 
 def rows_within(tokens: Sequence[int], most: int) -> list[int]:
-    """Return rows of a batch in their order, drawn over all of it, whose tokens are at most so many; two rows in any case.
+    """Draw rows of a batch at random until their tokens reach a limit, at least two rows; return them in ascending order.
 
     Args:
-        tokens: Sampled tokens of each row; rows without any are left out.
-        most: Most tokens together.
+        tokens: Number of sampled tokens of each row; rows without any are left out.
+        most: Largest number of tokens of all drawn rows together.
     """
     drawn = [int(row) for row in np.random.default_rng(0).permutation(len(tokens)) if tokens[row]]
     total = np.cumsum([tokens[row] for row in drawn])

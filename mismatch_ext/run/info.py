@@ -1,4 +1,4 @@
-"""What a run is, for the first line of its metrics file: the same keys whatever trains."""
+"""Description of a run for the first line of its metrics file, with the same keys for every trainer."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def run_info(
 
     Args:
         block: The `mismatch:` block.
-        names: What the host calls its own metrics.
-        name: The run's.
-        host: Package, version and class that trains.
+        names: The host's names of its own metrics.
+        name: Name of the run.
+        host: Package, version and class of the trainer.
         model: Name or path of the model.
-        model_type: Its architecture as its configuration names it; "" where that is not known.
-        parameters: How many it has.
-        device: Where it trains.
+        model_type: Architecture as the model's configuration names it; "" if it is not known.
+        parameters: Number of the model's parameters.
+        device: Device that the model trains on.
         seed: The host's seed.
-        trainer: What the trainer was found to compute with.
-        engine: What the engine was found to compute with; None without one, or where it is out of reach.
-        sampling: Settings that the engine samples with; None where they are not known.
+        trainer: What the trainer computes with, read back from it.
+        engine: What the engine computes with, read back from it; None if there is no engine, or if it cannot be asked.
+        sampling: Settings that the engine samples with; None if they are not known.
         patches: Descriptions of the patches in use.
-        audit: The precision audit; None where no precision was asked for.
-        packages: Packages whose versions are noted, beside those of this package and torch.
-        **more: What this host alone has to say, by key.
+        audit: The precision audit; None if no precision was asked for.
+        packages: Packages whose versions are noted, in addition to this package and torch.
+        **more: Further entries that only this host has, by key.
     """
     known = dict.fromkeys(("mismatch-ext", "torch", *packages))
     return {

@@ -1,4 +1,4 @@
-"""What is written of a run: gap and metrics, events, the alarms that they raise, how it ended."""
+"""Everything that is written about a run: the gap, metrics, events, the alarms that metrics raise, and how the run ended."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """What came of a log.
+    """Result of a log.
 
     Args:
-        metrics: What the host adds to its own metrics, under the names that are logged.
-        stop: Message of the alarm that stops training after this step; None to go on. The same on all ranks.
+        metrics: Metrics that the host adds to its own, under the names that are logged.
+        stop: Message of the alarm that stops training after this step; None to go on. It is the same on all ranks.
     """
 
     metrics: dict[str, float]
@@ -53,18 +53,18 @@ class RunLog:
     Args:
         block: The `mismatch:` block.
         run_dir: Folder of the metrics.
-        info: Builds the header of the metrics file, as `run_info` does; called when its first line is written.
+        info: Builds the header of the metrics file, as `run_info` does; called when the first line is written.
         step: Returns the number of finished optimizer steps, for events.
-        names: What the host calls its own metrics; None where it logs them under their roles' names.
+        names: The host's names of its own metrics; None if it logs them under their roles' names.
         ranks: The processes that train together.
-        verdicts: What becomes of checks that fail; None ends the run by them, whatever the block's level.
-        tell: Says a warning to the user; None logs it.
+        verdicts: Decides whether a failed check ends the run; None ends it, whatever the block's level.
+        tell: Shows a warning to the user; None logs it.
 
     Attributes:
-        recorder: What writes the metrics file.
-        monitor: The alarms.
+        recorder: Writes the metrics file.
+        monitor: Raises the alarms.
         stopped: Message of the alarm that stopped training; None while none has.
-        doctor: What examines batches in the main process; None on others, and where the block asks for none.
+        doctor: Examines batches in the main process; None on other ranks, and if the block does not ask for it.
 
     Raises:
         RunDirectoryError: The folder cannot be written.
@@ -108,7 +108,7 @@ class RunLog:
             self.verdicts.report_to(self.recorder.event)
 
     def sampled_with(self, sampling: SamplingSettings) -> None:
-        """Measure what is observed from here on as sampled with these settings."""
+        """Set the sampling settings of the tokens that are observed from now on."""
         self.recorder.sampling = sampling
 
     # The run.
@@ -117,15 +117,15 @@ class RunLog:
         """Open the metrics file for a training.
 
         Args:
-            resume_step: Last step of the checkpoint that is resumed; None begins anew.
+            resume_step: Last step of the checkpoint that is resumed; None begins a new training.
         """
         self.recorder.begin(resume_step)
 
     def announce(self, integration: Integration, *, measured: str) -> None:
-        """Say what is active, in which peer, and by what.
+        """Print which parts of the block are active, in which peer, and by which call.
 
         Args:
-            integration: By what each part of the block reaches the host.
+            integration: The call through which each part of the block reaches the host.
             measured: When the gap is measured, "at every ...".
         """
         if self.ranks.rank == 0:
@@ -133,17 +133,17 @@ class RunLog:
             say(banner(self.block, info, watched, self.run_dir, integration=integration, measured=measured))
 
     def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
-        """Write what was measured since the last log, and how training ended; then print what happened.
+        """Write what was measured since the last log, and how training ended; then print a summary.
 
         Args:
             status: "completed" or "failed".
-            message: Why; "" says which alarm stopped it, if one did.
-            step: Finished optimizer steps, where they are not those that `step` returns.
+            message: Reason; "" takes the message of the alarm that stopped training, if one did.
+            step: Number of finished optimizer steps; None takes the number that the `step` of this log returns.
         """
         if not self.recorder.started:
             return
         at = self._step() if step is None else step
-        # With several ranks merging is collective, and after a failure the others may not be here.
+        # With several ranks merging is a collective operation, and after a failure the other ranks may not take part.
         if self.ranks.size == 1 and (left := self.recorder.flush("train", at)):
             self.recorder.step("train", at, left)
         self.recorder.end(at, status, message or self.stopped or "")
@@ -157,21 +157,21 @@ class RunLog:
         self.recorder.observe(split, old, rollout, mask, native=native)
 
     def merge(self, split: str, state: dict[str, Any], *, native: bool = False) -> None:
-        """Add what another process has measured of a batch to a split, as `RunRecorder.merge` does."""
+        """Add another process's measurement of a batch to a split, as `RunRecorder.merge` does."""
         self.recorder.merge(split, state, native=native)
 
     def event(
         self, level: str, name: str, message: str, data: dict[str, Any] | None = None, *, step: int | None = None
     ) -> None:
-        """Write an event of the present step, or of another."""
+        """Write an event of the current step, or of `step`."""
         self.recorder.event(self._step() if step is None else step, level, name, message, data)
 
     def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> Logged:
-        """Write what was logged with what was measured since, and raise the alarms of a training log; all ranks must call it.
+        """Write the host's metrics with those measured since the last log, and raise alarms for "train"; all ranks must call it.
 
         Args:
-            step: Finished optimizer steps.
-            metrics: The host's.
+            step: Number of finished optimizer steps.
+            metrics: The host's metrics.
             split: "train" or "eval/<name>".
         """
         found = self.measured(step, split)
@@ -180,18 +180,18 @@ class RunLog:
         return Logged(metrics=found, stop=self.watch(step, whole) if split == "train" else None)
 
     def measured(self, step: int, split: str = "train") -> dict[str, float]:
-        """Return the metrics of what was observed since the last call, over all ranks, and of the findings so far."""
+        """Return the metrics of all ranks' tokens observed since the last call; for "train", those of the findings so far too."""
         found = self.recorder.flush(split, step)
         if split == "train":
             found |= {PREFIX + name: value for name, value in self.verdicts.metrics().items()}
         return found
 
     def write(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
-        """Write the numbers among what was logged."""
+        """Write those of the metrics that are numbers."""
         self.recorder.step(split, step, {name: _plain(value) for name, value in metrics.items()})
 
     def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Raise the alarms of a training log, and return the message of one that stops; all ranks must call it."""
+        """Raise the alarms of a training log, and return the message of an alarm that stops training; all ranks must call it."""
         stop = None
         if self.ranks.rank == 0:
             with self.verdicts.checking("alarms"):
@@ -199,14 +199,14 @@ class RunLog:
         if self.verdicts.observes:
             return None
         if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.monitor.rules.values()):
-            # A metric may differ between ranks, and one that stops alone would leave the others waiting.
+            # A metric may differ between ranks, and if one rank stopped by itself the others would wait for it.
             stop = self.ranks.gather(stop)[0]
         self.stopped = self.stopped if stop is None else stop
         return stop
 
     def _watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         if not self._looked:
-            # At the first log, rather than when training has ended.
+            # Done at the first log, so that the user need not wait for the end of training.
             self._looked = True
             for metric, message in self.monitor.unwatched(metrics).items():
                 self.event("warning", "unwatched", message, {"metric": metric}, step=step)
@@ -227,23 +227,23 @@ class RunLog:
     # What a checkpoint holds.
 
     def begin_anew(self) -> None:
-        """Forget the alarms of an earlier training of this trainer; a checkpoint's are loaded after it."""
+        """Forget the alarms of an earlier training of this trainer; those of a checkpoint are loaded afterwards."""
         self.monitor = Monitor(self.block.monitor, self._names)
         self.stopped, self._looked = None, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return alarms and recorder as JSON-able data, by the keys that a checkpoint has them under."""
+        """Return the states of alarms and recorder as JSON-able data, under the keys of a checkpoint."""
         return {"monitor": self.monitor.state_dict(), "recorder": self.recorder.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Go on from a checkpoint, and say which alarms begin anew.
+        """Continue from a checkpoint, and say which alarms begin anew.
 
         Args:
-            state: What `state_dict` returned, among other keys or not; a part that is missing begins anew.
+            state: The state that `state_dict` returned; it may have further keys, and a part that is missing begins anew.
             step: Step of the checkpoint.
 
         Raises:
-            RecordError: It is damaged.
+            RecordError: The state is damaged.
         """
         self.begin_anew()
         if state.get("recorder") is not None:
@@ -254,5 +254,5 @@ class RunLog:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number for what holds one, such as a tensor without dimensions or numpy's own kinds of numbers."""
+    """Return the number in a tensor without dimensions or a numpy scalar; return any other value as it is."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value

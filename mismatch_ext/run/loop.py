@@ -1,4 +1,4 @@
-"""What the parts of a run share: the block, both sides, how far the loop is, and what it has to say."""
+"""The state that the parts of a run share: the block, both sides, the step, and the metrics and findings to be logged."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mismatch_ext.verdicts import Verdicts
 
 @dataclass(kw_only=True)
 class Loop:
-    """A loop of one's own, as the parts of its run see it.
+    """Your own training loop, as the parts of its run see it.
 
     Args:
-        block, trainer, rollout, names, seed, ranks: As of `Run`.
-        steps: Optimizer steps that were finished.
+        block, trainer, rollout, names, seed, ranks: As in `Run`.
+        steps: Number of finished optimizer steps.
 
     Attributes:
-        pending: What was measured since the last log.
-        verdicts: What becomes of checks that fail.
+        pending: Metrics that were measured since the last log.
+        verdicts: Decides whether a failed check ends the run or is a finding.
     """
 
     block: MismatchConfig

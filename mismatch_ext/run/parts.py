@@ -1,4 +1,4 @@
-"""The parts of a run, each a topic of its own: built from the block, begun on both sides, saved and ended together."""
+"""The parts of a run, one per topic: they are built from the block, begun on both sides, saved and ended together."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mismatch_ext.run.weights import Weights
 
 
 class Parts:
-    """What is behind the verbs of a `Run`.
+    """The parts that do the work of a `Run`'s verbs.
 
     Args:
         loop: The loop.
-        output: Folder of the run; `monitor.run_dir` comes before it.
+        output: Folder of the run; `monitor.run_dir` replaces it.
 
     Attributes:
-        log: What is written, and watched for alarms.
-        used: What the loop has used of the block.
-        kl: The KL term; None without.
-        routes: Forward passes, under their routes.
-        stepper: The optimizer, and the control of its rate.
-        weights: Weight updates, and their check.
+        log: Writes metrics and events, and watches for alarms.
+        used: Notes which sections of the block the loop has used.
+        kl: The KL term; None without a `kl` section.
+        routes: Runs forward passes under their routes.
+        stepper: Steps the optimizer, and controls its learning rate.
+        weights: Sends weights to the engine, and verifies the updates.
     """
 
     def __init__(self, loop: Loop, output: Path) -> None:
@@ -61,7 +61,7 @@ class Parts:
         """Check and set what the block asks for on both sides, and say what is active.
 
         Args:
-            state: What a resumed run goes on with; None begins anew.
+            state: Saved state of the run to resume; None begins a new run.
         """
         loop = self._loop
         precision = loop.block.acting.precision
@@ -78,7 +78,7 @@ class Parts:
         self.log.begin(None if state is None else loop.steps)
         said: list[tuple[str, str]] = []
         with loop.verdicts.checking("vocabulary"):
-            said = to_warn_of(loop, warning)  # on all ranks: a sharded model is run for it
+            said = to_warn_of(loop, warning)  # on all ranks, because it runs the model, which may be sharded
         for name, message in said if loop.ranks.rank == 0 else ():
             self._warn(name, message)
         self.log.announce(INTEGRATION, measured="at every run.measure")
@@ -89,7 +89,7 @@ class Parts:
             self.weights.send()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with, as JSON-able data."""
+        """Return the state from which a resumed run continues, as JSON-able data."""
         if self.kl is not None:
             self.kl.settle()
         state: dict[str, Any] = {"run": {"step": self._loop.steps}, "config": self._loop.block.to_dict()}
@@ -99,13 +99,13 @@ class Parts:
         return state | self.stepper.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from the state that `state_dict` returned.
 
         Raises:
-            RecordError: It is damaged, or of other settings.
+            RecordError: The state is damaged, or belongs to other settings.
         """
         self._loop.steps = int(state["run"]["step"])
-        self._loop.pending.take()  # of steps that are undone
+        self._loop.pending.take()  # these metrics belong to steps that are undone
         self.log.load_state_dict(state, step=self._loop.steps)
         for name, part in (("kl", self.kl), ("routing", self.routes.replay)):
             if part is not None and state.get(name) is not None:
@@ -116,15 +116,15 @@ class Parts:
             self._warn("weight_sync", said)
 
     def end(self, status: str, message: str) -> None:
-        """Take learning-rate control off, write how the run ended, and print what happened."""
+        """End learning-rate control, write how the run ended, and print a summary."""
         self.stepper.detach()
         self.log.end(status, message)
 
     def end_after(self, error: BaseException) -> None:
-        """End as failed; what fails of that is noted on the error, which stays the one that is raised."""
+        """End the run as failed; if that fails too, the second error becomes a note of `error`, which is still the one raised."""
         try:
             self.end("failed", f"{type(error).__name__}: {error}")
-        except Exception as second:  # noqa: BLE001  # whatever it is, the first one matters
+        except Exception as second:  # noqa: BLE001  # whatever it is, the first error matters more
             error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
 
     def _warn(self, name: str, message: str) -> None:

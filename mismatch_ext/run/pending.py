@@ -1,4 +1,4 @@
-"""What a loop measures between two logs, and what is made of it over all the ranks that train together."""
+"""Metrics that a loop measures between two logs, and how they are merged over steps and ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Pending:
         self._values: dict[str, list[float]] = {}
 
     def note(self, name: str, value: float) -> None:
-        """Keep a value, beside those that were measured of the metric before."""
+        """Keep a value of a metric, in addition to its earlier values."""
         self._values.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float]:
-        """Return what is to be logged of each metric, and begin anew: the extreme of `_max` and `_min`, else the mean."""
+        """Return one value per metric and begin anew: the extreme for a name in `_max` or `_min`, otherwise the mean."""
         values, self._values = self._values, {}
         return {name: _merged(name, found) for name, found in values.items()}
 
 
 def means_of_ranks(metrics: dict[str, float], names: Sequence[str], ranks: Ranks) -> dict[str, float]:
-    """Return the means over ranks of those of the metrics that each rank has of its own part; on all ranks.
+    """Return the means over ranks of metrics that each rank measured on its own part of the batch; all ranks must call it.
 
     Args:
-        metrics: Of this rank.
-        names: Metrics that are means over a rank's own part; one that no rank has is left out.
-        ranks: The processes.
+        metrics: This rank's metrics.
+        names: Names of the metrics to average; one that no rank has is left out.
+        ranks: The processes that train together.
     """
     if ranks.size == 1:
         return {}
@@ -43,7 +43,7 @@ def means_of_ranks(metrics: dict[str, float], names: Sequence[str], ranks: Ranks
 
 
 def findings_of_ranks(verdicts: Verdicts, ranks: Ranks) -> None:
-    """Bring what the other ranks have found under `observe` to the main process, which writes it; on all ranks."""
+    """Bring the findings of all ranks under `observe` to the main process, which writes them; all ranks must call it."""
     if not verdicts.observes or ranks.size == 1:
         return
     mine = [] if ranks.rank == 0 else verdicts.take()
@@ -53,7 +53,7 @@ def findings_of_ranks(verdicts: Verdicts, ranks: Ranks) -> None:
 
 
 def number(value: Any) -> float:
-    """Return a number, or the mean of a tensor."""
+    """Return a number as a float, or the mean of a tensor."""
     return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
 
 

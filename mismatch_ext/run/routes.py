@@ -1,4 +1,4 @@
-"""The trainer's forward passes under routes: those that the engine recorded, or that its own first pass of a batch did."""
+"""The trainer's forward passes under recorded routes: the engine's (R3), or those of the trainer's own first pass (R2)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mismatch_ext.run.loop import Loop
 
 
 class Routes:
-    """Runs forward passes of batches under their routes; without a `routing` section each runs under its own.
+    """Runs forward passes of batches under their routes; without a `routing` section every pass chooses its own routes.
 
     Args:
         loop: The loop.
 
     Attributes:
-        replay: What replays; None without, and before `begin`.
+        replay: Replays the routes; None without a `routing` section, and before `begin`.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -31,7 +31,7 @@ class Routes:
         self.replay: RouteReplay | None = None
 
     def begin(self) -> None:
-        """Prepare the trainer's model, and let the engine record if its routes are replayed."""
+        """Prepare the trainer's model, and let the engine record routes if they are replayed (R3)."""
         if self._section is None:
             return
         self.replay = RouteReplay(
@@ -41,10 +41,10 @@ class Routes:
             self._loop.rollout.record_routing(self.replay.layout.shape)
 
     def check(self, batch: Batch) -> None:
-        """Refuse rollouts without the routes that are to be replayed.
+        """Refuse rollouts that lack the engine's routes under R3.
 
         Raises:
-            RoutingError: They have none.
+            RoutingError: The rollouts have no routes.
         """
         if self._section is not None and self._section.mode == "R3" and batch.routing is None:
             raise RoutingError(
@@ -54,7 +54,7 @@ class Routes:
 
     @contextmanager
     def under(self, batch: Batch, *, reference: bool = False) -> Iterator[None]:
-        """Run the forward pass of a batch under its routes; under R2 the first one, without gradients, records them.
+        """Run the forward pass of a batch under its routes; under R2 the first pass, without gradients, records them.
 
         Args:
             batch: The batch.
@@ -62,7 +62,7 @@ class Routes:
 
         Raises:
             RoutingError: There are no routes yet, they do not fit, or no pass was over the batch's tokens.
-            ReplayError: A pass did not obey them.
+            ReplayError: A pass did not follow the routes.
         """
         replay, trainer = self.replay, self._trainer
         if replay is None or (reference and not replay.config.reference):
@@ -99,14 +99,14 @@ class Routes:
             return self._trainer.logits(batch, reference=reference)
 
     def native(self, batch: Batch) -> Tensor | None:
-        """Return log-probabilities `[B, T]` under the trainer's own routes; None of a batch that is not drawn for it."""
+        """Return log-probabilities `[B, T]` under the trainer's own routes; None if the batch is not drawn for this."""
         if self.replay is None or batch.routing is None or not self.replay.draws.native_gap():
             return None
         with torch.no_grad(), torch.random.fork_rng():
             return self._trainer.logprobs(batch)
 
     def metrics(self, split: str) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what is logged of a split's passes since the last call, and what is written of each layer; on all ranks."""
+        """Return the metrics to log of a split's passes since the last call, and those of each layer; all ranks must call it."""
         if self.replay is None:
             return {}, {}
         found = {PREFIX + name: value for name, value in self.replay.take_others(split, self._loop.ranks).items()}

@@ -1,8 +1,8 @@
-"""What a run needs of its two sides: the trainer's model, and the engine that samples from it.
+"""The protocols of a run's two sides: the trainer's model, and the engine that samples from it.
 
-Adapters build these from their hosts. A run asks nothing else of trainer or engine, so that whatever has these methods can be
-checked, corrected and recorded as TRL and verl are. `LoopTrainer` and `LoopRollout` are the sides of a loop of one's own, whose
-steps and weight updates `Run` makes itself.
+Adapters build these sides from their hosts. A run calls nothing else of trainer or engine, so that any objects with these methods
+can be checked, corrected and recorded as TRL and verl are. `LoopTrainer` and `LoopRollout` are the sides of your own training
+loop, whose steps and weight updates `Run` makes itself.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class TrainerSide(Protocol):
     """The model being trained, as its host holds it."""
 
     def reading(self) -> TrainerReading:
-        """Return what it computes with, read back from it."""
+        """Return the dtypes that the trainer computes with, read back from the model."""
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return log-probabilities `[N, T-1]` at temperature 1, in nats, of tokens `[N, T]` (int64) after the first."""
+        """Return log-probabilities `[N, T-1]` at temperature 1, in nats, of all but the first of tokens `[N, T]` (int64)."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors of the present weights; may be called again."""
+        """Yield names and tensors of the current weights; may be called again."""
 
     def fingerprint(self) -> str:
-        """Return a digest of the present weights, which changes when they do."""
+        """Return a digest of the current weights, which changes when the weights change."""
         return fingerprint(self.named_parameters())
 
 
@@ -47,35 +47,36 @@ class RolloutSide(Protocol):
     """The engine that samples, in this process or behind a transport."""
 
     def reading(self) -> EngineReading:
-        """Return what it computes with, read back from it."""
+        """Return the dtypes and modes that the engine computes with, read back from it."""
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return prefill's log-probabilities `[N, T-1]` as the trainer's `score` does, in float64."""
+        """Return the log-probabilities `[N, T-1]` that prefill gives, as the trainer's `score` does, in float64."""
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Sample `count` tokens after each prompt of `[N, P]`, the same ones as long as the weights are the same.
+        """Decode `count` tokens after each prompt of `[N, P]`; the same weights give the same tokens.
 
-        At temperature 1, without truncation, beyond tokens that end a text; its own random numbers are left as they are.
+        Log-probabilities are at temperature 1, without truncation. Decoding does not stop at an end token, and does not change
+        the random numbers that the engine samples with.
         """
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Compare samples of the tensors just sent, and of those before, with what the engine holds; none out of reach."""
+        """Compare samples of the tensors just sent, and of those sent before, with the engine's; empty if they cannot be read."""
 
 
 @runtime_checkable
 class LoopTrainer(TrainerSide, Protocol):
-    """The trainer's side of a loop of one's own."""
+    """The trainer's side of your own training loop."""
 
     optimizer: Any
     """A torch optimizer."""
     scheduler: Any
-    """The schedule of its rate; None without."""
+    """The learning-rate schedule of the optimizer; None without one."""
     scaler: LossScaler | None
-    """What `compute_in` was given."""
+    """The loss scaler that `compute_in` was given."""
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
 
     @property
     def name(self) -> str:
@@ -83,59 +84,59 @@ class LoopTrainer(TrainerSide, Protocol):
 
     @property
     def family(self) -> str:
-        """Its architecture; "" where that is not known."""
+        """The model's architecture; "" if it is not known."""
 
     @property
     def patches(self) -> Sequence[Mapping[str, Any]]:
-        """What is patched around each pass that is replayed or recorded."""
+        """Descriptions of the patches around each forward pass that is replayed or recorded."""
 
     @property
     def routing(self) -> Any:
-        """What records and replays routes in the model: a `mismatch_ext.routing.replaying.Backend`."""
+        """The `mismatch_ext.routing.replaying.Backend` that records and replays routes in the model."""
 
     def compute_in(self, dtype: str, scaler: LossScaler | None) -> None:
-        """Run forward passes in a dtype from here on, and let a scaler scale the loss."""
+        """Run forward passes in a dtype from now on, and let a scaler scale the loss."""
 
     def policy(self, *, reference: bool = False) -> Any:
-        """Return the model, or the reference policy's."""
+        """Return the model, or the model of the reference policy."""
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """Return log-probabilities of a batch's responses `[B, T]`, in nats at its temperature, with their graph."""
+        """Return log-probabilities `[B, T]` of a batch's responses, in nats at the batch's temperature, with their graph."""
 
     def logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """Return the logits that they are drawn by `[B, T, V]`."""
+        """Return the logits `[B, T, V]` that give the response tokens' probabilities."""
 
     def checkpoint_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the present weights under the names and in the shapes that the engine loads."""
+        """Yield the current weights under the names and in the shapes that the engine loads."""
 
     def vocabulary(self) -> Tensor:
-        """Return the token ids `[V]`, int64, that probes may be made of."""
+        """Return the token ids `[V]`, int64, that probes may consist of."""
 
     def surplus(self) -> Any:
-        """Return what can be sampled and not decoded, with its `str` the warning; None where there is nothing to say."""
+        """Return an object whose `str` warns of tokens that can be sampled and not decoded; None if there are none."""
 
 
 @runtime_checkable
 class LoopRollout(RolloutSide, Protocol):
-    """The engine's side of a loop of one's own."""
+    """The engine's side of your own training loop."""
 
     sampling: SamplingSettings
     weight_version: int
-    """Updates that were begun on the engine."""
+    """Number of updates that were begun on the engine."""
 
     @property
     def patches(self) -> Sequence[Mapping[str, Any]]:
-        """What was applied while it was built."""
+        """Descriptions of the patches that were applied while the engine was built."""
 
     @property
     def longest(self) -> int | None:
-        """Most tokens that can be scored at once; None if that is no limit."""
+        """Length in tokens of the longest sequence that can be scored; None if there is no limit."""
 
     def check(self, block: Any, trainer_dtype: str) -> None:
-        """Refuse an engine that runs otherwise than the block needs it."""
+        """Refuse an engine that does not run as the block needs it."""
 
     def record_routing(self, shape: RoutingShape) -> None:
-        """Take the routes of rollouts from here on, or refuse to."""
+        """Add the routes to all rollouts from now on; refuse if the engine cannot record them."""
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[RolloutRecord]:
         """Sample responses to prompts of token ids."""

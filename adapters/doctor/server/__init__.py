@@ -1,4 +1,4 @@
-"""A vLLM or SGLang server behind HTTP as the doctor's engine, with nothing of this package installed on it."""
+"""A vLLM or SGLang server over HTTP as the doctor's engine; this package need not be installed on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def engine_of(server: Server, shape: RoutingShape | None) -> ServedEngine:
 
     Args:
         server: The server.
-        shape: Of the routes that are read where the server gives them; None for a model without experts.
+        shape: Shape of the routes, which are read if the server sends them; None for a model without experts.
     """
     if server.kind == "sglang":
         from mismatch_ext.adapters.doctor.server.sglang import SglangServer

@@ -1,4 +1,4 @@
-"""Requests to a server, several at once, with every failure as one line that says what to do."""
+"""Requests to a server, several at once; every failure becomes one line that says what to do."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mismatch_ext.adapters.sglang.fields import brief
 
 from mismatch_ext.errors import ConfigError, EngineError
 
-# Requests that are under way at once: enough to fill a server's batch, few enough for its queue.
+# Number of requests at once: enough to fill a server's batch, and few enough for its queue.
 AT_ONCE = 16
 CONNECT_SECONDS = 10.0
-# Of the server's own words in a message.
+# Largest number of characters of the server's own words in a message.
 SHOWN = 300
 Item = TypeVar("Item")
 
 
 class Client:
-    """What the doctor asks of a server.
+    """Sends the doctor's requests to a server.
 
-    A request is sent again where it was not taken: the connection was refused, or the server answered 503. One that was sent and
-    not answered is not: the server may still be at it.
+    A request is sent again if the server did not accept it: the connection was refused, or the server answered 503. A request
+    that was sent but not answered is not repeated, because the server may still be working on it.
 
     Args:
         url: The server's address, such as "http://127.0.0.1:8000", with or without "/v1".
@@ -33,7 +33,7 @@ class Client:
         key: API key; None sends none.
 
     Raises:
-        ConfigError: The address is none, or `requests` is missing.
+        ConfigError: `url` is not an address of a server, or the package `requests` is missing.
     """
 
     def __init__(self, url: str, *, timeout: float = 600.0, key: str | None = None) -> None:
@@ -49,7 +49,7 @@ class Client:
         except EngineError as error:
             raise ConfigError(f"--server: {error}") from error
         session = requests.Session()
-        # Neither proxies nor credentials of the environment: what is sent goes to the server that was named.
+        # The environment's proxies and credentials are not used, so that requests go only to the server that was named.
         session.trust_env = False
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         again = Retry(
@@ -59,18 +59,18 @@ class Client:
         adapter = HTTPAdapter(pool_maxsize=AT_ONCE, max_retries=again)
         for scheme in ("http://", "https://"):
             session.mount(scheme, adapter)
-        # A connection that the server closed between two requests would fail in the middle of the next.
+        # If a connection were kept, the server could close it between two requests, and the next one would fail.
         session.headers["Connection"] = "close"
         if key is not None:
             session.headers["Authorization"] = f"Bearer {key}"
         self._session = session
 
     def get(self, path: str, **query: str) -> dict[str, Any] | None:
-        """Return the object at a path; None where the server has no such path, or no object there.
+        """Return the JSON object at a path; None if the server has no such path, or no JSON object there.
 
         Raises:
-            EngineError: The server is not reached, or fails.
-            ConfigError: It wants a key.
+            EngineError: The server is not reached, or does not answer in time.
+            ConfigError: The server wants an API key, or redirects.
         """
         answer = self._ask("GET", path, params=query)
         if answer.status_code != 200:
@@ -86,7 +86,7 @@ class Client:
 
         Raises:
             EngineError: The server is not reached, is late, fails, or holds weights that are not finite.
-            ConfigError: It refuses the request, or wants a key.
+            ConfigError: The server refuses the request, wants an API key, or redirects.
         """
         answer = self._ask("POST", path, json=body)
         if answer.status_code != 200:
@@ -97,7 +97,7 @@ class Client:
             raise EngineError(f"--server: {self.url}{path} answered no JSON: {brief(answer.text[:SHOWN])}") from error
 
     def each(self, work: Callable[[Item], Any], items: Sequence[Item], name: str) -> list[Any]:
-        """Do a piece of work for each item, several at once, in a progress bar, and return what they gave in their order."""
+        """Call `work` on each item, several at once, with a progress bar, and return the results in the order of the items."""
         from tqdm import tqdm
 
         with (
@@ -112,7 +112,7 @@ class Client:
                     bar.update()
                 return found
             except BaseException:
-                # Those that have not begun would only prolong the failure.
+                # Requests that have not begun are cancelled, because they would only delay the error.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -160,7 +160,7 @@ class Client:
 
 
 def _reason(error: Exception) -> str:
-    """Return the innermost cause of a failed connection, which the others only wrap."""
+    """Return the text of the innermost error of a failed connection; the outer errors only wrap it."""
     while error.args and isinstance(inner := getattr(error.args[0], "reason", error.args[0]), Exception):
         error = inner
     return str(error).rpartition(": ")[2][:SHOWN].rstrip("')")

@@ -1,4 +1,4 @@
-"""Which server listens at an address, what it says of itself, and whether the doctor's requests fit it."""
+"""Find out which server listens at an address and what it reports of itself, and check that the doctor's requests fit it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ COMMON = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids",
     "ignore_eos", "logit_bias",
 )  # fmt: skip
-# Settings of requests, by the engine's kind: of vLLM's /v1/completions, which leaves out unknown ones without a word, and of
-# SGLang's /generate, which refuses them.
+# Request settings by the engine's kind. vLLM's /v1/completions silently ignores unknown settings, and SGLang's /generate refuses
+# them.
 SAMPLING = {
     "vllm": (*COMMON, "min_tokens", "seed", "allowed_token_ids"),
     "sglang": (*COMMON, "min_new_tokens", "sampling_seed", "stop", "stop_regex", "no_stop_trim"),
 }
 SEEDS = {"vllm": "seed", "sglang": "sampling_seed"}
-"""What the two call the seed of sampling."""
+"""The name that each engine gives the seed of sampling."""
 NAMED = {"vllm": "vLLM", "sglang": "SGLang"}
-# What servers say where nothing was set.
+# Values that servers report for a setting that was not set.
 UNSAID: tuple[Any, ...] = (None, "", "auto", "default", {}, "{}", False)
-# Of SGLang's report: what changes its numbers or its tokens.
+# Settings in SGLang's report that change its numbers or its tokens.
 REPORTED = (
     "quantization", "kv_cache_dtype", "json_model_override_args", "preferred_sampling_params", "enable_deterministic_inference",
     "weight_version",
@@ -39,13 +39,13 @@ REPORTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server is, and how it is asked.
+    """The address of a server, and how to ask it.
 
     Args:
-        url: Its address, such as "http://127.0.0.1:8000", with or without "/v1".
-        model: Name of the model to ask; needed where the server has several.
-        timeout: Seconds that it may be silent within a request.
-        key: Name of the environment variable that holds its API key; None for none.
+        url: The server's address, such as "http://127.0.0.1:8000", with or without "/v1".
+        model: Name of the model to ask; needed if the server has several.
+        timeout: Seconds that the server may be silent within a request.
+        key: Name of the environment variable that holds the API key; None sends no key.
     """
 
     url: str
@@ -56,19 +56,19 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """What a server says of itself.
+    """A server, and what it reports of itself.
 
     Args:
-        kind: Its engine, "vllm" or "sglang".
-        version: Its version.
-        name: The name that requests give for the model.
-        serves: Where the server has the model from: a folder, or a name on a hub; "" where it does not say.
-        dtype: Its compute dtype; None where it does not say.
-        longest: Most tokens of prompt and response; None where it does not say.
-        settings: Other settings that it says, by its own names.
-        client: For requests.
-        adapter: Whether the name is that of an adapter.
-        info: The whole of its report; empty where it gives none.
+        kind: The server's engine, "vllm" or "sglang".
+        version: The engine's version.
+        name: The name of the model in requests.
+        serves: Folder or hub name that the server loaded the model from; "" if it does not say.
+        dtype: Compute dtype; None if the server does not say.
+        longest: Largest number of tokens of prompt and response together; None if the server does not say.
+        settings: Other settings that the server reports, by its own names.
+        client: Client that sends the requests.
+        adapter: Whether `name` is the name of an adapter.
+        info: The server's whole report; empty if it gives none.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Server:
     info: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def notes(self, model: str) -> tuple[str, ...]:
-        """Return sentences on what the server says, and does not say.
+        """Return sentences on what the server reports, and what it does not report.
 
         Args:
             model: Checkpoint that the trainer holds.
@@ -101,10 +101,10 @@ class Server:
         return tuple(found)
 
     def ensure_fits(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Mapping[str, Any]) -> None:
-        """Refuse what the server would refuse, or leave out without a word.
+        """Refuse requests that the server would refuse, or whose settings it would silently ignore.
 
         Raises:
-            ConfigError: A prompt with its response is too long, or a sampling setting unknown; names the option.
+            ConfigError: A prompt with its response is too long, or a sampling setting is unknown; names the option.
         """
         allowed, seed = SAMPLING[self.kind], SEEDS[self.kind]
         for key in sampling:
@@ -116,7 +116,7 @@ class Server:
         if type(sampling.get(seed, 0)) is not int:
             raise ConfigError(f"--sampling: {seed}={sampling[seed]!r} is not allowed; allowed: an integer.")
         longest = max(map(len, prompts))
-        # The response is scored as part of a prompt: vLLM insists on one token more, and SGLang on room for one.
+        # The response is later scored as part of a prompt. vLLM then samples one more token, and SGLang needs room for one.
         if self.longest is not None and longest + max_tokens + 1 > self.longest:
             raise ConfigError(
                 f"--prompts: the longest prompt has {longest} tokens, with --max-tokens {max_tokens} and one token more than the "
@@ -125,13 +125,14 @@ class Server:
 
 
 def connect(address: Address) -> Server:
-    """Ask a server what it is.
+    """Find out which server listens at an address, and read its reports.
 
     Args:
-        address: Where it is.
+        address: The server's address, and how to ask it.
 
     Raises:
-        ConfigError: The address is none, no server of vLLM or SGLang listens there, or the model is not told.
+        ConfigError: The address is malformed, no vLLM or SGLang server listens there, the API key is missing, or the server has
+            several models and none was chosen.
         EngineError: The server is not reached.
     """
     key = None if address.key is None else os.environ.get(address.key)
@@ -168,7 +169,7 @@ def _entry(entries: Sequence[Mapping[str, Any]], model: str | None) -> Mapping[s
                 f"--server-model: the server has no {model!r}; allowed: {', '.join(names)}.{suggestion(model, names)}"
             )
         return entries[names.index(model)]
-    # Several names of one model are one; an adapter is another, of which the run has to be told.
+    # Several names of one model count as one model; an adapter counts as another, so the user has to choose.
     if len({(str(entry.get("root")), str(entry.get("parent"))) for entry in entries}) > 1:
         raise ConfigError(f"--server: it has several models; say which by --server-model: {', '.join(names)}.")
     return entries[0]
@@ -190,7 +191,7 @@ def _vllm(client: Client, entry: Mapping[str, Any], info: Mapping[str, Any], ver
 
 def _sglang(client: Client, entry: Mapping[str, Any], info: Mapping[str, Any]) -> Server:
     adapter = entry.get("parent") is not None
-    # What the model takes, and what fits into the server's cache.
+    # The first two are limits of the model, and the third is what fits into the server's cache.
     limits = [
         _count(entry.get("max_model_len")),
         _count(info.get("context_length")),
@@ -205,7 +206,7 @@ def _sglang(client: Client, entry: Mapping[str, Any], info: Mapping[str, Any]) -
 
 
 def _dtype(value: Any) -> str | None:
-    """Return a compute dtype that a server says; "auto" says none."""
+    """Return the compute dtype that a server reports; None for anything that is not a dtype, such as "auto"."""
     found = spelled(value.removeprefix("torch.")) if isinstance(value, str) else ""
     return found if found in NAMES else None
 

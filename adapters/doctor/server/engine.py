@@ -1,4 +1,4 @@
-"""What servers have in common as engines of the doctor."""
+"""The base class of servers that serve as the doctor's engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 
 class ServedEngine(ABC):
-    """A server that is asked as an engine.
+    """A server in the role of the doctor's engine.
 
     Args:
-        server: What it says of itself.
-        shape: Of the routes that are read where it sends them; None for a model without experts.
+        server: The server, and what it reports of itself.
+        shape: Shape of the routes, which are read if the server sends them; None for a model without experts.
     """
 
     def __init__(self, server: Server, shape: RoutingShape | None = None) -> None:
@@ -29,27 +29,27 @@ class ServedEngine(ABC):
         """Sample responses as the run does.
 
         Args:
-            asked: What is to be sampled; with a seed among its settings, no two responses draw with the same noise.
+            asked: Prompts and settings; if the settings have a seed, each response is still drawn with noise of its own.
 
         Raises:
             ConfigError: The server refuses a request.
-            EngineError: It is not reached, fails, or holds weights that are not finite.
+            EngineError: The server is not reached, fails, or holds weights that are not finite.
             RecordError: An answer is malformed.
         """
 
     @abstractmethod
     def score(self, sample: Sample) -> Sample:
-        """Return the same tokens with the server's log-probabilities of them as part of a prompt: no sampling, temperature 1."""
+        """Return the same tokens with the log-probabilities that the server gives them as part of a prompt, at temperature 1."""
 
     def shutdown(self) -> None:  # noqa: B027 - nothing was started
-        """Leave the server as it is: others use it."""
+        """Do nothing, because the doctor did not start the server."""
 
     def notes(self, model: str, sample: Sample) -> tuple[str, ...]:
-        """Return sentences on what the server says, does not say, and did not send.
+        """Return sentences on what the server reports, does not report, and did not send.
 
         Args:
             model: Checkpoint that the trainer holds.
-            sample: What it sampled.
+            sample: Responses that the server sampled.
         """
         found = self.server.notes(model)
         if self._shape is not None and sample.routes is None:
@@ -60,7 +60,7 @@ class ServedEngine(ABC):
         return found
 
     def _trace(self, ids: Sequence[int], experts: Any, row: int, *, last_row: bool) -> RoutingTrace | None:
-        """Return the routes of a sequence; None where there are none, or none are read."""
+        """Return the routes of a sequence; None if the server sent none, or if none are read."""
         if self._shape is None or experts is None:
             return None
         return RoutingTrace.ingest(
@@ -76,6 +76,6 @@ class ServedEngine(ABC):
 
 
 def whole(traces: Sequence[RoutingTrace | None]) -> tuple[RoutingTrace, ...] | None:
-    """Return the routes where every response has them."""
+    """Return the routes if every response has them, otherwise None."""
     found = tuple(trace for trace in traces if trace is not None)
     return found if found and len(found) == len(traces) else None

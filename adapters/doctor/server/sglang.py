@@ -1,6 +1,7 @@
-"""A stock SGLang server as the doctor's engine, by its own `POST /generate`.
+"""A stock SGLang server as the doctor's engine, over its own `POST /generate`.
 
-Its OpenAI routes are not asked: they take text or add the checkpoint's sampling defaults, and send routes for one choice alone.
+Its OpenAI routes are not used, because they take text or add the checkpoint's sampling defaults, and send the expert routes of
+only one choice.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ class SglangServer(ServedEngine):
     def __init__(self, server: Server, shape: RoutingShape | None = None) -> None:
         super().__init__(server, shape)
         self._reading = read_server(server.info)
-        # SGLang leaves out without a word what it does not record.
+        # SGLang silently sends no routes if it does not record them.
         self._recorded = shape if server.info.get("enable_return_routed_experts") is True else None
 
     def sample(self, asked: ToSample) -> Sample:
-        """Sample by one request per response, several at once."""
+        """Sample with one request per response, several at once."""
         self._ensure_known([*asked.prompts, *(asked.seen or ())])
         return sampled(lambda request: self._generated(request, "sampling"), self._reading, asked, self._recorded)
 
     def score(self, sample: Sample) -> Sample:
-        """Score by one request per response, several at once."""
+        """Score with one request per response, several at once."""
         return scored(lambda request: self._generated(request, "scoring"), sample, self._recorded)
 
     def _ensure_known(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse tokens that the server's model does not have: SGLang looks them up all the same, and its scheduler ends."""
-        # Of a setting it does check the tokens, and 0 changes nothing.
+        """Refuse tokens that the server's model does not have; SGLang does not check prompts, and its scheduler would end."""
+        # SGLang does check the tokens of a logit_bias, and a bias of 0 changes nothing.
         settings = {"max_new_tokens": 1, "logit_bias": {str(max(map(max, prompts))): 0.0}}
         self._one({"input_ids": [min(map(min, prompts))], "sampling_params": settings})
 
@@ -63,10 +64,10 @@ class SglangServer(ServedEngine):
 
 
 def alone(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the requests of which a batch consists.
+    """Split a request for several prompts into one request per prompt.
 
     Args:
-        request: What `generate_request` built for several prompts.
+        request: A request that `generate_request` built for several prompts.
     """
     prompts, settings = request["input_ids"], request["sampling_params"]
     each = settings if isinstance(settings, list) else [settings] * len(prompts)

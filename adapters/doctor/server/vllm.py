@@ -1,4 +1,4 @@
-"""What the doctor asks of a stock vLLM server by `POST /v1/completions`, and how it reads the answers."""
+"""The doctor's requests to a stock vLLM server over `POST /v1/completions`, and how it reads the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mismatch_ext.doctor.asking import ToSample, sequences
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
 
 PATH = "/v1/completions"
-# Sequences of one request that scores.
+# Number of sequences in one scoring request.
 SCORED_AT_ONCE = 16
 # vLLM's server sends this for minus infinity.
 LOWEST = -9999.0
@@ -31,10 +31,10 @@ class Choice:
     """One response.
 
     Args:
-        tokens: Its token ids.
-        logprobs: Natural-log probabilities of them; empty where none were asked for.
-        prompt_logprobs: Those of the prompt's tokens from the second on; empty where none were asked for.
-        routes: The experts `[prompt + response - 1, L, K]`; None where the server sent none.
+        tokens: The response's token ids.
+        logprobs: Log-probabilities of these tokens, in nats; empty if none were asked for.
+        prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, in nats; empty if none were asked for.
+        routes: Expert ids `[prompt + response - 1, L, K]`; None if the server sent none.
     """
 
     tokens: tuple[int, ...]
@@ -47,13 +47,13 @@ class VllmServer(ServedEngine):
     """A stock vLLM server."""
 
     def sample(self, asked: ToSample) -> Sample:
-        """Sample by one request per prompt, several at once."""
+        """Sample with one request per prompt, several at once."""
         n, given = asked.of_each, asked.given
 
         def one(index: int) -> list[Choice]:
             body = {"prompt": given[index], "n": n, "max_tokens": asked.max_tokens, "logprobs": 0, **asked.sampling}
             if body.get("seed") is not None:
-                # vLLM seeds response i of a request by seed + i.
+                # vLLM draws response i of a request with seed + i.
                 body["seed"] += index * n
             return read(self._post(body), [given[index]], n)
 
@@ -64,7 +64,7 @@ class VllmServer(ServedEngine):
             for choice in choices
             if choice.tokens
         ]
-        # Where the server saw other prompts, its routes are of other rows than the trainer's.
+        # If the server saw other prompts than the trainer, the rows of its routes do not fit the trainer's tokens.
         traced = [self._trace([*prompt, *c.tokens], c.routes, row, last_row=False) for row, (prompt, c) in enumerate(rows)
                   if asked.seen is None]  # fmt: skip
         return Sample(
@@ -76,12 +76,12 @@ class VllmServer(ServedEngine):
         )
 
     def score(self, sample: Sample) -> Sample:
-        """Score by requests of several sequences each."""
+        """Score with requests of several sequences each."""
         rows = sequences(sample)
         batches = [rows[at : at + SCORED_AT_ONCE] for at in range(0, len(rows), SCORED_AT_ONCE)]
 
         def one(batch: list[list[int]]) -> list[Choice]:
-            # What a server's defaults add to a request is for the one token that vLLM insists on, not for the prompt.
+            # vLLM has to sample one token. The server's default settings change only this token, not the prompt's scores.
             body = {"prompt": batch, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
             return read(self._post(body), batch, 1)
 
@@ -116,16 +116,16 @@ def read(answer: Any, prompts: Sequence[Sequence[int]], n: int) -> list[Choice]:
     """Read an answer of `/v1/completions`.
 
     Args:
-        answer: It.
+        answer: The parsed answer.
         prompts: Token ids of each prompt of the request.
         n: Responses per prompt.
 
     Returns:
-        The responses, n per prompt, those of a prompt beside each other.
+        The responses, n per prompt; the responses of a prompt are next to each other.
 
     Raises:
         EngineError: A response is unfinished.
-        RecordError: The answer is malformed, or is of other prompts.
+        RecordError: The answer is malformed, or belongs to other prompts.
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
     wanted = n * len(prompts)
@@ -190,7 +190,7 @@ def _of_prompt(entries: Any, prompt: list[int], where: str) -> tuple[float, ...]
 
 
 def _finite(value: Any) -> float:
-    """Return a log-probability; NaN, which a `Sample` names with its place, for what stands for none."""
+    """Return a log-probability, or NaN if the value is missing or minus infinity; a `Sample` reports the place of a NaN."""
     found = number(value)
     return float("nan") if found is None or found <= LOWEST else found
 
