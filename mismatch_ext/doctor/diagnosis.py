@@ -151,6 +151,8 @@ class Diagnosis:
     def exit_status(self, threshold: float) -> int:
         """Return 0 for a clean pair, 1 if the gap is explained up to the threshold, otherwise 2.
 
+        An "unexplained" verdict with an unexplained size of 0 gives 2, too.
+
         Args:
             threshold: Largest mean size of the unexplained error that still gives 1, in nats per token.
         """

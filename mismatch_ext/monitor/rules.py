@@ -91,7 +91,7 @@ class Rule:
         from_above = self.clear_above is None or value <= self.clear_above
         from_below = self.clear_below is None or value >= self.clear_below
         if side == "non-finite":
-            # With two bounds the value came from neither side, so that any value in bounds is back.
+            # With two bounds there is no single direction back, so that any value in bounds is back.
             return (from_above and from_below) or (self.above is not None and self.below is not None)
         return from_above if side == "above" else from_below
 
