@@ -1,4 +1,4 @@
-"""The processes that train together, as whatever measures over all of them asks for them, and what they must agree on."""
+"""The processes that train together: the protocol for measuring over all of them, and how they agree on an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OneProcess:
     size = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value alone."""
+        """Return a list of this one value."""
         return [value]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -57,13 +57,13 @@ def gathered(value: Any) -> list[Any]:
 
 
 def agree(error: MismatchError | None) -> None:
-    """Raise on every rank what failed on one, for which the others would wait in a collective; all ranks must call this.
+    """Raise on every rank if one rank failed, because the others would wait for it in a collective; all ranks must call this.
 
     Args:
-        error: What failed on this rank, if anything.
+        error: The error of this rank; None if it has not failed.
 
     Raises:
-        MismatchError: This rank's error, or else one of the class of the first other rank's, which names that rank.
+        MismatchError: This rank's error; otherwise an error of the same class as the first failed rank's, which names that rank.
     """
     for rank, found in enumerate(gathered(error)):
         if found is not None:

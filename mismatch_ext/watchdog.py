@@ -1,4 +1,4 @@
-"""A run that hangs, because a worker failed where nobody waits for it, ended with an error."""
+"""Ends a run with an error if it hangs, for example because a worker failed and nobody waits for its answer."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from mismatch_ext.errors import StallError
 from mismatch_ext.terminal import say
 
 STARTING = 600.0
-"""Seconds that servers have to start, whatever a phase of a step may take: they load weights and compile."""
+"""Seconds that servers have to start, however short the limit for a phase of a step: they load weights and compile."""
 
 ALIVE = 15.0
 """Seconds since its last poll for which a trainer that waits in a loop of its own counts as alive."""
 
 GRACE = 30.0
-"""Seconds that the trainer has to fail by itself once what it waits for is gone; then its process is ended."""
+"""Seconds that the trainer has to fail by itself after the watchdog has ended what it waits for; then its process is ended."""
 
 
 class Watchdog:
-    """Watches a training from a thread of its own: a phase that takes too long is taken for a hang.
+    """Watches a training from its own thread, and treats a phase that takes too long as a hang.
 
-    A host may wait for ever for a rollout worker that has failed: verl does in its weight update, and in its sampling. A trainer
-    that waits by polling gets the error in its next poll, while its workers live, so that it can save what it has trained; one
-    that does not is released by ending what it waits for.
+    A host may wait for ever for a rollout worker that has failed: verl does so in its weight update and in its sampling. If the
+    trainer waits by polling, its next poll raises the error while its workers still live, so that it can save what it has
+    trained. If it does not poll, the watchdog ends what it waits for, so that its call fails.
 
     Args:
-        timeout: Seconds that one phase may take where it names no longer time; 0 watches nothing.
+        timeout: Seconds that one phase may take, unless the phase names a longer time; 0 watches nothing.
         release: Ends what the trainer may be waiting for, so that its call fails.
-        host: Name of what makes no progress, as the message has it.
-        logs: Where else the errors of the host's workers are, as the message has it.
-        end: Ends this process where that did not help.
-        grace: Seconds before it does.
+        host: Name, for the message, of the program that makes no progress.
+        logs: Where else to find the errors of the host's workers, for the message.
+        end: Ends this process if `release` did not help.
+        grace: Seconds between `release` and `end`.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Watchdog:
         self._polled, self._raise, self._raised = -math.inf, False, False
 
     def phase(self, name: str, at_least: float = 0.0) -> None:
-        """Say what begins now; the time of the phase before is over.
+        """Begin a new phase, and end the one before.
 
         Args:
-            name: What the trainer is doing, to follow "while it was".
-            at_least: Seconds that it may take where the timeout is shorter.
+            name: What the trainer is doing, as words that can follow "while it was".
+            at_least: Seconds that this phase may take even if the timeout is shorter.
         """
         self._phase, self._since, self._limit = name, time.monotonic(), max(self.timeout, at_least)
 
@@ -78,7 +78,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch for the duration of a block."""
+        """Watch while the `with` block runs."""
         if not self.timeout:
             yield
             return
@@ -103,7 +103,7 @@ class Watchdog:
             say(f"mismatch-ext: {message}", error=True)
             self.message = self.message or message
             if not self._raised and time.monotonic() - self._polled < min(ALIVE, self._limit):
-                # What it does about the error has the time of a phase.
+                # The trainer may take as long as a phase to handle the error.
                 self._since, self._raise, self._raised = time.monotonic(), True, True
                 continue
             try:

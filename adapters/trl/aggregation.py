@@ -1,9 +1,9 @@
-"""The weight that TRL's own loss gives to each token, obtained by differentiating it.
+"""The weight that TRL's own loss gives to each token, obtained by differentiating that loss.
 
-Every `loss_type` divides by something else: lengths, tokens of the generation batch, a constant, gradient-accumulation steps.
-Terms that are added to TRL's loss must be divided by the same. Rather than retype eight formulas, TRL's `_compute_loss` is
-differentiated: the loss is linear in the per-token loss, so its derivative is the weight. It is TRL's own function that is
-asked, never a subclass's: what a subclass adds depends on log-probabilities too, and is no part of the weight.
+Each `loss_type` divides by something different: lengths, tokens of the generation batch, a constant, gradient-accumulation steps.
+Terms that are added to TRL's loss must be divided by the same. Instead of retyping eight formulas, this module differentiates
+TRL's `_compute_loss`: the loss is linear in the per-token loss, so its derivative is the weight. It always calls TRL's own
+function, never a subclass's, because the terms of a subclass depend on log-probabilities too and are not part of the weight.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FAR_BELOW = -1.0e4
 
 @dataclass(frozen=True)
 class Aggregation:
-    """What TRL makes of a per-token loss.
+    """How TRL turns a per-token loss into its loss.
 
     Attributes:
         weights: d loss / d per_token_loss `[B, T]`, float32, positive at tokens that are trained on and 0 elsewhere.
-        policy_loss: What TRL logs as `policy_loss`, as a multiple of the loss; None where it logs none.
+        policy_loss: The value that TRL logs as `policy_loss`, as a multiple of the loss; None if TRL logs none.
     """
 
     weights: Tensor
@@ -42,16 +42,16 @@ class Aggregation:
 def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -> Aggregation:
     """Return TRL's aggregation of a micro-batch.
 
-    The policy term is zeroed and the KL term made linear, so that nothing but the aggregation is left.
+    The policy term is set to zero and the KL term is made linear, so that only the aggregation is left.
 
     Args:
         trainer: The GRPOTrainer.
-        own_loss: TRL's own function.
-        model: What the micro-batch is trained on; not run.
+        own_loss: TRL's own `_compute_loss`.
+        model: The model that the micro-batch trains; it is not run.
         inputs: The micro-batch, as TRL's `_compute_loss` gets it.
 
     Raises:
-        ConfigError: A token that is trained on has no weight, or one that is not has some.
+        ConfigError: The weight of a trained token is not positive, or the weight of a masked token is not 0.
     """
     completion_mask = inputs["completion_mask"]
     zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)
@@ -71,7 +71,7 @@ def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -
         overridden(trainer, **settings),
         overridden(trainer.args, use_bias_correction_kl=False),
         shadowed(trainer, _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None)),
-        # `policy_loss` is a mean over ranks; asked for is this rank's.
+        # TRL logs `policy_loss` as a mean over ranks, but this rank's own value is needed.
         shadowed(trainer.accelerator, gather=lambda tensor: tensor),
     ):
         loss = own_loss(trainer, model, _probe(inputs, zero))

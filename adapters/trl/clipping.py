@@ -1,4 +1,4 @@
-"""Phantom clipping in TRL: what a clip on pi_trainer / pi_engine stops at the weights that sampled, and where to expect it."""
+"""Phantom clipping in TRL: the updates that a clip on pi_trainer / pi_engine stops before any drift, and when to expect that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mismatch_ext.metrics.clipping import PhantomSums
 from mismatch_ext.precision.dtypes import facts
 from mismatch_ext.ranks import Ranks
 
-# Of TRL's losses, those with PPO's clip; the others weigh by the ratio in ways of their own, and stop nothing.
+# TRL's losses with PPO's clip; the others use the ratio in their own ways, and stop nothing.
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
@@ -26,13 +26,13 @@ def clips_engine_ratio(settings: ResolvedCorrection | None, loss_type: str) -> b
 def phantom(
     trainer: Any, output: Mapping[str, Any], gap: tuple[Tensor, Tensor, Tensor], clips: bool, ranks: Ranks
 ) -> dict[str, float]:
-    """Return the measures of phantom clipping over all ranks, without those that the batch has no tokens for.
+    """Return the measures of phantom clipping over all ranks; a measure is left out if the batch has no tokens for it.
 
     Every rank must call it.
 
     Args:
-        trainer: TRL's, whose clip it is.
-        output: What TRL's `_generate_and_score_completions` returned.
+        trainer: TRL's trainer, which has the bounds of the clip.
+        output: The dict that TRL's `_generate_and_score_completions` returned.
         gap: The trainer's and the engine's log-probabilities and the mask, `[B, T]` each.
         clips: Whether the clip is on the ratio to the engine's log-probabilities.
     """
@@ -48,12 +48,12 @@ def phantom(
 
 
 def coarse_engine(trainer_dtype: str, engine_dtype: str | None, quantization: str | None) -> str | None:
-    """Say why a clip on pi_trainer / pi_engine is to be expected to stop what is learnt, or return None.
+    """Say why a clip on pi_trainer / pi_engine will probably stop learning; return None if it will not.
 
     Args:
-        trainer_dtype: What the trainer's matrix products are computed in.
-        engine_dtype: What the engine's weights are in; None where unknown.
-        quantization: The engine's, None for none.
+        trainer_dtype: Dtype of the trainer's matrix products.
+        engine_dtype: Dtype of the engine's weights; None if unknown.
+        quantization: Quantisation of the engine's weights; None for none.
     """
     if quantization is None and (engine_dtype is None or facts(engine_dtype).eps <= facts(trainer_dtype).eps):
         return None

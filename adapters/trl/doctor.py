@@ -1,4 +1,4 @@
-"""What a configuration file of TRL says of a run, as the doctor starts it: as `GRPOTrainer` starts its colocated engine."""
+"""Reads a run from TRL's configuration file for the doctor, which starts the engine as `GRPOTrainer` starts its colocated one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_trl(path: Path, checkpoint: str | None = None) -> HostRun:
 
     Args:
         path: YAML, as `TrlParser` takes it by `--config`.
-        checkpoint: What is examined in the place of the run's own model; None for that.
+        checkpoint: Model to examine instead of the run's own; None for the run's own.
 
     Returns:
         The run, with vLLM's arguments and sampling settings as TRL 1.16 passes them on.
@@ -141,7 +141,7 @@ def auto_dtype(model: str) -> str:
 
 
 def _parsed(path: Path) -> tuple[Any, Any, Any, dict[str, str]]:
-    """Return TRL's script, training and model arguments, and what none of them knows."""
+    """Return TRL's script, training and model arguments, and the options that none of them knows."""
     from mismatch_ext.adapters.trl.config import MismatchGRPOConfig
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
     from trl.scripts.grpo import GRPOScriptArguments
@@ -151,7 +151,7 @@ def _parsed(path: Path) -> tuple[Any, Any, Any, dict[str, str]]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            # The file of a run on a GPU can be read where there is none: TRL itself refuses to train there unless it is told.
+            # A GPU run's file must be readable without a GPU, where TRL refuses to train unless it is told to use the CPU.
             here = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
             found = parser.parse_args_and_config(["--config", str(path), *here], return_remaining_strings=True)
     except OSError as error:
@@ -167,7 +167,7 @@ def _parsed(path: Path) -> tuple[Any, Any, Any, dict[str, str]]:
 
 
 def _ensure_started(args: Any, model: Any, where: str) -> None:
-    """Refuse what the doctor would start otherwise than the run."""
+    """Refuse settings under which the doctor would start something different from the run."""
     init = args.model_init_kwargs or {}
     revision = init.get("revision", model.model_revision)
     for name, given, why, todo in (

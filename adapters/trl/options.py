@@ -1,4 +1,4 @@
-"""What `kl` and `correction` ask of GRPOConfig's own options: set where they do it, refused where they would contradict."""
+"""Sets the GRPOConfig options that carry out `kl` and `correction`, and refuses options that would contradict them."""
 
 # mypy: disable-error-code="has-type"
 
@@ -54,7 +54,7 @@ class GrpoOptions(_Host):
             )
 
     def _follow_correction(self, correction: CorrectionConfig) -> None:
-        """Set TRL's own importance-sampling options; where TRL has none, to plain ratios that are replaced later."""
+        """Set TRL's own importance-sampling options; if TRL has none for the section, set plain ratios, replaced later."""
         settings = resolve(correction)
         options = native_options(settings)
         if options is None and self.loss_type == "vespo":
@@ -75,7 +75,7 @@ class GrpoOptions(_Host):
             setattr(self, name, value)
 
     def _check_own_correction(self, settings: ResolvedCorrection) -> None:
-        """Refuse what weights of our own would silently not do; the number of processes must be known."""
+        """Refuse settings that our own weights would silently ignore; the number of processes must be known."""
         if native_options(settings) is not None:
             return
         if settings.compat & {"unscored_is_one"}:

@@ -1,4 +1,4 @@
-"""Refusals before TRL builds model and engine, or between the two, because an engine's start takes minutes on an accelerator."""
+"""Refusals before TRL builds the model or before it builds the engine, because an engine takes minutes to start on a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, ReplayError, RoutingError
 from mismatch_ext.versions import on_cpu_build
 
-# Arguments of TRL's trainers by which a completion is stitched from several generations.
+# Arguments of TRL's trainers that let a completion be stitched together from several generations.
 STITCHING = ("tools", "rollout_func", "environment_factory")
 # Columns in which TRL looks for images.
 IMAGE_COLUMNS = {"image", "images"}
 
 
 def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
-    """Refuse what changes the objective under a trainer of TRL whose own loss would ignore it.
+    """Refuse sections that change the objective if the trainer's own loss would ignore them.
 
     Raises:
         ConfigError: `kl` or `correction` with GMPOTrainer, which multiplies its loss by no importance ratio.
@@ -37,18 +37,18 @@ def check_objective(trainer: type[Any], block: MismatchConfig) -> None:
 def check_peers(
     trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, server: bool, stitches: bool = False
 ) -> None:
-    """Refuse what the block asks for and the installed peers do not give; warn once of versions that were not run.
+    """Refuse features that the block asks for and the installed peers lack; warn once of versions that were not tested.
 
     Args:
         trainer: The class of the trainer.
         block: The block.
         use_vllm: Whether vLLM generates.
         server: Whether vLLM is a server instead of an engine in TRL's process.
-        stitches: Whether a completion may be made of several generations.
+        stitches: Whether a completion may consist of several generations.
 
     Raises:
-        PeerVersionError: A peer is missing, too old, or known to be wrong for what was asked.
-        SeamError: Something that a section needs is gone from a peer, or has changed there.
+        PeerVersionError: A peer is missing, too old, or known to be wrong for what the block asks.
+        SeamError: A peer no longer has something that a section needs, or has changed it.
     """
     peers = ["torch", "transformers", "accelerate", "trl", *(["vllm"] if use_vllm else [])]
     using = {"trl", *(kind.__name__ for kind in trainer.__mro__)}
@@ -59,7 +59,7 @@ def check_peers(
 
 
 def check_stitching(block: MismatchConfig, given: Mapping[str, Any], *, use_vllm: bool) -> None:
-    """Refuse what routing cannot follow.
+    """Refuse trainer arguments under which the routes of a completion are not known.
 
     Args:
         block: The block.
@@ -79,7 +79,7 @@ def check_stitching(block: MismatchConfig, given: Mapping[str, Any], *, use_vllm
 
 
 def check_images(block: MismatchConfig, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Refuse routing for data with images, as far as a dataset shows them; what it does not show, the first pass refuses.
+    """Refuse routing for datasets that show images; images that a dataset does not show are refused in the first pass.
 
     Args:
         block: The block.
@@ -87,7 +87,7 @@ def check_images(block: MismatchConfig, args: tuple[Any, ...], given: Mapping[st
         given: Its keyword arguments.
 
     Raises:
-        ConfigError: A dataset has images, of whose content no token id tells.
+        ConfigError: A dataset has images, whose content no token id tells.
     """
     if block.routing is None:
         return
@@ -102,7 +102,7 @@ def check_images(block: MismatchConfig, args: tuple[Any, ...], given: Mapping[st
 
 
 def _images_of(dataset: Any) -> str | None:
-    """Return where a dataset has images, by its first row, as TRL tells them; of a stream by its columns, if it knows them."""
+    """Return where a dataset has images: by its first row, as TRL does; for a stream by its column names, if it knows them."""
     columns = dataset.column_names
     if not hasattr(dataset, "__len__"):
         named = sorted(IMAGE_COLUMNS & set(columns or ()))
@@ -121,12 +121,12 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
     """Refuse ways of sampling and scoring whose masks are not known, or would not be replayed.
 
     Args:
-        args: TRL's configuration, settled.
+        args: TRL's configuration, with all settings final.
         block: The block.
         given: `generation_kwargs`.
 
     Raises:
-        ConfigError: Names the setting, and what is allowed.
+        ConfigError: A setting is refused; the message names it, and what is allowed.
     """
     masking = block.sampling_mask
     if masking is None:
@@ -157,15 +157,15 @@ def check_sampling_mask(args: Any, block: MismatchConfig, given: Mapping[str, An
 
 
 def check_deepspeed(block: MismatchConfig, config: Mapping[str, Any]) -> None:
-    """Refuse settings of DeepSpeed under which a section would not be what it says.
+    """Refuse settings of DeepSpeed under which a section would not do what it says.
 
     Args:
         block: The block.
         config: DeepSpeed's configuration.
 
     Raises:
-        PrecisionError: Loss-scale settings that DeepSpeed does not read, or an autocast that covers updates alone.
-        ConfigError: Weights that are in no memory, or a schedule that DeepSpeed steps by itself.
+        PrecisionError: DeepSpeed does not read the loss-scale settings, or its autocast covers only updates.
+        ConfigError: The weights are offloaded to a disk, or DeepSpeed steps the schedule by itself.
     """
     zero = config.get("zero_optimization", {})
     precision = block.precision
@@ -195,21 +195,21 @@ def check_deepspeed(block: MismatchConfig, config: Mapping[str, Any]) -> None:
 
 
 def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None, fsdp: int | None) -> None:
-    """Refuse what sharded parameters keep from working.
+    """Refuse sections that cannot work with sharded parameters.
 
     Args:
         block: The block.
-        deepspeed: DeepSpeed's configuration, where DeepSpeed trains.
-        fsdp: Version of the FSDP that shards the model, if one does.
+        deepspeed: DeepSpeed's configuration; None if DeepSpeed does not train.
+        fsdp: Version of the FSDP that shards the model; None without FSDP.
 
     Raises:
         PrecisionError: As `check_deepspeed`.
-        ConfigError: A section that cannot work there.
+        ConfigError: As `check_deepspeed`, or the weight check is on with FSDP1.
     """
     if deepspeed is not None:
         check_deepspeed(block, deepspeed)
     if fsdp == 1 and block.monitor.weight_sync != "off":
-        # torch does not start FSDP1 on a CPU, so that nobody has seen it verified.
+        # torch does not start FSDP1 on a CPU, so that the weight check was never run with it.
         raise ConfigError(
             f"mismatch.monitor.weight_sync={block.monitor.weight_sync!r} with fsdp_version=1: scoring probes and telling moved "
             "weights were run with FSDP2's shards alone; set fsdp_version: 2 in accelerate's config, or "
@@ -218,7 +218,7 @@ def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None
 
 
 def check_reference(plugin: Any, processes: int, reference: bool) -> None:
-    """Refuse a reference model of zeros: on all ranks but the first, accelerate's default for FSDP2 loads no weights.
+    """Refuse a reference model of zeros: accelerate's default for FSDP2 loads weights only on the first rank.
 
     Args:
         plugin: accelerate's FSDP plugin, or None.
@@ -275,7 +275,7 @@ class EngineRefusals(AbstractContextManager[None]):
                 f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
                 "Choose a dtype that both sides support."
             ) from error
-        # Of a dense model, and of a runner that records nothing; since 0.31 vLLM names the connector that routes leave it by.
+        # vLLM's words for a dense model, and for a runner that records nothing; since 0.31 it names the connector of the routes.
         if self.block.routing is not None and any(words in str(error) for words in ("outed-experts", "AuxOutput")):
             raise RoutingError(
                 f"mismatch.routing.mode={self.block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "

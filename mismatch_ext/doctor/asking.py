@@ -1,4 +1,4 @@
-"""What the doctor asks of an engine, whichever it is."""
+"""The doctor's request to an engine for responses; it is the same for every engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ToSample:
 
     Args:
         prompts: Token ids of each prompt, as the trainer has them.
-        responses: How many at least; each prompt gets as many as the others.
-        max_tokens: Most tokens of a response.
-        sampling: What the run's requests say of sampling, by the engine's names.
-        seen: Token ids of each prompt as the engine gets them; None for those of the trainer.
+        responses: Smallest number of responses; every prompt gets equally many.
+        max_tokens: Largest number of tokens of a response.
+        sampling: Sampling settings of the run's requests, by the engine's names.
+        seen: Token ids of each prompt as the engine gets them; None if they are the trainer's.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -31,7 +31,7 @@ class ToSample:
 
     @property
     def of_each(self) -> int:
-        """Responses of each prompt."""
+        """Number of responses of each prompt."""
         return -(-self.responses // len(self.prompts))
 
     @property
@@ -41,21 +41,21 @@ class ToSample:
 
     @property
     def settings(self) -> SamplingSettings:
-        """What records of it say of their sampling."""
+        """Sampling settings for the records of these responses."""
         return SamplingSettings(temperature=float(self.sampling.get("temperature", 1.0)))
 
     def routed(self, shape: RoutingShape | None) -> RoutingShape | None:
         """Return the shape of the routes that can be read, if the engine records any.
 
-        Where the engine sees other prompts, its routes are of other rows than the trainer's.
+        If the engine sees other prompts, the rows of its routes are not the trainer's, and the result is None.
         """
         return shape if self.seen is None else None
 
     def sampled(self, records: Sequence[RolloutRecord]) -> Sample:
-        """Return what an engine sampled, after the trainer's prompts.
+        """Return the engine's responses as a sample, with the trainer's prompts.
 
         Args:
-            records: Of all responses, those of a prompt beside each other; empty responses are left out.
+            records: Records of all responses, with those of one prompt next to each other; empty responses are left out.
 
         Raises:
             RecordError: As in `Sample`.

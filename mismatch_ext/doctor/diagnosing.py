@@ -1,4 +1,4 @@
-"""Say why an engine and a trainer differ on one sample: split the gap, fit causes to it, and judge what they leave."""
+"""Say why an engine and a trainer differ on one sample: split the gap, fit causes to it, and judge the error that they leave."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mismatch_ext.doctor.tokens import SURE, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.metrics.numerics import k3
 
-# How near a temperature that fits is to the one that was asked for.
+# A fitted temperature counts as the one that was asked for if their ratio differs from 1 by less than this.
 NEAR = 0.01
-# The part of the gap that the trainer's padding makes.
+# Name of the part of the gap that the trainer's padding makes.
 LAYOUT = "layout"
 
 
@@ -41,16 +41,16 @@ def diagnose(
     """Say why engine and trainer differ on a sample.
 
     Args:
-        sample: What the engine sampled, and reported of it.
-        scores: What the trainer's side says of the same tokens.
-        causes: Those that need a forward pass of a changed model each; those that are functions of logits are always tried.
-        engine: What the engine says of itself; None where it cannot be asked.
-        asked: Temperature that the engine was asked for, as far as known: decides where the tokens cannot.
-        seed: Of the bootstrap over responses.
+        sample: The tokens that the engine sampled, with the log-probabilities that it reported.
+        scores: The trainer side's scores of the same tokens.
+        causes: Causes that each need a forward pass of a changed model; those that are functions of logits are always tried.
+        engine: Measurements of the engine on itself; None if it cannot be asked.
+        asked: Temperature that the engine was asked for, None if unknown; it decides if the tokens cannot.
+        seed: Seed of the bootstrap over responses.
         progress: Called with the key of each cause before it is tried.
 
     Raises:
-        NonFiniteLogprobError: The trainer's side is not finite; names response and token.
+        NonFiniteLogprobError: A log-probability of the trainer's side is not finite; the message names response and token.
     """
     straight = scores.trainer if scores.straight is None else scores.straight
     for side, values in (
@@ -80,8 +80,8 @@ def diagnose(
 
     search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
     named, fits, rest = search.select(listed, error)
-    # Where no cause is the whole truth, and the decode is not the prefill: what only the decode does is measured, and causes
-    # have to explain the prefill alone.
+    # If the causes leave more than rounding, and the engine's decode differs from its prefill, then the part that only the decode
+    # makes is measured, and the causes have to explain only the prefill.
     unclear = engine is not None and not _is_rounding(rest, arithmetic, noise)
     decodes_apart = unclear and engine is not None and engine.decodes_apart(float(np.abs(arithmetic).mean()))
     prefill = engine.prefill if engine is not None and decodes_apart else None
@@ -102,10 +102,10 @@ def diagnose(
     left, left_tail = noise.ratio(rest), noise.tail_ratio(rest)
     complete = _is_rounding(rest, arithmetic, noise)
     found = [by_fit(fit, shares[fit.cause.key], complete, scores.temperature) for fit in named]
-    # Where the log-probabilities are off too, tokens are drawn from another distribution whatever the cause.
+    # Only if the log-probabilities agree: otherwise the tokens come from another distribution in any case, whatever the cause.
     if not found and complete and not decodes_apart and tokens.finding is not None:
         found = [by_tokens(tokens, scores.temperature)]
-    # Not `noise.measured`: beside a float32 engine, whose rounding is below it, a half-precision trainer is all of the gap.
+    # `noise.measured` does not count here: it is false for a float32 engine, where a half-precision trainer makes the whole gap.
     if trainer_ratio > COARSER and float(np.abs(parts["trainer's arithmetic"]).mean()) > FLOAT32:
         found.append(by_trainer(trainer_ratio, shares["trainer's arithmetic"], scores))
     if complete and not found and scores.headed is not None and noise.measured:
@@ -114,7 +114,7 @@ def diagnose(
         found += by_layout(scores, noise.ratio(parts[LAYOUT]), shares[LAYOUT])
     if engine is not None and decodes_apart:
         found.insert(0, by_decode(engine, shares.get("decode_path")))
-    # Tokens of another distribution than both sides report are not clean, whether or not it has a name.
+    # If the tokens come from another distribution than both sides report, the pair is not clean, with or without a named cause.
     sound = complete and (bool(found) or abs(tokens.z) < SURE)
     verdict = ("explained" if found else "clean") if sound else ("partly" if found else "unexplained")
     gap = sample.engine - scores.trainer
@@ -136,7 +136,7 @@ def diagnose(
         left=left,
         left_tail=left_tail,
         unexplained=0.0 if complete else max(0.0, float(np.abs(rest).mean() - np.abs(arithmetic).mean())),
-        # A change of the logits changes how errors of rounding show, too.
+        # No note beside a named cause, because a change of the logits also changes the size of rounding errors.
         notes=(
             *(() if found else _notes(noise, left, error)),
             *judge_ends(sample, scores.end_tokens),
@@ -157,11 +157,11 @@ def diagnose(
 
 
 def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
-    """Return an engine's error on tokens that it scored again: in units of the trainer's own arithmetic, and of each token `[N]`.
+    """Return an engine's error on tokens that it scored again: in units of the trainer's own arithmetic, and per token `[N]`.
 
     Args:
-        sample: The tokens, with what the engine says of them now.
-        scores: What the trainer's side says, at temperature 1 as engines score prompts.
+        sample: The tokens, with the engine's new log-probabilities.
+        scores: The trainer side's scores, at temperature 1, because engines score prompts so.
     """
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     error = sample.engine - table.logprob
@@ -169,7 +169,7 @@ def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
 
 
 def _is_rounding(rest: Floats, arithmetic: Floats, noise: Noise) -> bool:
-    """Tell whether an error is rounding's. Its largest hundredth, a heavy tail, counts where it makes the mean larger too."""
+    """Tell whether an error is only rounding. A heavy tail (the largest hundredth) counts only if the mean is larger too."""
     mean = float(np.abs(rest).mean())
     tail = noise.tail_ratio(rest) <= ROUNDING_TAIL or mean <= ROUNDING * float(np.abs(arithmetic).mean())
     return (noise.ratio(rest) <= ROUNDING and tail) or mean <= FLOAT32

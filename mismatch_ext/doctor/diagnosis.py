@@ -1,4 +1,4 @@
-"""What the doctor is given, and what it finds: the gap's parts, named causes, what is left, and what a remedy confirms of it."""
+"""The doctor's input and its result: the parts of the gap, named causes, what they leave, and which of them a remedy confirms."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mismatch_ext.doctor.split import Part
 from mismatch_ext.doctor.table import Logits
 from mismatch_ext.doctor.tokens import TokensTest
 
-# What rounding alone leaves of an error, in units of the trainer's own arithmetic: medians, then the largest hundredth.
+# An error up to this size is rounding, in units of the trainer's own arithmetic: of medians, then of the largest hundredth.
 ROUNDING, ROUNDING_TAIL = 1.3, 3.0
-# A name that leaves something is confirmed where it foretold this part of what the remedy mends: a remedy takes back settings of
-# a kind together, and so mends what another of them did, too.
+# A named cause that leaves something is confirmed if it predicted at least this part of what the remedy mends. A remedy resets
+# all settings of a kind together, so that it also mends what another of them did.
 MOST = 0.75
-# Families of causes that the engine's score of the same tokens as a prompt does not have: its settings then are mended already.
+# Families of causes that do not act when the engine scores the same tokens as a prompt: that score alone is their remedy.
 SAMPLED = ("sampling", "reporting", "prompt")
 SCHEMA = 1
 DOCTOR_FILE = "doctor.json"
@@ -32,22 +32,22 @@ DOCTOR_FILE = "doctor.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What the trainer's side says of a sample's tokens, at the run's temperature.
+    """The trainer side's scores of a sample's tokens, at the run's temperature.
 
     Args:
         trainer: Log-probabilities as the run computes them `[N]`.
         own: The trainer's arithmetic in the engine's dtype, under the engine's routes `[N]`.
-        logits: Of the oracle: the trainer's model in float32, its weights rounded to the engine's dtype, under the
-            engine's routes where they are known `[N, V]`, float32, before the temperature.
-        headed: The same with a head in float32; None where that is no other `[N]`.
+        logits: Logits of the oracle `[N, V]`, float32, before the temperature. The oracle is the trainer's model in float32, with
+            weights rounded to the engine's dtype, under the engine's routes if they are known.
+        headed: `own` with a head in float32 `[N]`; None if that is the same.
         native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
-        straight: The trainer's with right padding, under which every position is its own `[N]`; None where the run pads so.
-        layout: How the run lays its batches, in words; "" where it pads on the right.
-        rungs: What the trainer differs from itself by.
-        temperature: What the trainer divides logits by.
+        straight: `trainer` with right padding, which shifts no position `[N]`; None if `trainer` itself has right padding.
+        layout: How the run lays out its batches, in words; "" if it pads on the right.
+        rungs: Measured differences of the trainer from itself.
+        temperature: Number that the trainer divides logits by.
         end_tokens: Ids that end a response.
-        engine_dtype, trainer_dtype: What the sides compute in, for remedies; "" where nobody says.
-        trainer_head: What the trainer's head computes in, if in something else.
+        engine_dtype, trainer_dtype: Dtypes that the sides compute in, for remedies; "" if unknown.
+        trainer_head: Dtype that the trainer's head computes in; "" if it is `trainer_dtype`.
     """
 
     trainer: Floats
@@ -70,13 +70,13 @@ class NamedCause:
     """A cause that a report names.
 
     Args:
-        key, family, said: As of the `Cause`; the sentence holds the parameter.
-        parameter: Its value.
-        status: "fits", "partly" where something is left, "confirmed" where its remedy was applied and the gap fell as
-            predicted, or "measured" where a side differs from itself.
-        share: Of the mean |Δlogp|; None for too few tokens.
-        z, slope, low, high: How sure the fit is; None where the tokens alone say it.
-        ties: Keys of causes that fit as well.
+        key, family, said: Those of the `Cause`; the sentence `said` contains the parameter.
+        parameter: Value of the cause's parameter.
+        status: "fits"; "partly" if something is left; "confirmed" if its remedy was applied and the gap fell as predicted; or
+            "measured" if a side differs from itself.
+        share: The part of the mean |Δlogp| that the cause makes; None for too few tokens.
+        z, slope, low, high: How sure the fit is; None for a cause that was not fitted.
+        ties: Keys of causes that fit equally well.
         remedy: What to change.
     """
 
@@ -99,27 +99,27 @@ class Diagnosis:
     """What the doctor found.
 
     Args:
-        tokens, responses: How many were judged.
+        tokens, responses: Numbers of judged tokens and responses.
         gap: `logp_abs_diff_mean`, `k3_kl` and `logp_abs_diff_max` between engine and trainer.
         parts: Terms of the gap, in the order of the path from engine to trainer.
         ratio, tail_ratio: The engine's error in units of the trainer's own arithmetic: of medians, and of the largest hundredth.
         trainer_ratio: The trainer's error in the same units.
-        measurable: Whether rounding lies above float32's own, so that the ratios mean something.
-        causes: Those that are named.
-        hints: Sentences of fits that are not sure enough for a name.
-        left, left_tail: The ratios of what the named causes do not say.
-        unexplained: Mean size of what is neither named nor rounding, in nats per token.
+        measurable: Whether rounding is larger than float32's own, so that the ratios mean something.
+        causes: The named causes.
+        hints: Sentences on fits that are not sure enough to name a cause.
+        left, left_tail: `ratio` and `tail_ratio` of the error that the named causes leave.
+        unexplained: Mean size of the error that is neither named nor rounding, in nats per token.
         notes: Sentences on what else was seen.
-        tokens_test: What the tokens themselves say.
+        tokens_test: Result of the test on which tokens were sampled.
         verdict: "clean", "explained", "partly" or "unexplained".
-        tried: Keys of the causes on the list.
-        engine_dtype, trainer_dtype: What the sides compute in; "" where nobody says.
-        mended: What remedies did that were tried.
-        rungs: What each side differs from itself by.
+        tried: Keys of all causes that were tried.
+        engine_dtype, trainer_dtype: Dtypes that the sides compute in; "" if unknown.
+        mended: Effects of the remedies that were tried.
+        rungs: Measured differences of each side from itself.
         largest: The token of the largest gap; None for a diagnosis without a gap.
-        blocks: The network's blocks, each given the engine's own input; empty where that was not asked for, or not possible.
-        seconds: What the doctor's rungs took, by their names.
-        foretold: What the named causes predict token by token; not in `data`.
+        blocks: The network's blocks, each run on the engine's own input; empty if that was not asked for, or not possible.
+        seconds: Duration of each of the doctor's rungs, by name.
+        foretold: Predictions of the named causes, token by token; not in `data`.
     """
 
     tokens: int
@@ -149,10 +149,12 @@ class Diagnosis:
     foretold: Foretold | None = field(default=None, repr=False, compare=False)
 
     def exit_status(self, threshold: float) -> int:
-        """Return 0 for a clean pair, 1 for one that is explained, 2 where more than a threshold is not.
+        """Return 0 for a clean pair, 1 if the gap is explained up to the threshold, otherwise 2.
+
+        An "unexplained" verdict with an unexplained size of 0 gives 2, too.
 
         Args:
-            threshold: Mean size of what is not explained, in nats per token.
+            threshold: Largest mean size of the unexplained error that still gives 1, in nats per token.
         """
         if self.verdict == "clean":
             return 0
@@ -160,7 +162,7 @@ class Diagnosis:
         return 2 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
 
     def data(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return the diagnosis as JSON-able data."""
         found = {"schema": SCHEMA, **asdict(replace(self, foretold=None))}
         del found["foretold"]
         found["tokens_test"]["finding"] = self.tokens_test.finding
@@ -172,15 +174,15 @@ class Diagnosis:
         return tuple(cause for cause in self.causes if self.foretold is not None and cause.key in self.foretold.by)
 
     def confirmed(self, families: Collection[str], left: float, after: Floats) -> Diagnosis:
-        """Return it after remedies were applied to the engine and the same tokens were scored again.
+        """Return the diagnosis after remedies were applied to the engine and the engine scored the same tokens again.
 
-        A cause is confirmed where the error fell to rounding's and fell token by token as the cause predicts. One that leaves
-        something has to have predicted most of the fall, too: the remedy of its family mends more than the cause alone.
+        A cause is confirmed if the error fell to the size of rounding, and fell token by token as the cause predicts. A cause
+        that left something must also have predicted most of the fall, because the remedy of its family mends more than it.
 
         Args:
-            families: Of the causes whose remedies were applied.
-            left: The engine's error then, in units of the trainer's own arithmetic.
-            after: That error `[N]`.
+            families: Families of the causes whose remedies were applied.
+            left: The engine's error after the remedies, in units of the trainer's own arithmetic.
+            after: That error of each token `[N]`, nats.
         """
         keys = [cause.key for cause in self.mendable if cause.family in families]
         if self.foretold is None or not keys:
@@ -204,17 +206,17 @@ class Diagnosis:
         if not (sure and whole):
             return replace(self, notes=(*self.notes, said))
         causes = tuple(replace(cause, status="confirmed") if cause.key in keys else cause for cause in self.causes)
-        # What a fit leaves, such as routes that follow the fault, went with the remedy.
+        # The remedy also removed what the fit left, for example routes that changed because of the fault.
         verdict, unexplained = ("explained", 0.0) if self.verdict == "partly" else (self.verdict, self.unexplained)
         return replace(self, causes=causes, notes=(*self.notes, said), verdict=verdict, unexplained=unexplained)
 
     def _scaled(self, after: Floats) -> bool:
-        """Tell whether an error like that of a temperature is there where no token is sampled."""
+        """Tell whether an error like that of a temperature remains when the engine scores tokens without sampling."""
         assert self.foretold is not None
         return SLOPES[0] <= self.foretold.stays(["temperature"], after) <= SLOPES[1]
 
     def _of_the_logits(self, said: str) -> Diagnosis:
-        """Return it with logits that are scaled in the place of a temperature, which only sampling has."""
+        """Return the diagnosis with the cause "scaled logits" instead of a temperature, which only sampling has."""
         causes = tuple(
             replace(
                 cause, key="logit_scale", family="config", remedy=remedy("logit_scale"), parameter=1 / cause.parameter,

@@ -1,4 +1,4 @@
-"""The causes that a diagnosis names: by a fit, by the tokens alone, or by what was measured of a side."""
+"""The causes that a diagnosis names: from a fit, from the sampled tokens, or from a measurement of one side."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.doctor.split import Part
 from mismatch_ext.doctor.tokens import TokensTest
 
-# An engine that errs less than this computes finer than its dtype; a trainer that errs more, coarser than the engine.
+# In units of the trainer's arithmetic in the engine's dtype: an engine whose error is below `FINER` computes finer than its
+# dtype, and a trainer whose error is above `COARSER` computes coarser than the engine.
 FINER, COARSER = 0.6, 2.0
-# How far below what a head in float32 leaves an error may be: one that is finer still has another reason.
+# A float32 head explains an error down to this factor below what such a head leaves; a smaller error has another reason.
 HEADS = 1.5
 
 
 def by_fit(fit: Fit, part: Part, complete: bool, temperature: float) -> NamedCause:
-    """Return the cause of a fit, which "fits" where the causes are complete, with the part of the gap that it makes."""
+    """Return the cause of a fit, with its part of the gap; the status is "fits" if the causes are complete, else "partly"."""
     return NamedCause(
         key=fit.cause.key, family=fit.cause.family, said=fit.cause.sentence(fit.x), parameter=fit.x,
         status="fits" if complete else "partly", share=part.share, z=fit.z, slope=fit.slope, low=fit.low, high=fit.high,
@@ -41,12 +42,12 @@ def by_tokens(test: TokensTest, temperature: float) -> NamedCause:
 
 
 def _alike(test: TokensTest, key: str) -> tuple[str, ...]:
-    """Return the settings that the tokens cannot tell from the one that is named."""
+    """Return the keys of the settings that the tokens cannot tell from the named one."""
     return ("raw_logprobs", *test.alike) if key != "temperature" else ("raw_logprobs",)
 
 
 def by_trainer(ratio: float, part: Part, scores: Scores) -> NamedCause:
-    """Return the cause that the trainer's own error shows, which was measured and not fitted."""
+    """Return the cause that the trainer's own error shows; it was measured, not fitted."""
     mending = remedy("trainer_dtype", engine_dtype=scores.engine_dtype, trainer_dtype=scores.trainer_dtype)
     said = f"the trainer errs {ratio:.1f} times as much as the engine's dtype would: coarser dtype, other padding or positions"
     return NamedCause(
@@ -56,7 +57,7 @@ def by_trainer(ratio: float, part: Part, scores: Scores) -> NamedCause:
 
 
 def by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
-    """Return the cause that the trainer's batches show, where they do more than round otherwise."""
+    """Return the cause that the trainer's batch layout shows, if the layout does more than change the rounding."""
     assert scores.straight is not None
     changed = [rung for rung in scores.rungs if rung.name == scores.layout and rung.changes_the_policy]
     if not changed and (ratio <= COARSER or float(np.abs(scores.straight - scores.trainer).mean()) <= FLOAT32):
@@ -70,14 +71,15 @@ def by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
 def by_head(
     sample: Sample, scores: Scores, left: float, trainer_ratio: float, headed: float, shares: Mapping[str, Part]
 ) -> list[NamedCause]:
-    """Return the cause that the sizes of the sides' errors show, where the head of one alone computes in float32.
+    """Return the cause that the sizes of both sides' errors show, if the head of only one side computes in float32.
 
     Args:
         sample: The tokens.
-        scores: What the trainer's side says.
-        left, trainer_ratio: The engine's and the trainer's error in units of the trainer's own in the engine's dtype.
-        headed: The same of a head in float32, and the rest in the engine's dtype: nearer to it than to 1 is such a head.
-        shares: The parts.
+        scores: The trainer side's scores.
+        left, trainer_ratio: The engine's and the trainer's error, in units of the trainer's arithmetic in the engine's dtype.
+        headed: The error, in the same units, of a model with a float32 head and the rest in the engine's dtype. A side whose
+            error is nearer to it than to 1 (as a ratio) has such a head.
+        shares: The parts of the gap, by name.
     """
     assert scores.headed is not None
     fine = headed**0.5
@@ -100,7 +102,7 @@ def by_head(
 
 
 def by_decode(engine: Engine, part: Part | None) -> NamedCause:
-    """Return the cause that the engine shows alone: its tokens are sampled by another computation than its prefill."""
+    """Return the cause that the engine shows by itself: it samples tokens by another computation than its prefill."""
     mean = float(np.abs(engine.decode).mean())
     return _measured(
         "decode_path",

@@ -34,12 +34,12 @@ LOG_SUMS = ("lse", "lse_squared", "seq_lse", "seq_lse_squared")
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchSummary:
-    """What was measured.
+    """The measures of all batches that were added.
 
     Args:
         scalars: Measures by name, see `mismatch_ext.metrics.names`.
-        profiles: "position" and "probability".
-        scatter: A uniform sample of tokens as both sides saw them, or None when none was asked for.
+        profiles: The profiles "position" and "probability".
+        scatter: Both sides' log-probabilities of a uniform sample of tokens, or None when no sample was asked for.
     """
 
     scalars: dict[str, float]
@@ -52,9 +52,9 @@ class MismatchAccumulator:
 
     Args:
         sampling: Settings that the tokens were sampled with, for `support_truncated`.
-        thresholds: tau of F(tau), each > 1.
-        scatter_samples: Tokens kept for a scatter plot.
-        seed: Seed of that sample.
+        thresholds: Values of tau for F(tau), each > 1.
+        scatter_samples: Number of tokens kept for a scatter plot.
+        seed: Seed of the random choice of those tokens.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class MismatchAccumulator:
         Args:
             old_logprobs: Trainer's log-probabilities at sampling time `[B, T]`, any float dtype.
             rollout_logprobs: Engine's log-probabilities `[B, T]`, any float dtype.
-            response_mask: True, or 1, at the policy's own tokens `[B, T]`. Nothing is read elsewhere.
-            chosen: True, or 1, at those of them that count `[B, T]`; None counts all. A token's position in the profile is its
-                number among the policy's own, whichever of them count and whatever tools wrote in between.
+            response_mask: True, or 1, at the policy's own tokens `[B, T]`. The other places are not read.
+            chosen: True, or 1, at those of the policy's own tokens that count `[B, T]`; None counts all. A token's position in
+                the profile is its number among all of the policy's own tokens of the row; tokens of tools are not numbered.
 
         Raises:
-            RecordError: Shapes differ, or a dtype is not as said.
-            NonFiniteLogprobError: A counted value is NaN or infinite; names tensor, row, position and value.
+            RecordError: Shapes differ, or a tensor has a wrong dtype.
+            NonFiniteLogprobError: A counted value is NaN or infinite; the message names tensor, row, position and value.
         """
         mask = _checked_mask(old_logprobs, rollout_logprobs, response_mask)
         picked = mask if chosen is None else mask & _checked_chosen(chosen, mask)
-        # Tokens that count are selected once; everything below runs over them alone.
+        # The tokens that count are selected once; everything below runs only over them.
         places = picked.flatten().nonzero()[:, 0]
         if not len(places):
             return
@@ -117,7 +117,7 @@ class MismatchAccumulator:
         lengths: Tensor,
         chosen: Tensor | None = None,
     ) -> None:
-        """Add a batch whose rows lie one after the other, without padding: R places in all.
+        """Add a batch whose rows are concatenated without padding: R places in total.
 
         Args:
             old_logprobs: Trainer's log-probabilities `[R]`, any float dtype.
@@ -181,7 +181,7 @@ class MismatchAccumulator:
         length = length[present]
         total, mean_old, mean_rollout = (per_row(x)[present] for x in (d, old, rollout))
         mean_old, mean_rollout = mean_old / length, mean_rollout / length
-        # From d and not from the two means, whose difference would lose the digits of a tiny gap.
+        # Computed from d, because the difference of the two means would lose the digits of a tiny gap.
         diff = -total / length
         self._add(
             sequences=torch.tensor(len(total)), seq_abs=total.abs().sum(), seq=total.sum(), seq_k3=k3(total).sum(),
@@ -195,7 +195,7 @@ class MismatchAccumulator:
         self._log_add(seq_lse=total, seq_lse_squared=2 * total)
 
     def _add(self, **sums: Tensor) -> None:
-        # One transfer for all sums: on an accelerator each read-out of its own would wait for the device.
+        # One transfer for all sums, because on an accelerator each separate read-out would wait for the device.
         device = next(reversed(sums.values())).device
         for name, total in zip(sums, torch.stack([v.double().to(device) for v in sums.values()]).tolist(), strict=True):
             self._sums[name] += total
@@ -219,11 +219,11 @@ class MismatchAccumulator:
 
     @property
     def tokens(self) -> int:
-        """Unmasked tokens that were added."""
+        """Number of unmasked tokens that were added."""
         return int(self._sums["tokens"])
 
     def merge(self, other: MismatchAccumulator) -> None:
-        """Add what another accumulator measured, as if its batches had come here.
+        """Add another accumulator's measures, as if its batches had been added to this one.
 
         Raises:
             RecordError: The thresholds differ.
@@ -242,7 +242,7 @@ class MismatchAccumulator:
         self._keep_sample(other._sample)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums as plain JSON-able data; infinities as None."""
+        """Return the accumulator's state as plain JSON-able data, with None for infinities."""
         return {
             "version": STATE_VERSION,
             "thresholds": list(self.thresholds),

@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of the probabilities p = e^old and q = e^rollout; centred, since raw sums cancel where all of them are near 1.
+    """Moments of the probabilities p = e^old and q = e^rollout; centred, because raw sums cancel if all p and q are near 1.
 
     Args:
         n: How many tokens.
         mean_p, mean_q: Means.
-        pp, qq, pq: Sums of the products of what differs from the means.
+        pp, qq, pq: Sums over tokens of the products of the deviations from these means.
     """
 
     n: float = 0.0

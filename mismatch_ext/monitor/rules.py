@@ -23,7 +23,7 @@ _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class Asked(Protocol):
-    """What is asked of one metric; `mismatch_ext.config.AlarmConfig` has it. None leaves a key as it is built in."""
+    """The settings of one metric's alarm, such as `mismatch_ext.config.AlarmConfig`; None keeps the built-in value of a key."""
 
     @property
     def above(self) -> float | None: ...
@@ -40,7 +40,7 @@ class Asked(Protocol):
 
 
 class Alarms(Protocol):
-    """What is asked of all of them; `mismatch_ext.config.MonitorConfig` has it."""
+    """The settings of all alarms, such as `mismatch_ext.config.MonitorConfig`."""
 
     @property
     def alarms(self) -> Mapping[str, Asked]: ...
@@ -53,14 +53,14 @@ class Rule:
     """One alarm with all its keys settled.
 
     Args:
-        metric: Name in the log, that name without the prefix `mismatch/`, or a role that the host has a name of its own for.
+        metric: Name in the log, that name without the prefix `mismatch/`, or a role for which the host has its own name.
         above: Values greater than this are out of bounds.
         below: Values less than this are out of bounds.
-        clear_above: Values at or below this, and not out of bounds, are back from `above`.
-        clear_below: Values at or above this, and not out of bounds, are back from `below`.
-        patience: Logs in a row, to raise the alarm and to clear it.
-        action: What happens.
-        call: Function of the action `call`.
+        clear_above: An alarm of `above` may clear at values up to this, if they are in bounds.
+        clear_below: An alarm of `below` may clear at values from this on, if they are in bounds.
+        patience: Number of logs in a row that raise the alarm, and that clear it.
+        action: What the alarm does.
+        call: Function that the action `call` calls.
         named: Whether the block names the metric.
         default: The built-in rule that this one is or refines.
     """
@@ -77,7 +77,7 @@ class Rule:
     default: DefaultRule | None
 
     def side(self, value: float) -> Side | None:
-        """Return where a value is out of bounds, or None."""
+        """Return the side on which a value is out of bounds; None if it is in bounds."""
         if not math.isfinite(value):
             return "non-finite"
         if self.above is not None and value > self.above:
@@ -85,13 +85,13 @@ class Rule:
         return "below" if self.below is not None and value < self.below else None
 
     def is_back(self, value: float, side: Side) -> bool:
-        """Return whether a value is back from a side by the margin that hysteresis needs."""
+        """Tell whether a value has come back from a side by the margin that hysteresis needs."""
         if self.side(value) is not None:
             return False
         from_above = self.clear_above is None or value <= self.clear_above
         from_below = self.clear_below is None or value >= self.clear_below
         if side == "non-finite":
-            # Between two bounds there is no one way back.
+            # With two bounds there is no single direction back, so that any value in bounds is back.
             return (from_above and from_below) or (self.above is not None and self.below is not None)
         return from_above if side == "above" else from_below
 
@@ -100,7 +100,7 @@ class Rule:
         return {"above": self.above, "below": self.below, "non-finite": None}[side]
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON, what must be the same for a saved state to fit."""
+        """Return, as JSON-able data, the settings that must be the same for a saved state to fit."""
         names = ("above", "below", "clear_above", "clear_below", "patience", "action", "call")
         return {name: getattr(self, name) for name in names}
 
@@ -115,11 +115,11 @@ class Rule:
 def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
     """Return the names under which a rule's metric may be logged: its own, its role's, and its own with the prefix.
 
-    A log that holds a metric of that very name means it, whatever role the name is.
+    If a log holds a metric of exactly the rule's name, the rule means that metric, even if the name is also a role.
 
     Args:
-        metric: As the rule has it.
-        names: What the host calls its own metrics.
+        metric: The rule's metric.
+        names: The host's names for its own metrics.
     """
     return tuple(dict.fromkeys((metric, names.of(metric), PREFIX + metric)))
 
@@ -129,7 +129,7 @@ def resolve(config: Alarms, names: HostNames | None = None) -> dict[str, Rule]:
 
     Args:
         config: The `monitor` section.
-        names: What the host calls its own metrics; None where no host is known yet.
+        names: The host's names for its own metrics; None if no host is known yet.
 
     Raises:
         ConfigError: A rule is contradictory, has no threshold, or is given twice; the message names the metric.
@@ -155,10 +155,10 @@ def resolve(config: Alarms, names: HostNames | None = None) -> dict[str, Rule]:
 
 
 def import_function(rule: Rule) -> Callable[[Any], object] | None:
-    """Import the function that a rule calls; None where it calls none.
+    """Import and return the function that a rule calls; return None if the rule calls none.
 
     Raises:
-        ConfigError: It cannot be imported, or is not callable.
+        ConfigError: The function cannot be imported, or is not callable.
     """
     if rule.call is None:
         return None
@@ -177,7 +177,7 @@ def import_function(rule: Rule) -> Callable[[Any], object] | None:
 
 
 def _canonical(name: str, host: HostNames) -> str:
-    """Return the name that the built-in rules go by, or the name itself."""
+    """Return the built-in rules' name for a metric; the name itself if they have none."""
     if not name or name.startswith("eval_"):
         raise ConfigError(
             f"{SECTION}: {name!r} is not allowed; allowed: a metric of the training logs, such as 'k3_kl'."

@@ -1,4 +1,4 @@
-"""A run of a loop of one's own: the whole `mismatch:` block over two sides, as the verbs of the loop.
+"""A run of your own training loop: the verbs that the loop calls carry out the whole `mismatch:` block on both sides.
 
     run = Run(block, TrainedModel(model, optimizer, scheduler, reference=reference), rollout, "runs/mine")
     with run.start():
@@ -16,9 +16,9 @@
             if run.log(reward=rewards).stop:
                 break
 
-The loop is the same whatever the block asks for. A verb of a section that is absent changes nothing: its weights are 1, its term
-is 0. A section that is present and that the loop does not use is an error at the first step, by name.
-What is behind the verbs is in `parts.py`, and what is asked of both sides in `sides.py`.
+The loop is the same whatever the block asks for. If a section is absent, its verb changes nothing: its weights are 1, its term is
+0. If a section is present and the loop does not use it, the first step raises an error that names the section.
+`parts.py` has the parts behind the verbs, and `sides.py` has the protocols that both sides implement.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from mismatch_ext.weight_sync import SyncVerdict
 
 
 class Run:
-    """The `mismatch:` block in a loop of one's own.
+    """The `mismatch:` block in your own training loop.
 
     Args:
         block: The block: a mapping, a JSON or YAML string, the path of a file, or a `MismatchConfig`; None is an empty one.
         trainer: The model, its optimizer and its schedule.
         rollout: The engine that samples from it, which holds the trainer's weights.
-        output: Folder of the run; `monitor.run_dir` comes before it.
-        names: What the loop's own metrics are called.
-        seed: Seed of what is drawn: the passes that are measured.
-        ranks: The processes that train together. Each gives its own rollouts; gradients are the loop's to reduce.
+        output: Folder of the run; `monitor.run_dir` takes precedence over it.
+        names: Names of the loop's own metrics.
+        seed: Seed of the random choice of the passes that are measured.
+        ranks: The processes that train together. Each gives its own rollouts; the loop itself must reduce the gradients.
 
     Raises:
-        ConfigError: The block is malformed, or asks for what a loop of one's own cannot have.
+        ConfigError: The block is malformed, or asks for something that your own loop cannot have.
         RunDirectoryError: The folder cannot be written.
     """
 
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were finished."""
+        """Number of finished optimizer steps."""
         return self._loop.steps
 
     # Begin.
@@ -103,7 +103,7 @@ class Run:
             The run, as a context that ends it.
 
         Raises:
-            MismatchError: Something that was asked for is not active; says what, and what to do.
+            MismatchError: Something that was asked for is not active; the message says what, and what to do.
         """
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
@@ -121,13 +121,13 @@ class Run:
         """Lay rollouts out as tensors, after checking where they come from.
 
         Args:
-            records: What `rollout.generate` returned; or records of other origin, with their provenance.
-            split: "train", or "eval/<name>" for rollouts that nothing is learnt from.
+            records: The records that `rollout.generate` returned; or records from elsewhere, with their provenance.
+            split: "train", or "eval/<name>" for rollouts that the model does not learn from.
 
         Raises:
-            ProvenanceError: Their provenance is missing, mixed, or of other weights than the engine has now.
-            RecordError: They are malformed.
-            LoopError: The trainer's weights have changed since they were sent.
+            ProvenanceError: The records' provenance is missing, mixed, or names other weights than the engine has now.
+            RecordError: The records are malformed.
+            LoopError: The trainer's weights have changed since they were last sent to the engine.
         """
         self._begun()
         self._parts.weights.check_sent()
@@ -146,14 +146,14 @@ class Run:
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
 
-        With gradients they are those that the loss is made of. Without, under R2, the first of a batch records its routes.
+        Call it with gradients for the loss. Under R2 the first call for a batch without gradients records the batch's routes.
         """
         return self._parts.used.watch("replay", self._parts.routes.logprobs(batch))
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the reference's log-probabilities `[B, T]`, in nats, under the batch's routes if the block says so.
 
-        Without a `kl` section they are not needed, and are zeros.
+        Without a `kl` section nothing needs them, and the result is zeros.
 
         Raises:
             ConfigError: The trainer's side has no reference.
@@ -166,11 +166,11 @@ class Run:
     def replaying(self, batch: Batch) -> Iterator[None]:
         """Run the trainer's forward pass of a batch, or of some rows of it, under its routes.
 
-        A checkpointed backward pass may come after the block. Without a `routing` section it does nothing.
+        A checkpointed backward pass may come after the `with` block. Without a `routing` section this does nothing.
 
         Raises:
             RoutingError: The routes do not fit their tokens, or are not this model's.
-            ReplayError: The forward pass was over other tokens, or did not obey them.
+            ReplayError: The forward pass was over other tokens, or did not follow the routes.
         """
         learns = torch.is_grad_enabled()
         with self._parts.routes.under(batch):
@@ -211,12 +211,12 @@ class Run:
         self._parts.stepper.lead_by_gap(*gap)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
-        """Return importance weights and rejection for the gap; without a `correction` section weights of 1.
+        """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.
 
         Args:
             batch: The rollouts.
             old: The trainer's log-probabilities when they were sampled `[B, T]`, nats. In mode `bypass`, whose ratio is pi/mu,
-                the present policy's; the loss `ppo_clip` then takes `batch.rollout_logprobs` for the old ones.
+                give the current policy's instead; the loss `ppo_clip` then takes `batch.rollout_logprobs` as the old ones.
             advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
         """
         self._parts.used.note("correct", batch)
@@ -238,10 +238,10 @@ class Run:
         """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.
 
         Args:
-            batch: The rollouts; of a micro-batch, with all responses of a prompt, or the baseline is over fewer of them.
-            logprobs: The present policy's `[B, T]`, with their graph.
-            reference: The reference's `[B, T]`.
-            old: The trainer's when the batch was sampled, in the place of the engine's under `ratio`.
+            batch: The rollouts. A micro-batch should hold all responses of a prompt, otherwise the baseline is over fewer.
+            logprobs: The current policy's log-probabilities `[B, T]`, nats, with their autograd graph.
+            reference: The reference's log-probabilities `[B, T]`, nats.
+            old: The trainer's log-probabilities when the batch was sampled; under `ratio` they replace the engine's.
         """
         if self._parts.kl is None:
             return torch.zeros_like(logprobs)
@@ -258,7 +258,7 @@ class Run:
         return self._parts.used.watch("kl", term)
 
     def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
-        """Return what is taken off the reward of each token `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
+        """Return the amount to subtract from each token's reward `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
         self._parts.used.note("penalty", batch)
         if self._parts.kl is None or not self._parts.kl.config.in_rewards:
             return torch.zeros_like(old)
@@ -267,20 +267,20 @@ class Run:
     # A step.
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch's loss, scaled in float16; `step` then takes none."""
+        """Add the gradients of a micro-batch's loss, scaled in float16; call `step` without a loss after it."""
         self._begun()
         self._parts.stepper.backward(loss)
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
-        """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
+        """Step the optimizer as the loss scaler and the learning-rate control say, step the schedule, and clear the gradients.
 
         Args:
-            loss: The loss; None where `backward` got it in parts.
-            max_norm: Norm that gradients are clipped to.
+            loss: The loss; None if `backward` already got it in parts.
+            max_norm: Norm that gradients are clipped to; None does not clip.
 
         Raises:
             LoopError: The loop did not use a section that the block asks for.
-            LossScaleError: Overflows do not end.
+            LossScaleError: More steps in a row overflow than the loss scaler tolerates.
         """
         if loss is not None:
             self.backward(loss)
@@ -295,8 +295,8 @@ class Run:
         """Send the trainer's weights to the engine, and verify that it computes with them.
 
         Raises:
-            WeightSyncError: It does not.
-            LoopError: They changed otherwise than by `step`, which sees to the block's sections.
+            WeightSyncError: The engine does not compute with them.
+            LoopError: Something other than `step`, which applies the block's sections, changed the weights.
         """
         self._begun()
         return self._parts.weights.send()
@@ -305,7 +305,7 @@ class Run:
         """Verify an update that the loop made itself; its version is `rollout.weight_version`.
 
         Args:
-            samples: What the engine is to hold, for `rollout.compare`.
+            samples: Values that the engine should hold, for `rollout.compare`.
 
         Raises:
             WeightSyncError, LoopError: As `send`.
@@ -318,12 +318,12 @@ class Run:
         """Write what was measured since the last log, with the loop's own metrics, and watch for alarms.
 
         Args:
-            metrics: Numbers, or tensors, of which the mean counts; `reward` among them is the report's.
+            metrics: Numbers, or tensors, whose mean is logged; the report shows the one named `reward`.
             split: "train" or "eval/<name>".
-            **more: The same by keyword.
+            **more: More metrics, by keyword.
 
         Returns:
-            All of it, and whether the run is to stop.
+            All metrics of this log, and whether the run should stop.
         """
         self._begun()
         findings_of_ranks(self._loop.verdicts, self._loop.ranks)
@@ -340,15 +340,15 @@ class Run:
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with, as JSON-able data; model, optimizer and schedule have states of their own."""
+        """Return the state that a resumed run needs, as JSON-able data, without that of model, optimizer and schedule."""
         self._begun()
         return self._parts.state_dict()
 
     def save(self, folder: str | Path) -> Path:
-        """Write `state_dict` to a folder, beside what the loop saves of model, optimizer and schedule, and after it.
+        """Write `state_dict` to a folder; call it after the loop has saved model, optimizer and schedule there.
 
         Returns:
-            The file, which holds the state before or this one whenever the process is killed.
+            The file. If the process is killed, the file holds either the previous state or this one.
         """
         path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
         if self._loop.ranks.rank == 0:
@@ -356,10 +356,10 @@ class Run:
         return path
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; `start(resume=folder)` does it from a file.
+        """Continue from what `state_dict` returned; `start(resume=folder)` does the same from a file.
 
         Raises:
-            RecordError: It is damaged, or of other settings.
+            RecordError: The state is damaged, or was saved with other settings.
         """
         self._begun()
         self._parts.load_state_dict(state)
@@ -367,11 +367,11 @@ class Run:
     # End.
 
     def end(self, status: str = "completed", message: str = "") -> None:
-        """Take learning-rate control off, write how the run ended, and print what happened.
+        """Remove learning-rate control, write how the run ended, and print what happened.
 
         Args:
             status: "completed" or "failed".
-            message: Why.
+            message: Why the run ended so.
         """
         if self._ended or not self._started:
             return

@@ -1,4 +1,4 @@
-"""What must hold before the first step of a loop of one's own, and what is said of it: of the block, and of both sides."""
+"""Checks of the block and of both sides before the first step of your own loop, and the warnings and header of its run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = ("transformers", "vllm", "sglang")
 
 
 def check_block(block: MismatchConfig) -> None:
-    """Refuse what a loop of one's own cannot be asked for.
+    """Refuse a block that asks for something that your own loop cannot have.
 
     Raises:
         ConfigError: Names the setting, and what is allowed.
@@ -61,17 +61,17 @@ def check_block(block: MismatchConfig) -> None:
 
 
 def set_precision(precision: PrecisionConfig, trainer: LoopTrainer) -> None:
-    """Let the trainer compute as asked, in float16 with a loss scaler."""
+    """Let the trainer compute in the dtype that was asked for; float16 gets a loss scaler."""
     policy = PrecisionPolicy.of(precision)
     scaler = LossScaler.of(precision.loss_scale, trainer.device.type) if policy.needs_scaler else None
     trainer.compute_in(policy.dtype, scaler)
 
 
 def audited(loop: Loop, sync: SyncReading | None = None) -> AuditReport | None:
-    """Compare what both sides compute in with what was asked for; None where nothing was.
+    """Compare the precision that both sides compute in with the block's; return None without a `precision` section.
 
     Raises:
-        PrecisionAuditError: They differ; names each difference, and what to change.
+        PrecisionAuditError: They differ; the message names each difference, and what to change.
     """
     precision = loop.block.precision
     if precision is None:
@@ -82,14 +82,14 @@ def audited(loop: Loop, sync: SyncReading | None = None) -> AuditReport | None:
 
 
 def check_sides(loop: Loop, dtype: str) -> tuple[AuditReport | None, str | None]:
-    """Check that both sides compute as the block asks, and that the weights fit it.
+    """Check that both sides compute as the block asks, and that the weights fit the dtype that it asks for.
 
     Args:
         loop: The loop.
-        dtype: What the trainer's matrix products come out in.
+        dtype: Dtype of the results of the trainer's matrix products.
 
     Returns:
-        The precision audit, and what is to be warned of the weights; None for what was not asked for, or is well.
+        The precision audit (None if none was asked for), and a warning about the weights (None if there is nothing to warn of).
     """
     report = warning = None
     with loop.verdicts.checking("engine"):
@@ -105,7 +105,7 @@ def saved_state(folder: Path) -> dict[str, Any]:
     """Return the state in a folder that `run.save` wrote to.
 
     Raises:
-        RecordError: It holds none, or a damaged one.
+        RecordError: The folder holds no state, or a damaged one.
     """
     path = folder / STATE_FILE
     state = read_state(path)
@@ -115,11 +115,11 @@ def saved_state(folder: Path) -> dict[str, Any]:
 
 
 def to_warn_of(loop: Loop, fits: str | None) -> list[tuple[str, str]]:
-    """Return names and messages of what a run begins with a warning of.
+    """Return the names and messages of the warnings that a run begins with; all ranks must call this.
 
     Args:
-        loop: The loop, whose trainer runs its model, on every rank.
-        fits: What is to be warned of the weights.
+        loop: The loop; its trainer runs its model here.
+        fits: The warning about the weights; None if they fit.
     """
     rollout, surplus = loop.rollout, loop.trainer.surplus()
     bias = rollout.sampling.ratio_bias(renormalised=rollout.reading().renormalises)

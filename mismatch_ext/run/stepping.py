@@ -1,4 +1,4 @@
-"""The optimizer of a loop: unscaled, clipped, stepped at the controlled rate, and then its schedule."""
+"""One optimizer step of a loop: unscale and clip the gradients, step at the controlled rate, then step the schedule."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mismatch_ext.run.loop import Loop
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """What became of a step.
+    """The result of a step.
 
     Args:
-        taken: Whether the optimizer took it; a loss scaler skips one whose gradients overflowed.
+        taken: Whether the optimizer took the step; a loss scaler skips a step whose gradients overflowed.
         grad_norm: Norm of the gradients before clipping.
         learning_rate: Rate that was applied.
     """
@@ -31,13 +31,13 @@ class Stepped:
 
 
 class Stepper:
-    """Takes the steps of a trainer's optimizer, under the control of its rate.
+    """Steps a trainer's optimizer, and controls its learning rate.
 
     Args:
-        loop: The loop. Under `observe` the control of the rate only computes.
+        loop: The loop. Under `observe` the control computes its rate and does not apply it.
 
     Attributes:
-        rate: Learning-rate control; None without.
+        rate: Learning-rate control; None without an `lr` section.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -48,21 +48,21 @@ class Stepper:
         self._parts: list[float] = []  # of the loss of this step
 
     def attach(self, step: int) -> None:
-        """Take the rate under control; a schedule that is given to the run may have moved before its first step."""
+        """Begin to control the rate; the schedule may have moved already before the run's first step."""
         if self.rate is not None:
             joining = step or int(getattr(self._trainer.scheduler, "last_epoch", 0) or 0)
             self.rate.attach(self._trainer.optimizer, self._trainer.scheduler, warmup=0, step=joining)
 
     def detach(self) -> None:
-        """Give the rate back; its state stays."""
+        """End the control of the rate, and keep its state."""
         if self.rate is not None and self.rate.attached:
             self._last_rate = self.rate.state_dict()
             self.rate.detach()
 
-    # What leads the rate: over all ranks, so that they have one multiplier.
+    # The signals that set the rate are computed over all ranks, so that all ranks have one multiplier.
 
     def lead_by_lengths(self, batch: Batch) -> None:
-        """Note the lengths of a batch, and let them lead the rate if they are its trigger; on all ranks."""
+        """Note the lengths of a batch, and pass them to the rate if they are its trigger; all ranks must call this."""
         with self._verdicts.checking("lr"):
             known = all(record.finish_reason is not None for record in batch.records)
             if self._loop.ranks.size > 1:
@@ -77,11 +77,11 @@ class Stepper:
                     self._pending.note(name, value)
 
     def lead_by_gap(self, old: Tensor, rollout: Tensor, mask: Tensor) -> None:
-        """Let the gap of a batch lead the rate if it is its trigger; on all ranks.
+        """Pass the gap of a batch to the rate if it is its trigger; all ranks must call this.
 
         Args:
-            old, rollout: Log-probabilities of this rank's part `[B, T]`. Those that are not finite were refused before, or are
-                a finding, and lead nothing.
+            old, rollout: Log-probabilities of this rank's part `[B, T]`, nats. If one is not finite, it was refused before or is
+                a finding already, and this rank's part does not count.
             mask: The tokens that count `[B, T]`.
         """
         if self.rate is None or self.rate.config.trigger not in ("mismatch_kl", "f_tau"):
@@ -96,19 +96,19 @@ class Stepper:
     # A step.
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a part of the step's loss, scaled in float16."""
+        """Add the gradients of a part of the step's loss, which is scaled in float16."""
         scaler = self._trainer.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
         self._parts.append(float(loss.detach()))
 
     def step(self, max_norm: float | None) -> Stepped:
-        """Step the optimizer as scaler and learning-rate control say, then the schedule, and clear the gradients.
+        """Step the optimizer as the loss scaler and the learning-rate control say, step the schedule, and clear the gradients.
 
         Args:
-            max_norm: Norm that gradients are clipped to; None clips none.
+            max_norm: Norm that gradients are clipped to; None does not clip.
 
         Raises:
-            LossScaleError: Overflows do not end.
+            LossScaleError: More steps in a row overflow than the loss scaler tolerates.
         """
         if self._parts:
             self._pending.note(self._loop.names.loss, sum(self._parts))
@@ -148,7 +148,7 @@ class Stepper:
         return Stepped(taken=taken, grad_norm=norm, learning_rate=applied)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is logged of loss scaler and learning-rate control."""
+        """Return the metrics of the loss scaler and the learning-rate control."""
         scaler, rate = self._trainer.scaler, self.rate
         found = {} if scaler is None else dict(scaler.metrics())
         found |= {} if rate is None else self._verdicts.named(rate.metrics())
@@ -157,7 +157,7 @@ class Stepper:
     # What a checkpoint holds.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return control and scaler as JSON-able data, by the keys that a checkpoint has them under."""
+        """Return the states of control and scaler as JSON-able data, under the keys that a checkpoint uses."""
         state: dict[str, Any] = {}
         if self.rate is not None:
             state["lr"] = self.rate.state_dict() if self.rate.attached else self._last_rate
@@ -166,10 +166,10 @@ class Stepper:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, among other keys; a part that is missing begins anew.
+        """Continue from what `state_dict` returned; other keys are ignored, and a part that is missing begins anew.
 
         Raises:
-            RecordError: It is damaged, or of other settings.
+            RecordError: The state is damaged, or was saved with other settings.
         """
         self._parts = []
         if self.rate is not None:

@@ -1,4 +1,4 @@
-"""What a loop has to use of its block, and whether it did: asked at each step, and before anything is learnt from it."""
+"""Checks before each optimizer step that the loop used every section of its block that it has to use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REMOVE = "or leave the section out of the block"
 
 
 class Used:
-    """Notes what a loop uses, and names what it does not.
+    """Notes the verbs that a loop uses, and names those that it leaves out.
 
     Args:
         block: The sections that act.
@@ -47,12 +47,12 @@ class Used:
                 f"log-probabilities from run.score(batch), or run it under run.replaying(batch), {REMOVE}."
             )
         self._seen: set[str] = set()
-        # What was used of each batch that this step learns from, by the batch's origin.
+        # For each batch that this step learns from, by its origin: the names of the verbs that were used on it.
         self._batches: dict[object, set[str]] = {}
         self._learnt = False
 
     def batch(self, batch: Batch) -> None:
-        """Take a batch; those of the step before are done with."""
+        """Begin to follow a batch, and forget the batches of the step before."""
         if self._learnt:
             self._batches, self._learnt = {}, False
         self._batches[batch.origin] = set()
@@ -62,7 +62,7 @@ class Used:
 
         Args:
             what: Its name.
-            batch: What it was used of, or rows of it; None for a step's.
+            batch: The batch that it was used on, or rows of that batch; None for something that belongs to the step.
         """
         if batch is None:
             self._seen.add(what)
@@ -70,7 +70,7 @@ class Used:
             self._batches.get(batch.origin, set()).add(what)
 
     def watch(self, what: str, term: Tensor) -> Tensor:
-        """Note that something was used once a gradient comes to it; what no step has to use stays as it is."""
+        """Note that something was used once a gradient reaches its term; return the term itself if no step has to use it."""
         if not term.requires_grad or what not in self._of_step:
             return term
         watched = term * 1.0  # the same bits, whatever is made of the term elsewhere
@@ -82,13 +82,13 @@ class Used:
         return watched
 
     def check_step(self, step: int) -> None:
-        """Refuse a step that goes without something that the block asks for.
+        """Refuse a step that leaves out something that the block asks for.
 
         Args:
-            step: Steps taken before.
+            step: Number of steps taken before.
 
         Raises:
-            LoopError: Names what is missing, and what to call.
+            LoopError: Something is missing; the message names it, and what to call.
         """
         seen = self._seen | (set.intersection(*self._batches.values()) if self._batches else set())
         for what, message in (self._of_batch | self._of_step).items():

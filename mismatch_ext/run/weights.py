@@ -1,4 +1,4 @@
-"""The weights of a loop on their way to the engine: stepped by the run, sent, and verified."""
+"""Sends a loop's weights to the engine, and verifies that `run.step` made them and that the engine has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
 
 
 class Weights:
-    """Sends the trainer's weights, and sees that the engine has those that the run has stepped to.
+    """Sends the trainer's weights, and verifies that the engine has the weights of the run's last step.
 
     Args:
         loop: The loop.
@@ -35,9 +35,9 @@ class Weights:
         """Prepare to verify updates, as `monitor.weight_sync` says.
 
         Args:
-            dtype: What the trainer's matrix products come out in.
+            dtype: Dtype of the results of the trainer's matrix products.
             log: Where bad updates are written.
-            resumed: Whether the engine does not hold yet what training goes on from.
+            resumed: Whether the run is resumed, so that the engine does not hold the trainer's weights yet.
         """
         monitor, rollout = self._loop.block.monitor, self._rollout
         if monitor.weight_sync == "off":
@@ -62,7 +62,7 @@ class Weights:
         """Refuse rollouts of an engine that lacks the trainer's present weights.
 
         Raises:
-            LoopError: They have changed since they were sent.
+            LoopError: The trainer's weights have changed since they were sent.
         """
         with self._verdicts.checking("records"):
             if self._verifier is not None and self._verifier.moved():
@@ -109,15 +109,15 @@ class Weights:
     # What a checkpoint holds.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return version and verifier as JSON-able data, by the keys that a checkpoint has them under."""
+        """Return weight version and verifier state as JSON-able data, under the keys that a checkpoint uses."""
         state: dict[str, Any] = {"weight_version": self._rollout.weight_version}
         return state if self._verifier is None else state | {"weight_sync": self._verifier.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from what `state_dict` returned, among other keys, and return why the check begins anew, if it does.
+        """Continue from what `state_dict` returned, ignoring other keys; return why the check begins anew, None if it does not.
 
         Raises:
-            WeightSyncError: It is of another version of this package.
+            WeightSyncError: The state was saved by another version of this package.
         """
         self.stepped = True  # by the run that saved it
         self._rollout.weight_version = max(self._rollout.weight_version, int(state.get("weight_version") or 0))

@@ -1,4 +1,4 @@
-"""The data of a run directory: what was read of it, and the reading."""
+"""Reads a run directory, and holds the data that was read."""
 
 from mismatch_ext.rundata.data import EventRecord, ProfileRecord, Repeats, RunData, StepRecord
 from mismatch_ext.rundata.lines import parse_line

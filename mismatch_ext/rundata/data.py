@@ -1,4 +1,4 @@
-"""What was read of a run directory: its lines by kind, and what a report asks of them."""
+"""The data of a run directory: its lines by kind, and the questions that a report asks of them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class EventRecord:
 class EndRecord:
     """The line a run writes last; a run that was killed has none.
 
-    `of` says what ended: a training, or an evaluation without one. Lines after the end of an evaluation (a training that
-    began after all) undo it; that of one that failed is undone by a training alone, and not by the next evaluation.
+    `of` says what ended: a training, or an evaluation without a training. If lines follow the end of an evaluation (a training
+    began after all), they undo it. Only a training undoes the end of a failed evaluation; the next evaluation does not.
     """
 
     segment: int
@@ -71,7 +71,7 @@ class EndRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """Info events of one name and segment that were counted and not kept; `undone` of them a later segment undid."""
+    """Info events of one name and segment that were counted and not kept; a later segment undid `undone` of them."""
 
     count: int
     first_step: int
@@ -82,10 +82,11 @@ class Repeats:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Everything read from one run directory, in step order, later segments in place of earlier ones.
+    """Everything read from one run directory, in step order; later segments replace earlier ones.
 
-    Of a long run that `mismatch_ext.longrun.read_long_run` read, `steps` are the last ones, `older` stands for those before,
-    by split, `repeats` for info events beyond the first ones of a segment and name, and `more_problems` for further problems.
+    If `mismatch_ext.longrun.read_long_run` read a long run, `steps` holds only the last steps, `older` stands for the steps
+    before them, by split, `repeats` for info events beyond the first ones of a segment and name, and `more_problems` counts
+    the problems that are not in `problems`.
     """
 
     path: Path
@@ -108,22 +109,22 @@ class RunData:
 
     @property
     def last_step(self) -> int:
-        """The last step with a line, 0 without one."""
+        """The last step that has a line; 0 if no step has one."""
         older = [found.last_step for found in self.older.values()]
         return max([record.step for record in self.steps] + older, default=0)
 
     def logged(self, split: str | None = None) -> set[str]:
-        """Return the names of all metrics that a split logged, or any did."""
+        """Return the names of all metrics that a split logged; of all splits if none is given."""
         found = {name for record in self.steps if split in (None, record.split) for name in record.metrics}
         return found | {name for of, older in self.older.items() if split in (None, of) for name in older.metrics}
 
     def count(self, split: str) -> int:
-        """Return how many steps a split has."""
+        """Return the number of steps of a split."""
         older = self.older[split].steps if split in self.older else 0
         return older + sum(record.split == split for record in self.steps)
 
     def logs(self, name: str, split: str = "train") -> tuple[int, int]:
-        """Return at how many steps a metric was logged, and at how many of them it was not finite."""
+        """Return the number of steps at which a metric was logged, and the number of those at which it was not finite."""
         values = [r.metrics[name] for r in self.steps if r.split == split and name in r.metrics]
         logs, broken = len(values), values.count(None)
         if (older := self._older(name, split)) is not None:
@@ -140,16 +141,16 @@ class RunData:
 
     @property
     def names(self) -> HostNames:
-        """What the host of this run calls its own metrics."""
+        """The names that the host of this run gives its own metrics."""
         return names_of(self.header)
 
     def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
         """Return the steps at which a metric was logged and its values, None where it was not finite.
 
-        Of `older` steps these are the first ones and the extremes.
+        From `older` steps it has only the first ones and the extremes.
 
         Args:
-            name: As it was logged, or a `Role`, whatever the host calls that.
+            name: The name under which the metric was logged; or its `Role`, which works for every host.
             split: "train" or "eval/<name>".
         """
         logged = self.names.of(name) if isinstance(name, Role) else name
@@ -158,7 +159,7 @@ class RunData:
         older = self._older(logged, split)
         points = [] if older is None else older.points()
         if name is Role.LEARNING_RATE and self.names.next_rate:
-            # What was logged at a step is the rate of the next one; the last is of a step that was not taken.
+            # The host logs at each step the rate of the next step; the last value belongs to a step that was not taken.
             logged_at = dict(zip(steps, values, strict=True))
             steps = [step for step in steps if step - 1 in logged_at]
             values = [logged_at[step - 1] for step in steps]
@@ -166,7 +167,7 @@ class RunData:
         return [step for step, _ in points] + steps, [value for _, value in points] + values
 
     def falls(self, name: str, split: str = "train") -> list[tuple[int, float]]:
-        """Return the steps at which a metric was below what it was at its log before, and its values; 0 is none."""
+        """Return the steps at which a metric fell below its previous log, with its values there; a value of 0 does not count."""
         rows = [(r.step, r.metrics[name]) for r in self.steps if r.split == split and name in r.metrics]
         older = self._older(name, split)
         found = [] if older is None else older.falls

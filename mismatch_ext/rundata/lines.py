@@ -1,4 +1,4 @@
-"""What a line of a metrics file may hold; of anything else, why it cannot be used. `mismatch_ext.stream` documents the format."""
+"""Checks what a line of a metrics file holds, and says why a line cannot be used. `mismatch_ext.stream` documents the format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDED = ("training", "evaluation")
 SPLIT_PATTERN = re.compile(r"train|eval/\S.*")
 # Largest integer that JSON readers in other languages keep exactly.
 MAX_STEP = 2**53
-# Rounding may put a log-probability this far above 0; more than that is no log-probability.
+# Rounding may put a log-probability this far above 0; a larger number is not a log-probability.
 MAX_LOGPROB = 1e-2
 PROFILE_COLUMNS = ("abs_diff_mean", "abs_diff_max", "k3_mean")
 
@@ -22,7 +22,7 @@ PROFILE_COLUMNS = ("abs_diff_mean", "abs_diff_max", "k3_mean")
 def parse_line(line: bytes) -> dict[str, Any]:
     """Parse one line as a strict JSON object; raises ValueError with the reason when it is not one."""
     try:
-        # json.loads builds a decoder for each call; other encodings than UTF-8 it alone knows.
+        # json.loads builds a new decoder for each call, which is slow; but only it reads other encodings than UTF-8.
         plain = line[:1] == b"{" and line[1:2] != b"\0"
         value = _DECODER.decode(line.decode("utf-8", "surrogatepass")) if plain else json.loads(line, **_STRICT)
     except UnicodeDecodeError as error:
@@ -50,7 +50,7 @@ def is_resume_step(value: object) -> TypeGuard[int]:
 
 
 def integer(line: dict[str, Any], key: str) -> int:
-    """Return a line's whole number >= 0, of steps and segments; raises ValueError with the reason when it is not one."""
+    """Return a line's whole number >= 0, such as a step or a segment; raises ValueError with the reason when it is not one."""
     value = line.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_STEP:
         raise ValueError(f"{key} is {short(value)}, not a non-negative integer")
@@ -58,7 +58,7 @@ def integer(line: dict[str, Any], key: str) -> int:
 
 
 def text_of(line: dict[str, Any], key: str, allowed: tuple[str, ...] | re.Pattern[str] | None = None) -> str:
-    """Return a line's text; raises ValueError with the reason when it is none, or none that is allowed."""
+    """Return a line's text; raises ValueError with the reason when it is not text, or not an allowed one."""
     value = line.get(key)
     if not isinstance(value, str):
         raise ValueError(f"{key} is {short(value)}, not text")
@@ -70,18 +70,18 @@ def text_of(line: dict[str, Any], key: str, allowed: tuple[str, ...] | re.Patter
 
 
 def short(value: object) -> str:
-    """Return a value as a sentence shows it, at most 60 characters of it."""
+    """Return a value as text for a sentence, cut to at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def is_number(value: object) -> bool:
-    """Tell whether JSON's value is a number, which true and false are not."""
+    """Tell whether a JSON value is a number; true and false are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def finite(value: Any) -> float | None:
-    """Return a number; None where it is NaN, infinite or too large for a float."""
+    """Return a number as a float; None if it is NaN, infinite or too large for a float."""
     try:
         number = float(value)
     except OverflowError:
@@ -90,7 +90,7 @@ def finite(value: Any) -> float | None:
 
 
 def logprobs(line: dict[str, Any], key: str) -> tuple[float, ...]:
-    """Return a line's list of log-probabilities, in nats; raises ValueError with the reason when one of them is none."""
+    """Return a line's list of log-probabilities, in nats; raises ValueError with the reason when an entry is not one."""
     values = line.get(key)
     if not isinstance(values, list):
         raise ValueError(f"{key} is {short(values)}, not a list")
@@ -104,10 +104,10 @@ def logprobs(line: dict[str, Any], key: str) -> tuple[float, ...]:
 
 
 def profile(name: str, value: Any) -> dict[str, list[float | None]]:
-    """Return the columns of one profile: all of one length, `edges` one longer (or equal, where the last bin is open).
+    """Return the columns of one profile: all have one length, and `edges` is one longer (or equal, if the last bin is open).
 
     Raises:
-        ValueError: They are not; with the reason.
+        ValueError: The columns are malformed; the message gives the reason.
     """
     if not isinstance(value, dict) or not all(isinstance(value.get(k), list) for k in ("edges", "count")):
         raise ValueError(f"profile {name!r} lacks edges or counts")

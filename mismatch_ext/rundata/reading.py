@@ -33,19 +33,20 @@ from mismatch_ext.rundata.lines import (
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FOLDER = "mismatch"
-"""Where a host's run puts it, in its own output folder."""
+"""Sub-folder of its own output folder in which a host writes the run directory."""
 
 
 def _run_of(folder: Path) -> Path | None:
-    """Return the run directory that a folder is, or that a host has put into it, its output folder."""
+    """Return the run directory of a folder: the folder itself, or its sub-folder `mismatch` if it is a host's output folder."""
     return next((path for path in (folder, folder / RUN_FOLDER) if (path / METRICS_FILE).is_file()), None)
 
 
 def find_runs(directory: str | Path) -> dict[str, Path]:
-    """Find the run directories at a path: the folder itself, or else its direct sub-folders; or the `mismatch` folder in them.
+    """Find the run directories at a path: the folder itself, otherwise its direct sub-folders; or the `mismatch` folders in them.
 
     Returns:
-        Folder name -> path of every folder that holds a `metrics.jsonl`, sorted by name; of a trainer's output folder its name.
+        Name -> path of every folder that holds a `metrics.jsonl`, sorted by name. A folder `mismatch` in a trainer's output
+        folder goes by the name of the output folder.
 
     Raises:
         RunDirectoryError: The path is missing, is a file, or holds no run.
@@ -72,8 +73,8 @@ def find_runs(directory: str | Path) -> dict[str, Path]:
 def read_run(run_dir: str | Path) -> RunData:
     """Read a run directory, tolerating torn, garbage and unknown lines.
 
-    Lines of the same segment, step and split are merged. A later segment's line takes the place of an earlier
-    segment's, and earlier lines beyond the step a later segment resumed from are left out.
+    Lines of the same segment, step and split are merged. A later segment's line replaces an earlier segment's. Earlier
+    lines beyond the step that a later segment resumed from are left out.
 
     Returns:
         The data, with one sentence in `problems` for every line or value that could not be used.
@@ -88,7 +89,7 @@ def read_run(run_dir: str | Path) -> RunData:
 
 
 def open_metrics(run_dir: str | Path) -> BinaryIO:
-    """Open the metrics of a run directory for reading; raise `RunDirectoryError` where that cannot be."""
+    """Open the metrics of a run directory for reading; raise `RunDirectoryError` if that fails."""
     path = Path(run_dir) / METRICS_FILE
     try:
         return path.open("rb")
@@ -98,7 +99,7 @@ def open_metrics(run_dir: str | Path) -> BinaryIO:
 
 
 def read_lines(lines: Iterable[bytes], reader: Reader) -> None:
-    """Give every line to a reader; one without its end is torn."""
+    """Give every line to a reader; a line without a newline at its end is torn."""
     number = 0
     for number, line in enumerate(lines, start=1):
         reader.add(number, line.removesuffix(b"\n"), torn=not line.endswith(b"\n"))
@@ -108,7 +109,7 @@ def read_lines(lines: Iterable[bytes], reader: Reader) -> None:
 
 @dataclass
 class Reader:
-    """State while the lines of one file go by."""
+    """Collects the data of one file, line by line."""
 
     headers: list[dict[str, Any]] = field(default_factory=list)
     steps: dict[tuple[int, str], StepRecord] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Reader:
     problems: list[str] = field(default_factory=list)
 
     def problem(self, text: str) -> None:
-        """Keep a sentence on what could not be used."""
+        """Keep a sentence on a line or value that could not be used."""
         self.problems.append(text)
 
     def add(self, number: int, raw: bytes, *, torn: bool) -> None:
@@ -160,7 +161,7 @@ class Reader:
             self._add_measured(number, kind, line, {**at, "split": text_of(line, "split", SPLIT_PATTERN)})
 
     def _undo_evaluation(self, line: dict[str, Any], segment: int) -> None:
-        """Take an evaluation's end away when something follows; that of a failed one only when a training does."""
+        """Remove an evaluation's end if a line follows; remove the end of a failed evaluation only if a training follows."""
         trains = line.get("split") == "train" or (line["kind"], line.get("name")) == ("event", "training")
         if self._evaluated(segment) and (self.ends[-1].status == "completed" or trains):
             self.ends.pop()
@@ -229,7 +230,7 @@ class Reader:
         )
 
     def _drop_abandoned(self) -> None:
-        """Leave out what a killed segment recorded after the checkpoint that a later segment resumed from."""
+        """Leave out the records of a killed segment after the checkpoint that a later segment resumed from."""
         for header in self.headers:
             segment, resumed = header["segment"], header.get("resume_step")
             if not is_resume_step(resumed):

@@ -1,4 +1,4 @@
-"""Sampling masks in verl's configuration: what vLLM is asked for, and ways of sampling and scoring whose masks are not known."""
+"""Sampling masks in verl's configuration: sets vLLM's limit for them, and refuses settings under which masks cannot work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.provenance import SamplingSettings
 
 PROCESSED = "processed_logprobs"
-"""Mode in which vLLM's log-probabilities are those after truncation."""
+"""Mode in which vLLM returns log-probabilities after truncation."""
 
 
 def set_masks(config: DictConfig, block: MismatchConfig) -> None:
-    """Let vLLM report as many of its most likely tokens as the masks are read off.
+    """Let vLLM report as many of its most likely tokens as the masks need.
 
     Args:
         config: All of verl's configuration; changed in place.
         block: The parsed block.
 
     Raises:
-        ConfigError: Names the setting, its value, why it is refused, and what is allowed.
+        ConfigError: A setting is refused; the message names it, its value, why, and what is allowed.
     """
     if block.sampling_mask is None:
         return
@@ -75,5 +75,5 @@ def _sampling(rollout: DictConfig) -> SamplingSettings:
 
 
 def _most(given: int | None, asked: int) -> int:
-    """Return vLLM's limit for a request: -1 stands for the whole vocabulary."""
+    """Return the limit to give vLLM: at least as many tokens as asked for; -1 stands for the whole vocabulary."""
     return given if given is not None and (given == -1 or given >= asked) else asked

@@ -1,4 +1,4 @@
-"""From the block to verl's own settings, in the driver and before Ray starts: what is driven natively, and what is refused."""
+"""Sets verl's own settings from the block, in the driver before Ray starts, and refuses configurations that cannot do it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from mismatch_ext.terminal import say
 from mismatch_ext.versions import PEERS, installed, on_cpu_build, require
 
 QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
-"""What verl takes as `rollout.quantization`, by engine."""
+"""Values that verl accepts as `rollout.quantization`, by engine."""
 
 
 def prepare(config: DictConfig) -> dict[str, Any]:
-    """Read the block of verl's configuration, and set in it what the block stands for.
+    """Read the block from verl's configuration, and set the settings there that carry it out.
 
     Args:
         config: All of verl's configuration, with a root block `mismatch`; changed in place.
 
     Returns:
-        Arguments of verl's check that it has computed before the block was read.
+        New values for the arguments of verl's check that verl computed before the block was read.
 
     Raises:
-        ConfigError: The block is malformed, or this configuration of verl cannot do what it asks for; names the setting, its
-            value, what is allowed and what to do.
+        ConfigError: The block is malformed, or this configuration of verl cannot do what the block asks; the message names the
+            setting, its value, what is allowed and what to do.
         PeerVersionError: verl or vLLM is outside of the tested range.
     """
     if not _is_prepared(config):
@@ -51,10 +51,10 @@ def prepare(config: DictConfig) -> dict[str, Any]:
 
 
 def refuse_unprepared(config: DictConfig) -> None:
-    """Refuse a run with a block that nobody has prepared: its program starts Ray without verl's check of the configuration.
+    """Refuse a run whose block was not prepared, because its program starts Ray without verl's check of the configuration.
 
     Raises:
-        ConfigError: Says how to go on.
+        ConfigError: The block was not prepared; the message says what to do.
     """
     if not _is_prepared(config):
         raise refused(
@@ -65,7 +65,7 @@ def refuse_unprepared(config: DictConfig) -> None:
 
 
 def _is_prepared(config: DictConfig) -> bool:
-    """Tell whether the block is on its way to the other processes; a trainer_mode set by hand does not say so."""
+    """Tell whether the block was handed to the other processes; a trainer_mode that was set by hand is not enough."""
     variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     ours = {trainer_of(mode) for mode in MODES}
     return OmegaConf.select(config, "trainer.v1.trainer_mode") in ours and BLOCK_VARIABLE in variables
@@ -109,7 +109,7 @@ def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
 
 
 def _observe(config: DictConfig, block: MismatchConfig) -> None:
-    """Let a run be watched that stays as it is: the block is rehearsed, and what it would refuse or set is said."""
+    """Watch a run without changing its training: rehearse the block, and print what it would refuse or set."""
     for peer in _peers(config):
         if installed(peer) is None:
             require(peer)  # without it there is nothing to observe either
@@ -138,13 +138,13 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
         leave(config)
         return
     with open_dict(config):
-        # The rollout records or not, as it was: some engines refuse to when they start, which no check of ours could take back.
+        # The rollout's recording of routes stays as it was: some engines refuse it at their start, where we cannot undo it.
         _set_trainer(config, block)
         _set_environment(config, block)
         variables = config.ray_kwargs.ray_init.runtime_env.env_vars
         variables[FINDINGS_VARIABLE] = json.dumps([dataclasses.asdict(finding) for finding in verdicts.kept])
         if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
-            del variables["VERL_ENGINE_VENDOR"]  # nothing of another engine is looked into
+            del variables["VERL_ENGINE_VENDOR"]  # we do not look into other engines
 
 
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
@@ -156,12 +156,12 @@ def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
         return  # SGLang's server is ours by verl's registry
     engine = config.actor_rollout_ref.rollout.engine_kwargs
     given = engine.get("vllm") or {}
-    if not given.get("worker_extension_cls"):  # the user's own is derived from ours, or nothing acts
+    if not given.get("worker_extension_cls"):  # the user's own class derives from ours, or nothing acts
         engine.vllm = OmegaConf.merge(given, {"worker_extension_cls": EXTENSION})
 
 
 def set_precision(config: DictConfig, block: MismatchConfig) -> None:
-    """One dtype for actor, reference, weight sync and rollout."""
+    """Set one dtype for actor, reference, weight sync and rollout."""
     if block.precision is None:
         return
     dtype, group = block.precision.dtype, config.actor_rollout_ref
@@ -208,14 +208,14 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
             )
         fsdp.mixed_precision = {**wanted, **(dict(given) if given is not None else {})}
         if spelled(fsdp.dtype) != dtype:
-            # The key is documented as the training dtype, and read for Megatron alone.
+            # verl documents this key as the training dtype, but reads it only for Megatron.
             say(
                 f"mismatch-ext: actor_rollout_ref.{role}.fsdp_config.dtype={fsdp.dtype!r} is ignored by verl's FSDP engine; "
                 f"mismatch.precision sets mixed_precision.param_dtype={wanted['param_dtype']!r}, which it reads."
             )
             fsdp.dtype = dtype
     found = group.rollout.dtype
-    if spelled(found) not in (dtype, "bfloat16"):  # verl's default: nobody need have asked for it
+    if spelled(found) not in (dtype, "bfloat16"):  # bfloat16 is verl's default, so perhaps nobody asked for it
         raise ConfigError(
             f"actor_rollout_ref.rollout.dtype={found!r} with mismatch.precision.dtype={dtype!r}: the two contradict each "
             "other; remove one of them."
@@ -224,11 +224,11 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
 
 
 def _quantization(rollout: DictConfig) -> tuple[str, str | None]:
-    """Return the setting that says how a rollout is quantised, and its value: the engine's own comes before verl's.
+    """Return the setting that says how a rollout is quantised, and its value; the engine's own setting wins over verl's.
 
     Raises:
-        ConfigError: verl's own setting has a value that verl refuses when the rollout starts, or the engine's is one that verl
-            sends no weights for.
+        ConfigError: verl's setting has a value that verl refuses when the rollout starts, or the engine's setting has a value
+            for which verl cannot send weights.
     """
     path = "actor_rollout_ref.rollout"
     own = (rollout.engine_kwargs.get(rollout.name) or {}).get("quantization")
@@ -256,7 +256,7 @@ def _quantization(rollout: DictConfig) -> tuple[str, str | None]:
 
 
 def _set_routing(config: DictConfig, block: MismatchConfig) -> None:
-    """R3: let the rollout record its routing, by verl's own switch."""
+    """Under R3, let the rollout record its routes, by verl's own switch."""
     if block.routing is None:
         return
     rollout = config.actor_rollout_ref.rollout

@@ -1,4 +1,4 @@
-"""Configurations of verl in which a block, or a part of it, would do nothing or do harm: refused before Ray starts."""
+"""Refuses, before Ray starts, configurations of verl in which a block or a part of it would do nothing or do harm."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mismatch_ext.errors import ConfigError, PeerVersionError
 from mismatch_ext.versions import base_version, require
 
 SGLANG = ("0.5.12", "0.5.18")
-"""Versions of SGLang that verl was run with here; the first is the one that it asks for."""
+"""Versions of SGLang that were run here with verl; verl asks for the first one."""
 FSDP = {"fsdp", "fsdp2"}
-"""Strategies of verl's FSDP engine, which are one class there."""
+"""Strategies of verl's FSDP engine; verl has one class for both."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.vllm_extension.RolloutExtension"
 LOOPS = "mismatch_ext.adapters.verl.rollout.turns.CheckedLoopManager"
-# Trainers of verl's that check their configuration as main_ppo does. Other modules beside them are main_ppo's too: its
-# separate_async has a worker from verl.experimental.separation.
+# Other trainers of verl that check their configuration as main_ppo does. The list names modules one by one, because main_ppo
+# uses modules beside them too: its separate_async has a worker from verl.experimental.separation.
 ELSEWHERE = (
     "verl.experimental.one_step_off_policy",
     "verl.experimental.fully_async_policy",
     "verl.experimental.separation.ray_trainer",
 )
-# Setting, values that are allowed, and why no other is. What verl's configuration does not have is passed over.
+# Setting, allowed values, and why no other value is allowed. A setting that verl's configuration lacks is skipped.
 REQUIRED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("trainer.use_v1", (True,), "the deprecated trainer has no registry that ours could enter by"),
     ("trainer.v1.trainer_mode", MODES, "this release has a trainer for each mode of verl's own, and for no other"),
@@ -62,11 +62,11 @@ def refuse_first(
     """Refuse the first setting that is wrong.
 
     Args:
-        error: Makes the error of a setting, its value, what is allowed, and why.
-        *rows: The same of each setting, and whether it is wrong behind its value.
+        error: Makes the error from a setting, its value, what is allowed, and why.
+        *rows: For each setting: its name, its value, whether it is wrong, what is allowed, and why.
 
     Raises:
-        ConfigError: One is.
+        ConfigError: A setting is wrong.
     """
     for setting, value, wrong, allowed, why in rows:
         if wrong:
@@ -78,7 +78,7 @@ def derives(name: str, own: str) -> bool:
 
     Args:
         name: Dotted name of the class, as verl and vLLM import it.
-        own: That of this package's class.
+        own: Dotted name of this package's class.
     """
     module, _, attribute = name.rpartition(".")
     try:
@@ -90,14 +90,14 @@ def derives(name: str, own: str) -> bool:
 
 
 def check_host(config: DictConfig, block: MismatchConfig) -> None:
-    """Refuse a configuration of verl that the block cannot work in.
+    """Refuse a configuration of verl with which the block cannot work.
 
     Args:
         config: All of verl's configuration, as it was given.
         block: The parsed block.
 
     Raises:
-        ConfigError: Names the setting, its value, why it is refused, and what is allowed.
+        ConfigError: A setting is refused; the message names it, its value, why, and what is allowed.
     """
     for module in ELSEWHERE:
         if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
@@ -137,7 +137,7 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
 
 
 def _check_doctor(config: DictConfig, when: str) -> None:
-    """Refuse to examine batches whose rollouts, or whose weights, are not those that the doctor asks about."""
+    """Refuse the doctor if it could not get the weights that sampled a batch."""
     lora = max(
         int(OmegaConf.select(config, f"actor_rollout_ref.model.{key}") or 0) for key in ("lora_rank", "lora.rank")
     )
@@ -177,7 +177,7 @@ def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
 
 
 def _check_one_node(config: DictConfig) -> None:
-    """Refuse a replica that verl spreads over several nodes: a server for each, of which the first alone answers."""
+    """Refuse a replica that verl spreads over several nodes: each node has a server, and only the first server answers."""
     rollout = config.actor_rollout_ref.rollout
     sizes = {key: int(rollout.get(key) or 1) for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
     ranks = sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"]
@@ -193,14 +193,14 @@ def _check_one_node(config: DictConfig) -> None:
 
 
 def check_bypass(config: DictConfig, block: MismatchConfig) -> None:
-    """Refuse what needs the trainer's pass over fresh rollouts, which bypass mode leaves out.
+    """Refuse keys that need the trainer's pass over fresh rollouts, if bypass mode leaves that pass out.
 
     Args:
-        config: All of verl's configuration, with the correction set that it will run with.
+        config: All of verl's configuration, after the correction was set in it.
         block: The parsed block.
 
     Raises:
-        ConfigError: Names the key of the block, its value, and what to do.
+        ConfigError: A key of the block is refused; the message names it, its value, and what to do.
     """
     if not OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
         return
