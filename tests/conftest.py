@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -22,5 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let tests be grouped and ordered by their costs."""
+    """Let tests be grouped and ordered by their costs, and let no build hang them that was killed in an earlier run."""
     config.pluginmanager.register(Costs(config))
+    if not hasattr(config, "workerinput"):  # before xdist's processes, whose own locks are in use
+        for lock in (Path(sys.prefix) / "torch_extensions").glob("*/lock"):
+            lock.unlink(missing_ok=True)
