@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_imports import product_modules
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 NAME = re.compile(r"`([\w/]+\.py):(\w+)`")
@@ -68,3 +70,9 @@ def test_every_file_of_the_page_is_there_and_both_hosts_have_a_table() -> None:
     assert not [file for file in FILES if not (ROOT / file).is_file()]
     hops = [len(re.findall(r"^\| \d+ \|", part, re.MULTILINE)) for part in PAGE.split("\n### In verl\n")]
     assert len(hops) == 2 and min(hops) > 10
+
+
+def test_every_module_of_the_product_is_read_in_one_sitting() -> None:
+    found = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in product_modules().values()}
+    assert len(found) > 400
+    assert not {str(file): lines for file, lines in found.items() if lines > 400}
