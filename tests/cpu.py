@@ -9,38 +9,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _limited(isa: str, aten: str) -> dict[str, str]:
-    # What vLLM has compiled lies in a cache whose key knows nothing of these limits.
-    cache = str(ROOT / ".cache/lesser_cpu" / isa.lower())
-    return {
-        "ONEDNN_MAX_CPU_ISA": isa,
-        "ATEN_CPU_CAPABILITY": aten,
-        "VLLM_CACHE_ROOT": f"{cache}/vllm",
-        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
-    }
-
-
-# The variables that make a process compute as on a lesser machine, from its start: oneDNN and torch read them when they load.
-_MACHINES = {
-    "AVX-512 and bfloat16, as AMD's Zen 4": _limited("AVX512_CORE_BF16", "avx512"),
-    "AVX2": _limited("AVX2", "avx2"),
-    "AVX": _limited("AVX", "default"),
-    "SSE 4.1": _limited("SSE41", "default"),
-}
-
-
-def lesser() -> dict[str, dict[str, str]]:
-    """Return the two machines next below this one, with their limits: `make test-isa` runs the tests marked `numeric` under each.
-
-    torch is never told of kernels that this CPU does not have: it would take them, and die of them.
-    """
-    more_than = {
-        "AVX-512 and bfloat16, as AMD's Zen 4": has_amx() or packs_linears(torch.float16),
-        "AVX2": torch.cpu._is_avx512_supported(),
-    }
-    return dict([(name, limits) for name, limits in _MACHINES.items() if more_than.get(name, True)][:2])
-
-
 def has_amx() -> bool:
     """Tell whether vLLM takes its AMX kernels here: bfloat16 alone for experts and latent attention."""
     return torch.cpu._is_amx_tile_supported()
@@ -68,5 +36,14 @@ def packs_linears(dtype: torch.dtype) -> bool:
 
 
 def without_float16_packing() -> dict[str, str]:
-    """Return the environment in which vLLM leaves float16 linear layers as they are: a CPU without float16 products."""
-    return _MACHINES["AVX-512 and bfloat16, as AMD's Zen 4"] if packs_linears(torch.float16) else {}
+    """Return the environment in which vLLM leaves float16 linear layers as they are, as on a CPU without float16 products."""
+    if not packs_linears(torch.float16):
+        return {}
+    # What vLLM has compiled lies in a cache whose key knows nothing of this limit.
+    cache = str(ROOT / ".cache/without_float16")
+    return {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+    }
