@@ -1,6 +1,6 @@
 """Run all scripts of this folder against what is installed, without and with the workaround: `python -m docs.upstream`.
 
-`python -m docs.upstream NAME...` runs those alone; `--page` writes README.md from what all of them found.
+`python -m docs.upstream NAME...` runs those alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 
 from tqdm import tqdm
 
-from docs.upstream.page import PAGE, page, record, recorded
 from docs.upstream.runs import groups, run
 from docs.upstream.scripts import SCRIPTS, read
 from docs.upstream.shown import FAILED, HOLDS, WORDS, Shown
@@ -20,7 +19,6 @@ def main() -> int:
     """Run, print one table, and return 1 where a script broke, or a fault is seen with its workaround."""
     options = argparse.ArgumentParser(prog="python -m docs.upstream", description=__doc__)
     options.add_argument("names", nargs="*", metavar="NAME", help="scripts; all where none is named")
-    options.add_argument("--page", action="store_true", help="write docs/upstream/README.md")
     chosen = options.parse_args()
     unknown = sorted(set(chosen.names) - set(SCRIPTS))
     if unknown:
@@ -31,12 +29,8 @@ def main() -> int:
         for group in groups(scripts):
             bar.set_description(group[0].peer)
             found += run(group)
-            if chosen.page:
-                record(found)
             bar.update(len(group))
     print(table(found))
-    if chosen.page:
-        PAGE.write_text(page(recorded()), encoding="utf-8")
     return int(any(one.status == FAILED or one.workaround and one.status == HOLDS for one in found))
 
 

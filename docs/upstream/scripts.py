@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-MACHINERY = ("__main__", "page", "runs", "scripts", "shown")
+MACHINERY = ("__main__", "runs", "scripts", "shown")
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in MACHINERY)
 """Names of the scripts: the peer's, and what is wrong."""
 

@@ -1,6 +1,6 @@
 """Faults of peers that docs/upstream shows: each is seen in the installed version, and not with its workaround.
 
-Those that start an engine or a process are run by `make upstream` alone.
+Those that start an engine or a process are run by `python -m docs.upstream` alone.
 """
 
 from __future__ import annotations

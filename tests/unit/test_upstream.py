@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from docs.upstream.page import PAGE, page, recorded
 from docs.upstream.runs import groups
 from docs.upstream.scripts import SCRIPTS, read
 from docs.upstream.shown import FAILED, HOLDS, MENDED, NOT_INSTALLED, run_here, same, show
@@ -26,15 +25,6 @@ def test_a_script_is_short_and_says_what_is_known(name: str) -> None:
     assert script.peer in PEERS and name.startswith(script.peer.partition("-")[0])
     assert LINK.fullmatch(script.reported)
     assert script.says and script.workaround
-
-
-def test_the_page_is_of_all_scripts_and_of_what_was_found() -> None:
-    found = recorded()
-    assert len(SCRIPTS) >= 20 and set(found) == set(SCRIPTS)
-    for name, pair in found.items():
-        assert (pair["without"]["status"], pair["with"]["status"]) == (HOLDS, MENDED), name
-        assert pair["without"]["version"] == pair["with"]["version"] != ""
-    assert PAGE.read_text(encoding="utf-8") == page(found), "run `make upstream`"
 
 
 def script(seen: Any, workaround: Any = 1.0) -> dict[str, Any]:
