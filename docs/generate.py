@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-from mismatch_ext.adapters.seams_page import page as seams_page
-from mismatch_ext.patches.__main__ import table as patches_page
 
 from mismatch_ext import config
 from mismatch_ext.metrics.names import table as metrics_page
@@ -71,35 +67,12 @@ def config_page() -> str:
     return "\n".join(lines)
 
 
-def routing_page(table: str) -> str:
-    """Return docs/routing.md, written by hand, with the table of model families between its two marks."""
-    before, begin, rest = (HERE / "routing.md").read_text(encoding="utf-8").partition("<!-- begin generated -->\n")
-    _, end, after = rest.partition("<!-- end generated -->\n")
-    assert begin and end, "docs/routing.md has lost a mark"
-    return f"{before}{begin}{table}\n{end}{after}"
-
-
-def kl_page() -> str:
-    """Return docs/kl.md."""
-    from tests.oracles.kl.conformance import conformance_page
-
-    return conformance_page()
-
-
 PAGES = {
     "alarms.md": alarms_page,
     "config.md": config_page,
-    "kl.md": kl_page,
     "metrics.md": metrics_page,
-    "patches.md": patches_page,
-    "seams.md": seams_page,
 }
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))  # of the checkout: the oracles are no part of the package
     for name, page in PAGES.items():
         (HERE / name).write_text(page() + "\n", encoding="utf-8")
-    # Not among the pages above: it imports transformers and proves every family, which takes a minute.
-    from tests.oracles.routing.families import families_page
-
-    (HERE / "routing.md").write_text(routing_page(families_page()), encoding="utf-8")

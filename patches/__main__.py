@@ -1,4 +1,4 @@
-"""Print the table of patches: `python -m mismatch_ext.patches > docs/patches.md`."""
+"""Print the table of patches: `python -m mismatch_ext.patches`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
 
 
 def table() -> str:
-    """Return the page as Markdown."""
+    """Return the table as Markdown."""
     lines = [
         "# Patches",
         "",
-        "Printed by `python -m mismatch_ext.patches`. What the rules are: [patches/README.md](../patches/README.md).",
+        "What the rules are: patches/README.md.",
     ]
     for patch, active in DECLARED:
         lines += [

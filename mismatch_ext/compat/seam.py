@@ -10,7 +10,6 @@ from mismatch_ext.compat.source import Sources
 from mismatch_ext.errors import SeamError
 from mismatch_ext.versions import PEERS, installed
 
-PAGE = "docs/seams.md"
 ALL = "monitor"
 """The feature that every block asks for: every run needs the seams of this feature."""
 
@@ -96,7 +95,7 @@ def _sentence(finding: Finding) -> str:
     version = installed(seam.peer)
     return (
         f"{named(finding.features)}: {seam.peer} {version} has changed {seam.name}, which is used for {seam.what}: "
-        f"{finding.change} See {PAGE}#{anchor(seam)} and {seam.upstream}."
+        f"{finding.change} See {seam.upstream}."
     )
 
 
@@ -119,8 +118,3 @@ def named(features: Sequence[str]) -> str:
         section, _, mode = feature.partition(".")
         keys.append(f"mismatch.{section}.mode={mode!r}" if section == "routing" else f"mismatch.{feature}")
     return " and ".join(keys)
-
-
-def anchor(seam: Seam) -> str:
-    """Return the link anchor of a seam's heading in `PAGE`."""
-    return seam.name.replace("/", "")

@@ -3,48 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from examples.sequences import MEASURES, judged_replay, left_by_replay, read_sequences, times_larger
+from examples.sequences import MEASURES, judged_replay, read_sequences, times_larger
 from mismatch_ext.rundata import read_run
+from tests.commands import shell
 from tests.evidence import judges
 from tests.peers.test_examples import BATCH, IN_EVIDENCE, ROOT, example, python
-from tests.readme import shell
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
-def test_dense_fp16(tmp_path: Path, evidence: Callable[..., None]) -> None:
+def test_dense_fp16(tmp_path: Path) -> None:
     """`examples/dense_fp16.py`: in float16 the gap of TRL's own dtypes is about 8 times smaller, and k3 about 64 times."""
-    command = "python examples/dense_fp16.py --eval_prompts 2048"
-    shell(f"{command} --output_dir {tmp_path}")
+    shell(f"python examples/dense_fp16.py --eval_prompts 2048 --output_dir {tmp_path}")
     half, stock = read_sequences(tmp_path), read_sequences(tmp_path / "stock")
-    figures = {}
     for split in SPLITS:
         for run in (half, stock):
             judges.enough_tokens(sum(run[split]["tokens"]))
         found = {name: times_larger(stock, half, split, name).to_dict() for name in MEASURES}
         judges.fp16_is_finer(found["abs"], found["k3"])
-        figures[split] = found
-    evidence("example_dense_fp16", {"TRL's own dtypes over float16": figures}, command=command)
 
 
-def test_moe_r3(tmp_path: Path, evidence: Callable[..., None]) -> None:
+def test_moe_r3(tmp_path: Path) -> None:
     """`examples/moe_r3.py`: less of k3 is left with replay, on the same tokens."""
-    command = "python examples/moe_r3.py --eval_prompts 2048"
-    shell(f"{command} --output_dir {tmp_path}")
+    shell(f"python examples/moe_r3.py --eval_prompts 2048 --output_dir {tmp_path}")
     sums = read_sequences(tmp_path)
-    figures = {}
     for split in SPLITS:
         judges.enough_tokens(sum(sums[split]["tokens"]))
-        figures[split] = {name: left_by_replay(sums, split, name).to_dict() for name in MEASURES}
-    replay = {split: judged_replay(sums, split) for split in SPLITS}
-    judges.replay_lowers_k3(replay)
-    evidence("example_moe_r3", {"left by replay": figures, "what flips add": replay}, command=command)
+    judges.replay_lowers_k3({split: judged_replay(sums, split) for split in SPLITS})
 
 
 def test_kl_ablation(tmp_path: Path) -> None:

@@ -9,17 +9,17 @@ from collections.abc import Callable
 import pytest
 
 from examples.sequences import judged_replay, left_by_replay, read_sequences
+from tests.commands import ROOT, shell
 from tests.evidence import judges
-from tests.readme import ROOT, in_readme, shell
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
 COLUMNS = {"mean |Δlogp|": "logp_abs_diff_mean", "largest |Δlogp|": "logp_abs_diff_max", "k3": "k3_kl", "F(2)": "f_2"}
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_replay_lowers_k3_after_training(evidence: Callable[..., None]) -> None:
     """After GRPO with replay, replay lowers k3 on the same tokens in bf16; float32 has at most a hundredth of bf16's flips."""
-    command = in_readme("python -m examples.replay_gap")
+    command = "python -m examples.replay_gap --out runs/replay_gap"
     printed = shell(command)
     summary = json.loads((ROOT / "runs/replay_gap/summary.json").read_text())
     runs, left = summary["runs"], summary["left"]
@@ -55,4 +55,4 @@ def test_replay_lowers_k3_after_training(evidence: Callable[..., None]) -> None:
     )
     figures["float32"] = {"tokens compared": compared, "decisions": decisions, "that differ": round(differ)}
     assert "trained distribution: replay leaves" in printed
-    evidence("replay_gap", figures, command=command)
+    evidence("replay_gap", command, figures)

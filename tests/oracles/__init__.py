@@ -1,1 +1,1 @@
-"""Slow, exact answers that the package is held against, and that the pages of docs/ are printed from."""
+"""Slow, exact answers that the package is held against."""

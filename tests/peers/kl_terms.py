@@ -1,4 +1,4 @@
-"""Holds what a host's own KL terms were measured to be against what docs/kl.md is printed from."""
+"""Holds what a host's own KL terms were measured to be against the figures of docs/kl.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def assert_documented(rows: list[dict[str, Any]], host: str, version: str) -> No
     """Assert that a host's rows are those of the page, all of them and no others, to the last digit that it keeps."""
     found = {term.name: term for term in (HostTerm(**row) for row in rows)}
     documented = {term.name: term for term in read_terms() if (term.host, term.version) == (host, version)}
-    hint = "run python -m tests.kl_hosts and python docs/generate.py"
+    hint = "run python -m tests.kl_hosts, and write what changed to docs/kl.md"
     assert found and found.keys() == documented.keys(), f"{host} {version}: {hint}"
     for name, term in found.items():
         page = documented[name]

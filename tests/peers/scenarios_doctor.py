@@ -23,7 +23,6 @@ from mismatch_ext.adapters.vllm.engine import runner
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
-from tests.readme import in_readme
 
 RUNS: dict[str, list[str]] = {
     "clean": ["--blocks"],
@@ -81,9 +80,7 @@ def examined(out: str) -> dict[str, Any]:
     prompts = Path(out) / "prompts.txt"
     prompts.write_text("\n".join(row["prompt"] for row in make_dataset(96, seed=5000)), encoding="utf-8")
     # As the README has it.
-    command = (
-        in_readme("mismatch-ext doctor").replace("PATH", str(FOLDER / "dense")).replace("prompts.txt", str(prompts))
-    )
+    command = f"mismatch-ext doctor --model {FOLDER / 'dense'} --prompts {prompts} --out runs/doctor"
     less = ["--quick", "--responses", "96", "--engine-arg", "max_model_len=256"]
     found = {}
     for name, arguments in RUNS.items():

@@ -1,1 +1,1 @@
-"""KL terms by exact enumeration: `python -m tests.oracles.kl` prints docs/kl.md."""
+"""KL terms by exact enumeration."""

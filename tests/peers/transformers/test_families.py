@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 import warnings
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,18 @@ from torch import Tensor, nn
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.routing.replaying import RouteReplay
-from tests.oracles.routing.families import families_page
 from tests.oracles.routing.passes import (
     another,
     forward,
 )
 from tests.oracles.routing.proof import CHECKPOINTING, Result, prove
 from tests.oracles.routing.tiny import Family, families
-from tests.peers.scenarios import ROOT
 from tests.peers.transformers.cases import FAMILIES, QWEN, REFUSED, case, of
 
 
-@pytest.fixture(scope="module")
-def found() -> Callable[[str], Result]:
-    """Return what proves a family, once for all tests that ask for its result."""
-    return cache(lambda name: prove(FAMILIES[name]))
-
-
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_family(found: Callable[[str], Result], name: str) -> None:
-    result = found(name)
+def test_family(name: str) -> None:
+    result = prove(FAMILIES[name])
     if name in REFUSED:
         assert (result.verdict, REFUSED[name] in result.note) == ("refused", True), result.note
         assert result.note.startswith(name.split(" ")[0])
@@ -64,14 +54,6 @@ KINDS = [
     "interleaved micro-batches",
     "gradients that finite differences are compared with",
 ]
-
-
-def test_the_table_in_the_documentation_is_current(found: Callable[[str], Result]) -> None:
-    # The results of the tests above: in a run of this file each family is proven once.
-    page = runpy.run_path(str(ROOT / "docs/generate.py"))["routing_page"]
-    assert (ROOT / "docs/routing.md").read_text(encoding="utf-8") == page(
-        families_page([found(name) for name in FAMILIES])
-    ), "run python docs/generate.py (routing.md)"
 
 
 def test_no_family_with_experts_and_a_top_k_is_overlooked() -> None:

@@ -103,7 +103,7 @@ def test_a_change_refuses_what_needs_it_before_the_engine_starts_and_all_else_tr
     assert len(found["messages"]) == len(refused), found["messages"]
     for message, (_, begins, says) in zip(found["messages"], refused, strict=True):
         assert message.startswith(f"SeamError: {begins}") and says in message, message
-        assert "has changed" in message and "docs/seams.md#" in message and "https://github.com/" in message
+        assert "has changed" in message and "https://github.com/" in message
         assert message.endswith("Nothing was patched or started.")
     assert (found["engines_before"], found["engines"]) == (0, int(overrides.get("use_vllm", True)))
     assert [set(entry) >= {"loss"} for entry in found["history"]] == [True]

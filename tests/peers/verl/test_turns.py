@@ -1,7 +1,7 @@
 """What an agent loop of verl makes of its turns: each fault is named, in the seam that vLLM's and SGLang's servers share.
 
 Whole runs are in `test_main_ppo.py` (vLLM) and `test_main_ppo_sglang.py`, and the faults of one in
-`tests/evidence/test_main_ppo_sglang.py`.
+`test_main_ppo_sglang_float16.py`.
 """
 
 from __future__ import annotations
