@@ -52,6 +52,7 @@ def test_a_run_of_trl_starts_as_trl_starts_it(run: Run, tmp_path: Path) -> None:
     assert found["read"]["max_tokens"] == 24 and found["read"]["dataset"]["paths"] == ["rows.jsonl"]
 
 
+@pytest.mark.nightly
 def test_a_run_of_verl_starts_as_verls_server_starts_it(run: Run, tmp_path: Path) -> None:
     found = run(verl_scenarios.verl_passes, out=str(tmp_path)).expect()
     read, passed = found["read"]["run"], found["passed"]

@@ -24,6 +24,7 @@ SERVERS: dict[str, tuple[Callable[..., AbstractContextManager[str]], tuple[str, 
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 @pytest.mark.numeric
 @pytest.mark.parametrize("kind", SERVERS)
 def test_over_http_a_clean_run_names_nothing_and_a_fault_is_named_and_confirmed(

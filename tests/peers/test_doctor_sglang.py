@@ -19,6 +19,7 @@ else:
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 @pytest.mark.numeric
 def test_a_clean_run_names_nothing_a_fault_is_confirmed_and_failures_are_ours(tmp_path: Path) -> None:
     found = run_sglang(scenarios.examined, HELD or MAIN, tmp_path)

@@ -104,6 +104,7 @@ def test_the_loop_with_vllm() -> None:
         assert 0 < flips < 0.5 and native != replayed
 
 
+@pytest.mark.nightly
 def test_the_loop_with_sglang(tmp_path: Path) -> None:
     log = tmp_path / "stub.log"
     done = subprocess.run(
@@ -141,6 +142,7 @@ def test_callback_only_with_a_model_of_ones_own(dense: Path, tmp_path: Path) -> 
     assert raised.step == 1 and raised.level == "warning"
 
 
+@pytest.mark.nightly
 def test_the_server_example_trains_a_dense_model_in_float16(tmp_path: Path) -> None:
     port, script = free_port(), ["bash", "examples/trl_server.sh"]
     model = ROOT / "examples/arithmetic/models/dense"

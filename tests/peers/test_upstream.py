@@ -24,6 +24,7 @@ else:
     verl_scenarios = named("tests.peers.verl.in_process.scenarios_upstream")
 
 
+pytestmark = pytest.mark.nightly
 NEED_AVX512 = ("vllm_fp8_cache",)
 """Scripts whose kernel vLLM compiles for CPUs with AVX-512 alone."""
 

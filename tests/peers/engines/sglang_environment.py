@@ -15,6 +15,8 @@ PYTHON = Path(sys.executable) if HELD else ROOT / ".venv-sglang/bin/python"
 SHIMS = ROOT / "tests/peers/engines/sglang_cpu"
 NEWEST, MAIN, OLDEST = "0.5.23", "0.5.18", "0.5.12"
 VERSIONS = (HELD,) if HELD else (NEWEST, MAIN, OLDEST)
+RUN_FIRST = HELD or MAIN
+"""The version of `make test`; the others are run by night."""
 
 
 def environment(version: str, log: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from mismatch_ext.records import Provenance, RolloutRecord
 from mismatch_ext.versions import installed
 from tests.oracle import FACTOR, float32_error
 from tests.peers.engines.requests import COUNT, STOP, requests, rows
-from tests.peers.engines.sglang_environment import VERSIONS
+from tests.peers.engines.sglang_environment import RUN_FIRST, VERSIONS
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -27,31 +28,37 @@ else:
     scenarios_conformance = named("tests.peers.engines.scenarios_conformance")
 
 pytestmark = pytest.mark.engine
-SGLANG = tuple(f"sglang {version}" for version in VERSIONS)
+SGLANG = tuple(
+    pytest.param(f"sglang {version}", marks=[] if version == RUN_FIRST else pytest.mark.nightly) for version in VERSIONS
+)
 ENGINES = (*(["vllm"] if installed("vllm") else []), *SGLANG)
-Records = list[dict[str, Any]]
+Records = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def answers(run: Run, moe: Path, sglang_in_float32: Callable[[str, str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return every engine's records of the same requests, and the verdicts on the same updates of its weights."""
-    found: dict[str, dict[str, Any]] = {}
-    if "vllm" in ENGINES:
-        found["vllm"] = run(scenarios_conformance.vllm, model=moe, **requests()).expect()
-    for version in VERSIONS:
-        found[f"sglang {version}"] = sglang_in_float32(version, "engine")
+def answers(
+    run: Run, moe: Path, sglang_in_float32: Callable[[str, str], dict[str, Any]]
+) -> Callable[[str], dict[str, Any]]:
+    """Return a function: an engine's records of the same requests, and the verdicts on the same updates of its weights."""
+
+    @cache
+    def found(engine: str) -> dict[str, Any]:
+        if engine == "vllm":
+            return dict(run(scenarios_conformance.vllm, model=moe, **requests()).expect())
+        return sglang_in_float32(engine.removeprefix("sglang "), "engine")
+
     return found
 
 
 @pytest.fixture(scope="module")
-def records(answers: dict[str, dict[str, Any]]) -> dict[str, Records]:
-    """Return every engine's records of the same requests."""
-    return {engine: answer["records"] for engine, answer in answers.items()}
+def records(answers: Callable[[str], dict[str, Any]]) -> Records:
+    """Return a function: an engine's records of the same requests."""
+    return lambda engine: list(answers(engine)["records"])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_good_stale_and_partial_updates_are_told_apart(answers: dict[str, dict[str, Any]], engine: str) -> None:
-    found = answers[engine]["updates"]
+def test_good_stale_and_partial_updates_are_told_apart(answers: Callable[[str], dict[str, Any]], engine: str) -> None:
+    found = answers(engine)["updates"]
     assert found["statuses"] == {
         "trained and sent": "in_sync", "sent again": "unchanged", "trained": "stale", "sent": "unchanged",
         "sent whole": "in_sync",
@@ -104,36 +111,36 @@ def rounding(expected: list[dict[str, Any]]) -> float:
 class TestRecords:
     """What a record holds, whichever engine it is of."""
 
-    def test_has_all_fields_in_their_types(self, records: dict[str, Records], engine: str) -> None:
+    def test_has_all_fields_in_their_types(self, records: Records, engine: str) -> None:
         names = {field.name for field in dataclasses.fields(RolloutRecord)}
         sources = {field.name for field in dataclasses.fields(Provenance)}
-        for record in records[engine]:
+        for record in records(engine):
             assert set(record) == names | {"types", "same_traces"} and record["same_traces"]
             assert set(record["provenance"]) == sources
             types = record["types"]
             assert {types[n] for n in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")} == {"tuple"}
             assert types["routing"] == "RoutingTrace" and types["request_id"] == "str"
 
-    def test_holds_the_tokens(self, records: dict[str, Records], expected: list[Any], engine: str) -> None:
-        assert [r["prompt_ids"] for r in records[engine]] == [e["prompt"] for e in expected]
-        assert [r["response_ids"] for r in records[engine]] == [e["response"] for e in expected]
-        assert [r["request_id"] for r in records[engine]] == [str(i) for i in range(len(expected))]
-        assert all(r["response_mask"] == [True] * len(r["response_ids"]) for r in records[engine])
+    def test_holds_the_tokens(self, records: Records, expected: list[Any], engine: str) -> None:
+        assert [r["prompt_ids"] for r in records(engine)] == [e["prompt"] for e in expected]
+        assert [r["response_ids"] for r in records(engine)] == [e["response"] for e in expected]
+        assert [r["request_id"] for r in records(engine)] == [str(i) for i in range(len(expected))]
+        assert all(r["response_mask"] == [True] * len(r["response_ids"]) for r in records(engine))
 
     def test_holds_log_probabilities_before_the_truncation(
-        self, records: dict[str, Records], expected: list[Any], engine: str
+        self, records: Records, expected: list[Any], engine: str
     ) -> None:
         gaps = []
-        for record, wanted in zip(records[engine], expected, strict=True):
+        for record, wanted in zip(records(engine), expected, strict=True):
             found = torch.tensor(record["rollout_logprobs"])
             assert found.shape == wanted["logprobs"].shape
             gaps.append(found - wanted["logprobs"])
         assert float(torch.cat(gaps).abs().mean()) < FACTOR * rounding(expected)
 
     def test_holds_the_routes_of_all_tokens_but_the_last(
-        self, records: dict[str, Records], expected: list[Any], engine: str
+        self, records: Records, expected: list[Any], engine: str
     ) -> None:
-        for record, wanted in zip(records[engine], expected, strict=True):
+        for record, wanted in zip(records(engine), expected, strict=True):
             routing, layout = record["routing"], wanted["layout"]
             # As sets: the order of a token's experts is not part of what is replayed.
             found, want = torch.tensor(routing["experts"]), torch.tensor(wanted["experts"])
@@ -142,8 +149,8 @@ class TestRecords:
             assert tuple(routing["layers"]) == layout.layers and routing["num_experts"] == layout.num_experts == 16
             assert (routing["start"], routing["dtype"], routing["versions"]) == (0, "torch.uint8", [[0, 0]])
 
-    def test_says_where_it_comes_from(self, records: dict[str, Records], engine: str) -> None:
-        for record in records[engine]:
+    def test_says_where_it_comes_from(self, records: Records, engine: str) -> None:
+        for record in records(engine):
             found = record["provenance"]
             assert found["engine"] == engine.split()[0] and found["dtype"] == "float32" and found["weight_version"] == 0
             assert found["sampling"] == {
@@ -166,12 +173,10 @@ def test_some_responses_stopped_and_some_were_cut(expected: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("engine", SGLANG)
-def test_both_engines_make_the_same_record(
-    records: dict[str, Records], expected: list[dict[str, Any]], engine: str
-) -> None:
+def test_both_engines_make_the_same_record(records: Records, expected: list[dict[str, Any]], engine: str) -> None:
     own = {"provenance", "rollout_logprobs", "routing"}
     gaps = []
-    for one, other in zip(records["vllm"], records[engine], strict=True):
+    for one, other in zip(records("vllm"), records(engine), strict=True):
         assert {k: v for k, v in one.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
         gaps.append(torch.tensor(one["rollout_logprobs"]) - torch.tensor(other["rollout_logprobs"]))
         experts = [torch.tensor(record["routing"]["experts"]).sort(-1).values for record in (one, other)]

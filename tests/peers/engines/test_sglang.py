@@ -13,11 +13,7 @@ import pytest
 
 from tests.models import tiny_model
 from tests.oracle import FACTOR
-from tests.peers.engines.sglang_environment import (
-    NEWEST,
-    VERSIONS,
-    run_sglang,
-)
+from tests.peers.engines.sglang_environment import NEWEST, RUN_FIRST, VERSIONS, run_sglang
 from tests.peers.scenarios import named
 
 if TYPE_CHECKING:
@@ -26,10 +22,14 @@ else:
     scenarios = named("tests.peers.engines.scenarios_sglang")
 
 pytestmark = pytest.mark.engine
-EXACT = [(version, way) for version in VERSIONS for way in ("engine", "http")]
+EXACT = [
+    pytest.param((version, way), id=f"{version}-{way}", marks=[] if version == RUN_FIRST else pytest.mark.nightly)
+    for version in VERSIONS
+    for way in ("engine", "http")
+]
 
 
-@pytest.fixture(scope="module", params=EXACT, ids="-".join)
+@pytest.fixture(scope="module", params=EXACT)
 def exact(request: pytest.FixtureRequest, sglang_in_float32: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
     """Return what a version of SGLang did in float32, reached in one way."""
     version, way = request.param
@@ -155,6 +155,7 @@ def test_what_sglang_refuses_is_an_error(exact: dict[str, Any]) -> None:
         assert found["session"].startswith("EngineError: ") and "already open" in found["session"]
 
 
+@pytest.mark.nightly
 def test_a_dense_model_behind_a_server_with_its_tokenizer(tmp_path: Path) -> None:
     found = run_sglang(scenarios.served, VERSIONS[0], tmp_path, model=tiny_model("dense", tmp_path / "dense"))
     assert found["stub"]["called"] == 0

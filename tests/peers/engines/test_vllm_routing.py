@@ -160,6 +160,7 @@ def test_latent_attention_in_float32_is_refused_where_vllm_chooses_amx(
         assert found["refused"] == "" and found["differing"] == 0 and found["tokens"] > 400
 
 
+@pytest.mark.nightly
 def test_two_tensor_parallel_ranks_in_processes_of_their_own(
     run: Run, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

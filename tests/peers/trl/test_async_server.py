@@ -63,6 +63,7 @@ def test_each_token_has_its_weights_and_what_both_sides_hold_is_the_same(
     assert result["verdicts"] == ["unchanged"] + ["in_sync"] * len(history)
 
 
+@pytest.mark.nightly
 def test_faults_are_named(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
     found = run(scenarios.faults, model=moe, out=tmp_path, url=server).expect()
     for fault, words in {

@@ -90,7 +90,7 @@ def series(run: dict[str, Any], name: str) -> list[float]:
     return [entry[name] for entry in run["logged"]]
 
 
-@pytest.fixture(scope="module", params=STAGES)
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def stage(request: pytest.FixtureRequest) -> int:
     """Return a stage of ZeRO."""
     return int(request.param)
@@ -186,6 +186,7 @@ def moe_runs(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return list(found)
 
 
+@pytest.mark.nightly
 def test_two_processes_replay_routes_and_verify_every_update(moe_runs: list[dict[str, Any]]) -> None:
     for stage in STAGES:
         for rank in moe_runs:
@@ -206,6 +207,7 @@ def test_two_processes_replay_routes_and_verify_every_update(moe_runs: list[dict
         assert rank["float16 2"].get("refused") is None and rank["float16 2"]["verdict"] == "in_sync"
 
 
+@pytest.mark.nightly
 def test_gradients_of_float16_are_summed_in_float32_unless_told_otherwise(moe_runs: list[dict[str, Any]]) -> None:
     for rank in moe_runs:
         said = rank["reduced 2"]["refused"]

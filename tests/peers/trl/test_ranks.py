@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.peers.scenarios import named
-from tests.peers.trl.ranks import KINDS, check_ranks, launch, of, series
+from tests.peers.trl.ranks import check_ranks, launch, of, series
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_ranks as scenarios
@@ -20,7 +20,7 @@ else:
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def kind(request: pytest.FixtureRequest) -> str:
     """Return how the model is spread over the ranks."""
     return str(request.param)

@@ -125,6 +125,7 @@ def test_without_a_block_and_observed_runs_are_stock(run: Run, moe: Path, server
     assert any("--dtype float16" in finding for finding in found["findings"]), found["findings"]
 
 
+@pytest.mark.nightly
 def test_kills_of_trainer_and_server_leave_no_trace(
     run: Run, moe: Path, server: str, start: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_kills_of_trainer_and_server_leave_no_trace(
     assert {record.step for record in read_run(out / "mismatch").scatters} == set(range(1, STEPS + 1))
 
 
+@pytest.mark.nightly
 def test_faults_are_named(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
     found = run(scenarios.faults, timeout=600, model=moe, out=tmp_path, url=server).expect()
     for fault, words in {
@@ -186,6 +188,7 @@ def test_faults_are_named(run: Run, moe: Path, server: str, tmp_path: Path) -> N
     assert found["after nan"] == "went on" or "decoded tokens are not finite" in found["after nan"], found["after nan"]
 
 
+@pytest.mark.nightly
 def test_a_restart_is_named_and_a_server_without_the_plugin_is_refused(
     run: Run, moe: Path, server: str, tmp_path: Path
 ) -> None:
