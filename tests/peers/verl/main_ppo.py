@@ -109,6 +109,21 @@ GRPO = (
 )
 """Three steps of GRPO with a reference model."""
 
+PPO = (
+    "algorithm.adv_estimator=gae",
+    "critic.optim.lr=1e-3",
+    "critic.ppo_micro_batch_size_per_gpu=16",
+    "critic.model.enable_gradient_checkpointing=False",
+    "critic.fsdp.use_torch_compile=False",
+    "critic.fsdp.model_dtype=fp32",
+    # As verl sets them by default. Packed rows: sdpa keeps the sequences of a row apart by their positions.
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.rollout.free_cache_engine=True",
+    "trainer.val_before_train=True",
+    "trainer.test_freq=2",
+)
+"""PPO in the place of GRPO, with a critic, and host settings that other runs do without: packed rows, sleep and validation."""
+
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -203,6 +218,7 @@ def cpu_paths(work: Path, data: Path, model: Path) -> list[str]:
         f"data.train_files={data}",
         f"data.val_files={data}",
         f"actor_rollout_ref.model.path={model}",
+        f"critic.model.path={model}",
     ]
 
 
@@ -323,7 +339,8 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of verl's file logger in the order of the steps."""
+    """Return the lines of verl's file logger in the order of the steps, without that of a validation before the first."""
     if not path.exists():
         return []
-    return [json.loads(line)["data"] for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["data"] for line in lines if line["step"] > 0]

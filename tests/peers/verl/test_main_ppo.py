@@ -27,6 +27,7 @@ from tests.peers.verl.main_ppo import (
     ANSWERS,
     DEVICE,
     GRPO,
+    PPO,
     PROMPTS,
     ROOT,
     VerlRun,
@@ -70,6 +71,7 @@ DERIVED, DERIVED_IN = "VERL_CPU_DERIVED", "tests.peers.verl.cpu.derived"
 DERIVED_CLASSES = (
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={DERIVED_IN}.OwnExtension",
     f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={DERIVED_IN}.OwnLoopManager",
+    f"trainer.checkpoint_callback_class={DERIVED_IN}.OwnCallback",
 )
 
 # verl's default, and that of most of its recipes.
@@ -93,7 +95,7 @@ def experts(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRu
     The rollout ignores the weights after the third, which is to be told and not to end the run; in the fourth, routes are lost.
     """
     work = tmp_path_factory.mktemp("experts")
-    overrides = [*EVERYTHING, *FSDP1, *TOOLS, *DERIVED_CLASSES, "+mismatch.monitor.weight_sync=warn", *lasting(4)]
+    overrides = [*EVERYTHING, *PPO, *FSDP1, *TOOLS, *DERIVED_CLASSES, "+mismatch.monitor.weight_sync=warn", *lasting(4)]
     env = {FAULT: "lost_routes@4,stale_weights@3", LEFT: str(work / "left.jsonl"), DERIVED: str(work / "derived")}
     return run_verl(work, overrides, model=moe, plugin=True, env=env), work
 
@@ -174,9 +176,23 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     assert "mismatch/doctor/engine_ratio" in steps[0] and "mismatch/doctor/engine_ratio" not in steps[1]
 
 
-def test_a_users_classes_that_are_derived_from_ours_stay_in_their_places(experts: tuple[VerlRun, Path]) -> None:
+def test_a_critic_learns_beside_the_actor_at_its_own_rate_and_validation_takes_no_step(
+    experts: tuple[VerlRun, Path],
+) -> None:
+    run, work = experts
+    steps = run.expect_failure(3)
+    assert [step["critic/lr"] for step in steps] == [1e-3] * 3  # the actor's is halved at the third
+    assert all(step["critic/vf_loss"] > 0 and step["critic/grad_norm"] > 0 for step in steps)
+    assert all(step["critic/advantages/max"] > 0 > step["critic/advantages/min"] for step in steps)
+    assert list((work / "checkpoints/global_step_3/critic").glob("model_world_size_1_rank_0.pt"))
+    lines = [json.loads(line) for line in (work / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines if any(name.startswith("val-core/") for name in line["data"])] == [0, 2]
+
+
+def test_a_users_classes_stay_in_their_places(experts: tuple[VerlRun, Path]) -> None:
     _, work = experts
-    assert set((work / "derived").read_text(encoding="utf-8").split()) == {"OwnExtension", "OwnLoopManager"}
+    said = set((work / "derived").read_text(encoding="utf-8").split())
+    assert said == {"OwnExtension", "OwnLoopManager", "OwnCallback/3/global_step_3"}
 
 
 def test_tools_between_the_policys_turns_are_replayed_and_not_counted(experts: tuple[VerlRun, Path]) -> None:

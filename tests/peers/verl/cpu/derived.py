@@ -1,4 +1,4 @@
-"""Classes that a user has derived from this package's, as their settings name them; each says that it was there."""
+"""Classes that a user has derived from this package's and verl's, as settings name them; each says that it was there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from mismatch_ext.adapters.verl.rollout.turns import CheckedLoopManager
 from mismatch_ext.adapters.verl.rollout.vllm_extension import RolloutExtension
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 DERIVED = "VERL_CPU_DERIVED"
 """Environment variable that names the file in which they say so."""
@@ -34,3 +35,11 @@ class OwnLoopManager(CheckedLoopManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _say("OwnLoopManager")
+
+
+class OwnCallback(CheckpointCallback):
+    """In the driver, for verl's `trainer.checkpoint_callback_class`."""
+
+    def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: Any) -> None:
+        """Say for which step and of which folder it was called."""
+        _say(f"OwnCallback/{global_step}/{Path(checkpoint_dir).name}")

@@ -260,6 +260,26 @@ def score_in_float32() -> None:
     AfterImport("verl.utils.torch_functional", change)
 
 
+def attend_without_flash_in_critics() -> None:
+    """Build critics with torch's attention: verl names flash-attention for them, whatever the configuration says."""
+
+    def change(module: Any) -> None:
+        def load(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+            from transformers import AutoModelForTokenClassification
+
+            return AutoModelForTokenClassification.from_pretrained(
+                local_path,
+                dtype=torch_dtype,
+                config=model_config,
+                attn_implementation="sdpa",
+                trust_remote_code=trust_remote_code,
+            )
+
+        module.load_valuehead_model = load
+
+    AfterImport("verl.utils.model", change)
+
+
 def _in_folder(original: Any, folder: str) -> Any:
     @functools.wraps(original)
     def initialize(self: Any, zmq_handle: str, *args: Any, **kwargs: Any) -> None:
@@ -275,6 +295,7 @@ shard_on_the_cpu()
 keep_sockets_apart()
 tell_engines_apart()
 score_in_float32()
+attend_without_flash_in_critics()
 take_back_what_is_known()
 if os.environ.get(STOCK_SCALER) != "1":
     enable_grad_scaler()
