@@ -142,8 +142,6 @@ def print_closing(run_dir: Path) -> None:
 def rule_of(lr: LrConfig) -> str:
     """Return in a few words by which rule the learning rate is lowered."""
     watched = f"a surge of {lr.trigger}"
-    if lr.rule == "reactive":
-        return f"times {lr.decay:g} at {watched}, at least {lr.cooldown} steps apart, floor {lr.floor:g}"
     every = (
         f"every {lr.period} steps" if lr.period is not None else f"every {lr.period_factor:g} x the step of {watched}"
     )

@@ -13,7 +13,7 @@ from benchmarks.stability.arms import Arm
 from mismatch_ext.config import CorrectionConfig, KlConfig, LrConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.kl import kl_estimate, kl_surrogate
-from mismatch_ext.lr import LrControl, make_controller
+from mismatch_ext.lr import LrControl, LrController
 from mismatch_ext.metrics.clipping import advantage_gap, stopped_by_clip
 from mismatch_ext.metrics.numerics import k3
 from mismatch_ext.precision.dither import IntegerCells, dither
@@ -53,7 +53,7 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
     sides, first = Sides(master), Sides(copy.deepcopy(master))
     optimizer = torch.optim.Adam(master.parameters(), lr=arm.rate, betas=(0.9, 0.99))
     # Its own trigger is a growth of length, of which there is none here: the period is given.
-    control = LrControl(optimizer, make_controller(LrConfig(period=arm.period))) if arm.period else None
+    control = LrControl(optimizer, LrController(LrConfig(period=arm.period))) if arm.period else None
     scaler = LossScaler("cpu") if arm.trainer.dtype == torch.float16 else None
     kept: Curves = {name: [] for name in MEASURES}
     for _ in range(steps):

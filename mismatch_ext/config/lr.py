@@ -68,30 +68,24 @@ class SurgeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LrConfig:
-    """Lowers the learning rate when responses grow (arXiv 2602.01826): a multiplier on the host's own schedule."""
+    """Lowers the learning rate when responses grow (arXiv 2602.01826): max(decay^floor(t / period), floor) times the host's own
+    schedule."""
 
-    rule: Literal["periodic", "reactive"] = "periodic"
-    """`periodic` is the paper's: max(decay^floor(t / period), floor). `reactive` multiplies by `decay` once per surge."""
     period: int | None = None
-    """Steps per decay of the periodic rule; None finds it: round(`period_factor` * step of the surge)."""
+    """Steps per decay; None finds it: round(`period_factor` * step of the surge)."""
     period_factor: float = 1.8
     """Period over the step of the surge, as in the paper."""
     count_from: Literal["start", "warmup_end", "surge"] = "warmup_end"
-    """Where t of the periodic rule is 0. The paper leaves it open; counted from the surge, the first decay comes after the
+    """Where t is 0. The paper leaves it open; counted from the surge, the first decay comes after the
     collapse that the paper shows for a constant rate (surge at about 110, collapse at about 300)."""
     warmup_steps: int | None = None
     """Steps of warm-up for `warmup_end`; None takes the host's own, which is 0 where there is no host."""
     decay: float = 0.5
-    """Factor on the learning rate, per period or per surge."""
+    """Factor on the learning rate, per period."""
     floor: float = 0.1
     """Least multiplier."""
     trigger: Trigger = "response_length"
     """Statistic that is watched for a surge; the paper's is the response length."""
-    cooldown: int = 50
-    """Steps after a decay of the reactive rule in which nothing surges."""
-    retrigger: Literal["new_surge", "still_high"] = "new_surge"
-    """After the cooldown the reactive rule measures a new baseline and waits for a `new_surge`; or it keeps the baseline, and
-    decays again if the statistic is `still_high`."""
     surge: SurgeConfig = field(default_factory=SurgeConfig)
     """What counts as a surge."""
 
@@ -107,11 +101,6 @@ class LrConfig:
         )
         _require(0 < self.decay < 1, f"{section}.decay", self.decay, "0 < x < 1")
         _require(0 < self.floor <= 1, f"{section}.floor", self.floor, "0 < x <= 1")
-        _require(self.cooldown >= 0, f"{section}.cooldown", self.cooldown, "an integer >= 0")
-        if self.rule == "reactive":
-            self._refuse("rule='reactive'", "period", "period_factor", "count_from", "warmup_steps")
-        else:
-            self._refuse("rule='periodic'", "cooldown", "retrigger")
         if self.period is not None:
             self._refuse(f"period={self.period}", "period_factor")
         if not self.watches:
@@ -127,7 +116,7 @@ class LrConfig:
     @property
     def watches(self) -> bool:
         """Whether the rule waits for a surge and therefore needs the trigger's statistic from every batch."""
-        return self.rule == "reactive" or self.period is None or self.count_from == "surge"
+        return self.period is None or self.count_from == "surge"
 
     def _refuse(self, beside: str, *names: str) -> None:
         defaults = {f.name: f.default for f in dataclasses.fields(self)} | {"surge": SurgeConfig()}

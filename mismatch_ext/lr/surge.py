@@ -85,7 +85,7 @@ class SurgeDetector:
         """Return the smoothed truncated fraction from which on there is a surge; above 1 means that no fraction is one."""
         return baseline.center + max(self.truncated_rise or 2.0, self.config.noise_margin * baseline.spread)
 
-    def observe(self, state: SurgeState, new: Measurement, *, armed: bool = True) -> tuple[SurgeState, int | None]:
+    def observe(self, state: SurgeState, new: Measurement) -> tuple[SurgeState, int | None]:
         """Take a measurement, and return the new state and the step of the surge, if there is one.
 
         Among the measurements that are smoothed together, the first one that reaches the threshold itself gives the step, so
@@ -94,11 +94,10 @@ class SurgeDetector:
         Args:
             state: State before.
             new: The measurement.
-            armed: Whether to look for a surge; False only stores the measurement.
         """
         state = self._remember(state, new)
         recent = state.history[-self.config.smoothing :]
-        if state.baseline is None or not armed or new.step < self.config.min_step:
+        if state.baseline is None or new.step < self.config.min_step:
             return state, None
         threshold = self.threshold(state.baseline)
         reaching = [m.step for m in recent if m.value >= threshold]

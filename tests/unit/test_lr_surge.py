@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mismatch_ext.lr import LrConfig, SurgeConfig, make_controller
+from mismatch_ext.lr import LrConfig, LrController, SurgeConfig
 from mismatch_ext.lr import simulation as sim
 from mismatch_ext.lr.surge import Level, Measurement
 
@@ -98,11 +98,11 @@ def test_the_threshold_by_hand() -> None:
     # Median of 1..9 is 5, median deviation 2, so spread 2.9652; 2 * 5 = 10, 5 + 4 * 2.9652 = 16.86, least 1.
     level = Level.of([float(k) for k in range(1, 10)])
     assert (level.center, level.spread) == (5.0, pytest.approx(2.9652))
-    detector = make_controller(LrConfig()).detector
+    detector = LrController(LrConfig()).detector
     assert detector is not None and detector.threshold(level) == pytest.approx(16.8608)
-    loose = make_controller(LrConfig(surge=SurgeConfig(noise_margin=1.0))).detector
+    loose = LrController(LrConfig(surge=SurgeConfig(noise_margin=1.0))).detector
     assert loose is not None and loose.threshold(level) == 10.0
-    least = make_controller(LrConfig(surge=SurgeConfig(noise_margin=1.0, least=40.0))).detector
+    least = LrController(LrConfig(surge=SurgeConfig(noise_margin=1.0, least=40.0))).detector
     assert least is not None and least.threshold(level) == 40.0
 
 

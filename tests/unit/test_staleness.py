@@ -210,7 +210,7 @@ def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:
     known = stream(numerics=2e-3, drift=5e-2).gap()
     found, summary = numerics_statistics(known), known.numerics()
     assert summary is not None and found["mismatch_kl"] == summary.scalars["k3_kl"] < 1e-4
-    config = LrConfig(rule="reactive", trigger="mismatch_kl")
+    config = LrConfig(trigger="mismatch_kl")
     rate = RateControl(config, required="never")
     weight = torch.zeros(1, requires_grad=True)
     rate.attach(torch.optim.SGD([weight], lr=1.0))
