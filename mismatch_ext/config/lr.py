@@ -32,7 +32,7 @@ class SurgeConfig:
     """Multiple of the baseline that is a surge. Lengths in arXiv 2602.01826 went to 3-4 times theirs."""
     smoothing: int = 5
     """Measurements in the median that is compared; fewer than half of them out of line change nothing. Batches of fewer than
-    8 responses need more: with 4, flat lengths fire in about one of 20 runs of 1000 batches (`python -m mismatch_ext.lr`)."""
+    8 responses need more: with 4, flat lengths fire in about one of 20 runs of 1000 batches."""
     noise_margin: float = 4.0
     """Robust standard deviations (1.4826 * median absolute deviation) above the baseline that a surge has at least."""
     least: float | None = None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from mismatch_ext.lr import LrConfig, LrController, SurgeConfig
-from mismatch_ext.lr import simulation as sim
 from mismatch_ext.lr.surge import Level, Measurement
+from tests.unit import lengths as sim
 
 DEFAULT = SurgeConfig()
 
@@ -171,9 +169,3 @@ def test_noise_fires_a_moving_average_but_not_ours() -> None:
     batches = sim.measurements(sim.flat(rng, 400), rng, responses=64)
     assert ratio_to_moving_average([m.value for m in batches]) is not None
     assert sim.first_surge(DEFAULT, batches) is None
-
-
-def test_the_table_can_be_printed() -> None:
-    command = [sys.executable, "-m", "mismatch_ext.lr", '{"ratio": 1.5}', "--seeds", "1", "--steps", "120"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "ratio=1.5" in out and "| stepping | 64 | 1 of 1 | 100 (100 to 100) | 102 |" in out

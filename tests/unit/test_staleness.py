@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.bootstrap import bootstrap_ratio
 from mismatch_ext.config import LrConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.lr import RateControl, numerics_statistics
-from mismatch_ext.metrics import bootstrap_ratio, mismatch_metrics
+from mismatch_ext.metrics import mismatch_metrics
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
