@@ -144,18 +144,6 @@ def test_configuration_is_frozen() -> None:
             ["mismatch.monitor.alarms.reward.below", "2.0", "x < above (1)"],
         ),
         (
-            {"monitor": {"alarms": {"k3_kl": {"clear": 0.01}}}},
-            ["mismatch.monitor.alarms.k3_kl.clear", "0.01", "x <= above (0.001)"],
-        ),
-        (
-            {"monitor": {"alarms": {"ess_token": {"clear": 0.2}}}},
-            ["mismatch.monitor.alarms.ess_token.clear", "0.2", "x >= below (0.3)"],
-        ),
-        (
-            {"monitor": {"alarms": {"loss": {"clear": 1}}}},
-            ["mismatch.monitor.alarms.loss.clear", "1.0", "without a threshold"],
-        ),
-        (
             {"monitor": {"alarms": {"k3_kl": {"action": "call"}}}},
             ["mismatch.monitor.alarms.k3_kl.call", "None", "'package.module:function'"],
         ),
