@@ -17,14 +17,12 @@ class SurgeConfig:
     """When a statistic counts as surging. The paper shows surges but gives no detector: all of this is a choice.
 
     It surges when the median of its last `smoothing` measurements reaches the largest of `ratio` * baseline, baseline +
-    `noise_margin` * (robust standard deviation of the baseline's measurements), and `least`. A measurement is one batch of
-    rollouts.
+    `noise_margin` * (robust standard deviation of the baseline's measurements), and `least`. The baseline is the median of the
+    first measurements of the run, so that slow growth counts once it is large; a measurement is one batch of rollouts. Lengths
+    surge as well when the fraction of truncated responses rises by 0.5 over its baseline: with half of them at the limit the
+    mean cannot show growth.
     """
 
-    baseline: Literal["first", "rolling"] = "first"
-    """Median of the `first` measurements of the run, so that slow growth counts once it is large; or of the `rolling` ones
-    before those that are smoothed, so that only growth within `baseline_window` measurements counts, and noisy surges are
-    missed more often."""
     baseline_window: int = 50
     """Measurements in the baseline; none surges before they are there, and one that surged in the first half of them is not
     seen."""
@@ -38,11 +36,6 @@ class SurgeConfig:
     least: float | None = None
     """Least value of a surge; None takes 1 token, 1e-3 nats for mismatch KL (NeMo RL's limit of a healthy run), 0.01 for
     F(tau), 0 for gradient norms."""
-    truncated_rise: float | None = 0.5
-    """Lengths surge as well when the fraction of truncated responses rises by this over its baseline: with half of them at
-    the limit the mean cannot show growth. None looks at the mean only."""
-    min_step: int = 0
-    """No surge before this step; what surges across it counts as surging at it."""
 
     def __post_init__(self) -> None:
         section = "mismatch.lr.surge"
@@ -57,13 +50,6 @@ class SurgeConfig:
         _require(self.ratio > 1, f"{section}.ratio", self.ratio, "a number > 1")
         _require(self.noise_margin >= 0, f"{section}.noise_margin", self.noise_margin, "a number >= 0")
         _require(self.least is None or self.least >= 0, f"{section}.least", self.least, "a number >= 0")
-        _require(
-            self.truncated_rise is None or 0 < self.truncated_rise <= 1,
-            f"{section}.truncated_rise",
-            self.truncated_rise,
-            "0 < x <= 1, or leave out truncated responses with null",
-        )
-        _require(self.min_step >= 0, f"{section}.min_step", self.min_step, "an integer >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +93,6 @@ class LrConfig:
             self._refuse(f"period={self.period}, which needs no surge", "trigger", "surge")
         if self.count_from != "warmup_end":
             self._refuse(f"count_from={self.count_from!r}", "warmup_steps")
-        if self.trigger != "response_length" and self.surge.truncated_rise != SurgeConfig().truncated_rise:
-            raise ConfigError(
-                f"{section}.surge.truncated_rise: {self.surge.truncated_rise!r} has no effect with "
-                f"trigger={self.trigger!r}; leave out one of the two."
-            )
 
     @property
     def watches(self) -> bool:

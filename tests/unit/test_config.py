@@ -229,9 +229,9 @@ def test_a_part_of_a_section_with_nothing_after_it() -> None:
 def test_none_is_off_where_nobody_has_written_it_and_a_value_where_it_is_one() -> None:
     block = MismatchConfig(lr=None, kl=None)
     assert block == MismatchConfig() and block.to_dict().keys() == {"monitor"}
-    lengths = MismatchConfig.parse({"lr": {"surge": {"truncated_rise": None}}, "kl": {"coef": None}})
+    lengths = MismatchConfig.parse({"lr": {"surge": {"least": None}}, "kl": {"coef": None}})
     assert lengths is not None and lengths.lr is not None and lengths.kl is not None
-    assert lengths.lr.surge.truncated_rise is None and lengths.kl.controller is None
+    assert lengths.lr.surge.least is None and lengths.kl.controller is None
     assert MismatchConfig.parse(lengths.to_dict()) == lengths
 
 

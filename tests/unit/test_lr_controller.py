@@ -173,7 +173,7 @@ def test_what_is_missing_or_too_large_is_named() -> None:
 
 CONFIGS = [
     LrConfig(surge=SMALL),
-    LrConfig(surge=dataclasses.replace(SMALL, baseline="rolling"), count_from="surge"),
+    LrConfig(surge=SMALL, count_from="surge"),
     LrConfig(period=7),
 ]
 
@@ -270,12 +270,9 @@ def test_settings_may_change_on_resume() -> None:
         ({"period": 3, "trigger": "f_tau"}, "trigger: 'f_tau' has no effect with period=3"),
         ({"period": 3, "surge": {"ratio": 3.0}}, "mismatch.lr.surge: .* has no effect with period=3"),
         ({"count_from": "start", "warmup_steps": 3}, "warmup_steps: 3 has no effect with count_from='start'"),
-        ({"trigger": "f_tau", "surge": {"truncated_rise": 0.2}}, "truncated_rise: 0.2 has no effect"),
         ({"surge": {"smoothing": 9, "baseline_window": 8}}, "mismatch.lr.surge.smoothing: 9 .* <= baseline_window"),
         ({"surge": {"ratio": 1.0}}, "mismatch.lr.surge.ratio"),
         ({"surge": {"least": -1.0}}, "mismatch.lr.surge.least"),
-        ({"surge": {"truncated_rise": 0.0}}, "mismatch.lr.surge.truncated_rise"),
-        ({"surge": {"min_step": -1}}, "mismatch.lr.surge.min_step"),
         ({"surge": {"noise_margin": -1.0}}, "mismatch.lr.surge.noise_margin"),
         ({"surge": {"baseline_window": 0}}, "mismatch.lr.surge.baseline_window"),
         ({"triger": "f_tau"}, "Did you mean 'trigger'"),
@@ -287,8 +284,8 @@ def test_the_section_refuses(block: dict[str, Any], message: str) -> None:
 
 
 def test_the_section_is_built_from_plain_data() -> None:
-    block = {"trigger": "mismatch_kl", "surge": {"ratio": 3, "baseline": "rolling"}}
+    block = {"trigger": "mismatch_kl", "surge": {"ratio": 3}}
     config = build(LrConfig, block, "mismatch.lr")
-    assert config.surge == SurgeConfig(ratio=3.0, baseline="rolling")
+    assert config.surge == SurgeConfig(ratio=3.0)
     assert build(LrConfig, dataclasses.asdict(config), "mismatch.lr") == config
     assert build(LrConfig, dataclasses.asdict(LrConfig(period=5)), "mismatch.lr") == LrConfig(period=5)
