@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._timing import paired
-from mismatch_ext.longrun import read_long_run
 from mismatch_ext.metrics.names import MEASURES
+from mismatch_ext.rundata import read_run
 from mismatch_ext.stream import RunStream
 
 STEPS = 20_000
@@ -36,7 +36,7 @@ def run() -> list[dict[str, Any]]:
                 return sum(json.loads(line)["kind"] == "step" for line in lines)
 
         def read() -> int:
-            return read_long_run(path).count("train")
+            return read_run(path).count("train")
 
         assert read() == parsed() == STEPS
         name = f"a run of {STEPS:,} steps read for its report, against parsing its lines alone"

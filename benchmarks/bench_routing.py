@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks._timing import paired
-from mismatch_ext.routing import RoutingTrace, align, align_packed, traces_nbytes
+from mismatch_ext.routing import RoutingTrace, align, align_packed
 
 SEQUENCES, PROMPT, LAYERS, EXPERTS, TOP_K = 512, 64, 48, 128, 8
 """Qwen3-30B-A3B's routers; responses are short so that both sides' copies fit a small machine."""
@@ -105,9 +105,8 @@ def padded_as_verl(ids: list[Ids], attention: Tensor) -> Tensor:
 def sizes() -> list[dict[str, Any]]:
     """Return bytes per token of a trace against the same ids in the forms that others keep and send."""
     ids, tokens = recordings()
-    one = [ingested(0, ids[0], tokens[0])]
     rows = len(ids[0])
-    ours = traces_nbytes(one) / rows
+    ours = ingested(0, ids[0], tokens[0]).nbytes / rows
     forms = {
         "int16 (verl)": ids[0].astype(np.int16).nbytes,
         "int32 in base64 (SGLang, slime)": len(base64.b64encode(ids[0].astype(np.int32).tobytes())),

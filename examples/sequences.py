@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from mismatch_ext.metrics import Interval, bootstrap_quotient, bootstrap_ratio
+from examples.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
 from mismatch_ext.metrics.numerics import k3
 from mismatch_ext.routing import RoutingTrace, agreement
 from mismatch_ext.routing.replaying import REFERENCE

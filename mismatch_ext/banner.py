@@ -10,9 +10,9 @@ from typing import Any
 
 from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.longrun import read_long_run
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.report.closing import closing_lines
+from mismatch_ext.rundata import read_run
 from mismatch_ext.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
 def print_closing(run_dir: Path) -> None:
     """Print what happened in a run; a lost metrics file causes only a warning, because training has already ended well."""
     try:
-        say("\n".join(closing_lines(read_long_run(run_dir))))
+        say("\n".join(closing_lines(read_run(run_dir))))
     except RunDirectoryError as error:
         logger.warning("The summary of the run cannot be printed: %s", error)
 
@@ -142,8 +142,6 @@ def print_closing(run_dir: Path) -> None:
 def rule_of(lr: LrConfig) -> str:
     """Return in a few words by which rule the learning rate is lowered."""
     watched = f"a surge of {lr.trigger}"
-    if lr.rule == "reactive":
-        return f"times {lr.decay:g} at {watched}, at least {lr.cooldown} steps apart, floor {lr.floor:g}"
     every = (
         f"every {lr.period} steps" if lr.period is not None else f"every {lr.period_factor:g} x the step of {watched}"
     )

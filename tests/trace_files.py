@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +102,9 @@ def _trace(entry: dict[str, Any], parts: dict[str, Tensor]) -> RoutingTrace:
     if trace.rows != entry["rows"]:
         raise RoutingError(f"a trace has {trace.rows} rows, its header says {entry['rows']}.")
     return trace
+
+
+def traces_nbytes(traces: Iterable[RoutingTrace]) -> int:
+    """Return the bytes that traces occupy together, with shared parts counted once."""
+    seen = {(part.data_ptr(), part.nbytes): part.nbytes for trace in traces for part in trace.parts}
+    return sum(seen.values())

@@ -10,10 +10,9 @@ from typing import Any
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.longrun import read_long_run
 from mismatch_ext.precision.names import spelled
 from mismatch_ext.provenance import SamplingSettings
-from mismatch_ext.rundata import METRICS_FILE
+from mismatch_ext.rundata import METRICS_FILE, read_run
 
 
 def unlike(out: Path, sides: Run) -> tuple[str, ...]:
@@ -26,7 +25,7 @@ def unlike(out: Path, sides: Run) -> tuple[str, ...]:
     if not (out / METRICS_FILE).is_file():
         return ()
     try:
-        header = read_long_run(out).header
+        header = read_run(out).header
     except RunDirectoryError:
         return ()
     differing = list(_differing(header, sides))

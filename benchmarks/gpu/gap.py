@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.metrics import bootstrap_ratio
+from examples.bootstrap import bootstrap_ratio
 from mismatch_ext.metrics.numerics import k3
 
 TAILS = (1.05, 1.1, 1.25, 1.5, 2.0, 4.0)

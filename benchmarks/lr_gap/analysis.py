@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mismatch_ext.lr import LrConfig, make_controller
+from mismatch_ext.lr import LrConfig, LrController
 from mismatch_ext.rundata import RunData
 
 METRICS = {
@@ -136,7 +136,7 @@ def surge_step(data: RunData, config: LrConfig) -> int | None:
         data: A run without learning-rate control.
         config: The rule; its trigger is `response_length` or `mismatch_kl`.
     """
-    controller = make_controller(config)
+    controller = LrController(config)
     state = controller.initial_state()
     for record in data.steps:
         if record.split != "train" or record.metrics.get(METRICS["reward"]) is None:

@@ -14,16 +14,17 @@ import torch
 from mismatch_ext.adapters.transformers.doctor_models import load_model
 from torch import nn
 
+from benchmarks.quantised import advice
 from benchmarks.quantised.engines import Floats, start, whole
 from benchmarks.quantised.formats import Format, served
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import VOCABULARY, encode
+from examples.bootstrap import bootstrap_ratio
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import advise, correct
+from mismatch_ext.correction import correct
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import EngineError
-from mismatch_ext.metrics import bootstrap_ratio
 
 RESPONSES, TOKENS, KEEP = 1792, 112, 0.99
 SHARES, REST = "share of the divergence", "rounding and all else"
@@ -150,7 +151,7 @@ class Summed:
 
 
 def corrected(sample: Sample, gap: Floats) -> dict[str, Any]:
-    """Return what token weights leave, bounded as `advise` says of the measured tail.
+    """Return what token weights leave, bounded by the quantile of the measured tail.
 
     The bias is the largest error, over all functions of the token within ±1, of their mean under the trainer's policy: the mean
     of |weight - ratio| over sampled tokens, without weights that of |1 - ratio|.
@@ -160,17 +161,17 @@ def corrected(sample: Sample, gap: Floats) -> dict[str, Any]:
     old[sample.row, sample.place] = torch.from_numpy(gap).float()
     mask[sample.row, sample.place] = True
     length = float(mask.sum()) / count
-    advice = advise(sigma=float(gap.std()), mean=float(gap.mean()), length=length, keep=KEEP, measured=gap.tolist())
-    upper = advice.token_bounds[1]
+    sigma, mean = float(gap.std()), float(gap.mean())
+    upper = advice.token_bound(sigma=sigma, mean=mean, keep=KEEP, measured=gap.tolist())
     config = CorrectionConfig(level="token", bound="truncate", upper=upper)
     weight = correct(torch.zeros_like(old), old, mask, config).weights[sample.row, sample.place].double().numpy()
     ratio, summed = np.exp(gap), Summed(sample)
     left = bootstrap_ratio(summed(np.abs(weight - ratio)), summed(np.abs(1 - ratio)))
     size = float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
     return {
-        "level advised": advice.level,
+        "level advised": advice.level(sigma=sigma, mean=mean, length=length, keep=KEEP),
         "upper bound": upper,
-        "upper bound, were the tail normal": advise(sigma=float(gap.std()), length=length, keep=KEEP).token_bounds[1],
+        "upper bound, were the tail normal": advice.token_bound(sigma=sigma, keep=KEEP),
         "effective sample size": size,
         "effective sample size, unbounded": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         "bias removed": {"value": 1 - left.value, "low": 1 - left.high, "high": 1 - left.low},

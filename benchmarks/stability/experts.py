@@ -14,7 +14,7 @@ from benchmarks.gpu.engine import Rollout, decode
 from benchmarks.gpu.miniature import END, Language, advantages, learn, on_grid
 from benchmarks.stability.arms import ExpertArm
 from benchmarks.stability.train import MEASURES, PROMPT, SHORT, Curves
-from mismatch_ext.metrics.clipping import advantage_gap, stopped_by_clip
+from mismatch_ext.metrics.clipping import PhantomSums, stopped_by_clip
 from mismatch_ext.metrics.numerics import k3
 from mismatch_ext.routing import RoutingTrace, align
 
@@ -90,7 +90,8 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
         kept["length"].append(float(mask.sum(1).float().mean()))
         kept["stopped"].append(float(stopped[mask].float().mean()))
         kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
-        kept["advantage_gap"].append(advantage_gap(trainer.detach(), engine, reward, mask))
+        sums = PhantomSums.of(trainer.detach(), engine, reward, mask)
+        kept["advantage_gap"].append(sums.metrics()["advantage_gap"])
         kept["k3"].append(float(k3(d.double()).mean()))
         kept["flipped"] += flipped
         if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.miniature import END, Grid, Language, Shape, Sides, advantages, coarse, on_grid, pretrained
 from benchmarks.stability.arms import Arm
+from examples.dither import IntegerCells, dither
 from mismatch_ext.config import CorrectionConfig, KlConfig, LrConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.kl import kl_estimate, kl_surrogate
-from mismatch_ext.lr import LrControl, make_controller
-from mismatch_ext.metrics.clipping import advantage_gap, stopped_by_clip
+from mismatch_ext.lr import LrControl, LrController
+from mismatch_ext.metrics.clipping import PhantomSums, stopped_by_clip
 from mismatch_ext.metrics.numerics import k3
-from mismatch_ext.precision.dither import IntegerCells, dither
 from mismatch_ext.precision.scaler import LossScaler
 
 STEPS, PROMPT, KL = 60, 4, 0.05
@@ -53,7 +53,7 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
     sides, first = Sides(master), Sides(copy.deepcopy(master))
     optimizer = torch.optim.Adam(master.parameters(), lr=arm.rate, betas=(0.9, 0.99))
     # Its own trigger is a growth of length, of which there is none here: the period is given.
-    control = LrControl(optimizer, make_controller(LrConfig(period=arm.period))) if arm.period else None
+    control = LrControl(optimizer, LrController(LrConfig(period=arm.period))) if arm.period else None
     scaler = LossScaler("cpu") if arm.trainer.dtype == torch.float16 else None
     kept: Curves = {name: [] for name in MEASURES}
     for _ in range(steps):
@@ -74,7 +74,8 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
         kept["length"].append(float(lengths.float().mean()))
         kept["stopped"].append(float(stopped[mask].float().mean()))
         kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
-        kept["advantage_gap"].append(advantage_gap(trainer, engine, reward, mask))
+        sums = PhantomSums.of(trainer, engine, reward, mask)
+        kept["advantage_gap"].append(sums.metrics()["advantage_gap"])
         kept["k3"].append(float(k3(d.double()).mean()))
         kept["end_gap"].append(_end_gap(sides, arm.engine, ids, mask, ends))
         if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:

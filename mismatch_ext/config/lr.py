@@ -17,14 +17,12 @@ class SurgeConfig:
     """When a statistic counts as surging. The paper shows surges but gives no detector: all of this is a choice.
 
     It surges when the median of its last `smoothing` measurements reaches the largest of `ratio` * baseline, baseline +
-    `noise_margin` * (robust standard deviation of the baseline's measurements), and `least`. A measurement is one batch of
-    rollouts.
+    `noise_margin` * (robust standard deviation of the baseline's measurements), and `least`. The baseline is the median of the
+    first measurements of the run, so that slow growth counts once it is large; a measurement is one batch of rollouts. Lengths
+    surge as well when the fraction of truncated responses rises by 0.5 over its baseline: with half of them at the limit the
+    mean cannot show growth.
     """
 
-    baseline: Literal["first", "rolling"] = "first"
-    """Median of the `first` measurements of the run, so that slow growth counts once it is large; or of the `rolling` ones
-    before those that are smoothed, so that only growth within `baseline_window` measurements counts, and noisy surges are
-    missed more often."""
     baseline_window: int = 50
     """Measurements in the baseline; none surges before they are there, and one that surged in the first half of them is not
     seen."""
@@ -32,17 +30,12 @@ class SurgeConfig:
     """Multiple of the baseline that is a surge. Lengths in arXiv 2602.01826 went to 3-4 times theirs."""
     smoothing: int = 5
     """Measurements in the median that is compared; fewer than half of them out of line change nothing. Batches of fewer than
-    8 responses need more: with 4, flat lengths fire in about one of 20 runs of 1000 batches (`python -m mismatch_ext.lr`)."""
+    8 responses need more: with 4, flat lengths fire in about one of 20 runs of 1000 batches."""
     noise_margin: float = 4.0
     """Robust standard deviations (1.4826 * median absolute deviation) above the baseline that a surge has at least."""
     least: float | None = None
     """Least value of a surge; None takes 1 token, 1e-3 nats for mismatch KL (NeMo RL's limit of a healthy run), 0.01 for
     F(tau), 0 for gradient norms."""
-    truncated_rise: float | None = 0.5
-    """Lengths surge as well when the fraction of truncated responses rises by this over its baseline: with half of them at
-    the limit the mean cannot show growth. None looks at the mean only."""
-    min_step: int = 0
-    """No surge before this step; what surges across it counts as surging at it."""
 
     def __post_init__(self) -> None:
         section = "mismatch.lr.surge"
@@ -57,41 +50,28 @@ class SurgeConfig:
         _require(self.ratio > 1, f"{section}.ratio", self.ratio, "a number > 1")
         _require(self.noise_margin >= 0, f"{section}.noise_margin", self.noise_margin, "a number >= 0")
         _require(self.least is None or self.least >= 0, f"{section}.least", self.least, "a number >= 0")
-        _require(
-            self.truncated_rise is None or 0 < self.truncated_rise <= 1,
-            f"{section}.truncated_rise",
-            self.truncated_rise,
-            "0 < x <= 1, or leave out truncated responses with null",
-        )
-        _require(self.min_step >= 0, f"{section}.min_step", self.min_step, "an integer >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrConfig:
-    """Lowers the learning rate when responses grow (arXiv 2602.01826): a multiplier on the host's own schedule."""
+    """Lowers the learning rate when responses grow (arXiv 2602.01826): max(decay^floor(t / period), floor) times the host's own
+    schedule."""
 
-    rule: Literal["periodic", "reactive"] = "periodic"
-    """`periodic` is the paper's: max(decay^floor(t / period), floor). `reactive` multiplies by `decay` once per surge."""
     period: int | None = None
-    """Steps per decay of the periodic rule; None finds it: round(`period_factor` * step of the surge)."""
+    """Steps per decay; None finds it: round(`period_factor` * step of the surge)."""
     period_factor: float = 1.8
     """Period over the step of the surge, as in the paper."""
     count_from: Literal["start", "warmup_end", "surge"] = "warmup_end"
-    """Where t of the periodic rule is 0. The paper leaves it open; counted from the surge, the first decay comes after the
+    """Where t is 0. The paper leaves it open; counted from the surge, the first decay comes after the
     collapse that the paper shows for a constant rate (surge at about 110, collapse at about 300)."""
     warmup_steps: int | None = None
     """Steps of warm-up for `warmup_end`; None takes the host's own, which is 0 where there is no host."""
     decay: float = 0.5
-    """Factor on the learning rate, per period or per surge."""
+    """Factor on the learning rate, per period."""
     floor: float = 0.1
     """Least multiplier."""
     trigger: Trigger = "response_length"
     """Statistic that is watched for a surge; the paper's is the response length."""
-    cooldown: int = 50
-    """Steps after a decay of the reactive rule in which nothing surges."""
-    retrigger: Literal["new_surge", "still_high"] = "new_surge"
-    """After the cooldown the reactive rule measures a new baseline and waits for a `new_surge`; or it keeps the baseline, and
-    decays again if the statistic is `still_high`."""
     surge: SurgeConfig = field(default_factory=SurgeConfig)
     """What counts as a surge."""
 
@@ -107,27 +87,17 @@ class LrConfig:
         )
         _require(0 < self.decay < 1, f"{section}.decay", self.decay, "0 < x < 1")
         _require(0 < self.floor <= 1, f"{section}.floor", self.floor, "0 < x <= 1")
-        _require(self.cooldown >= 0, f"{section}.cooldown", self.cooldown, "an integer >= 0")
-        if self.rule == "reactive":
-            self._refuse("rule='reactive'", "period", "period_factor", "count_from", "warmup_steps")
-        else:
-            self._refuse("rule='periodic'", "cooldown", "retrigger")
         if self.period is not None:
             self._refuse(f"period={self.period}", "period_factor")
         if not self.watches:
             self._refuse(f"period={self.period}, which needs no surge", "trigger", "surge")
         if self.count_from != "warmup_end":
             self._refuse(f"count_from={self.count_from!r}", "warmup_steps")
-        if self.trigger != "response_length" and self.surge.truncated_rise != SurgeConfig().truncated_rise:
-            raise ConfigError(
-                f"{section}.surge.truncated_rise: {self.surge.truncated_rise!r} has no effect with "
-                f"trigger={self.trigger!r}; leave out one of the two."
-            )
 
     @property
     def watches(self) -> bool:
         """Whether the rule waits for a surge and therefore needs the trigger's statistic from every batch."""
-        return self.rule == "reactive" or self.period is None or self.count_from == "surge"
+        return self.period is None or self.count_from == "surge"
 
     def _refuse(self, beside: str, *names: str) -> None:
         defaults = {f.name: f.default for f in dataclasses.fields(self)} | {"surge": SurgeConfig()}

@@ -24,11 +24,9 @@ class AlarmConfig:
     """Values less than this are out of bounds."""
     patience: int | None = None
     """Logs in a row out of bounds before the alarm is raised; None is the built-in rule's, else 3. A log without the metric
-    does not count."""
-    clear: float | None = None
-    """Level on the healthy side that the metric must come back to, for `patience` logs in a row, before the alarm is over and
-    may be raised again. None takes a fifth off: 0.8 * `above`, `below` / 0.8 (of negative bounds `above` / 0.8 and
-    0.8 * `below`); where both bounds are set, no further than midway between them."""
+    does not count. The alarm is over, and may be raised again, after as many logs in a row that are back by a fifth: at
+    0.8 * `above` or `below` / 0.8 (of negative bounds `above` / 0.8 and 0.8 * `below`); where both bounds are set, no further
+    than midway between them."""
     action: Literal["warn", "stop", "call", "off"] | None = None
     """`stop` ends training after the step, with a checkpoint (the alarm begins anew if that is resumed); `call` calls a function;
     `off` switches a built-in rule off; None is `warn`. All but `off` warn and are written to the metrics file."""

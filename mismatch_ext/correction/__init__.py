@@ -1,6 +1,5 @@
 """Importance corrections: weights and rejection for the gap between rollout policy and trainer policy."""
 
-from mismatch_ext.correction.advice import Advice, advise
 from mismatch_ext.correction.logged import LOGGED, of_weights, over_ranks
 from mismatch_ext.correction.settings import COMPAT, PRESETS, RULES, ResolvedCorrection, Rule, parse_rules, resolve
 from mismatch_ext.correction.weights import Correction, correct
@@ -10,11 +9,9 @@ __all__ = [
     "LOGGED",
     "PRESETS",
     "RULES",
-    "Advice",
     "Correction",
     "Rule",
     "ResolvedCorrection",
-    "advise",
     "correct",
     "of_weights",
     "over_ranks",

@@ -3,7 +3,7 @@
 from mismatch_ext.kl.controller import KlController, KlControllerState
 from mismatch_ext.kl.estimators import kl_estimate
 from mismatch_ext.kl.full import kl_full, kl_full_surrogate
-from mismatch_ext.kl.penalty import KlPenalty, kl_metrics, kl_penalty
+from mismatch_ext.kl.penalty import KlPenalty, kl_penalty
 from mismatch_ext.kl.surrogate import kl_baseline, kl_surrogate
 from mismatch_ext.kl.term import KlTerm
 
@@ -16,7 +16,6 @@ __all__ = [
     "kl_estimate",
     "kl_full",
     "kl_full_surrogate",
-    "kl_metrics",
     "kl_penalty",
     "kl_surrogate",
 ]

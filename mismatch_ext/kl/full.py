@@ -29,7 +29,6 @@ def kl_full(
     *,
     mask: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_tokens: int | None = None,
 ) -> Tensor:
     """Return KL(pi || pi_ref) of each token's distribution, exact over the vocabulary.
 
@@ -45,7 +44,6 @@ def kl_full(
         ref_logits: The reference's, same shape; a constant.
         mask: True, or 1, where the KL is wanted `[B, T]`. Other tokens are not read; their value and gradient are 0.
         temperature: Divides both logits first.
-        chunk_tokens: Tokens per chunk; None chooses by V and device.
 
     Returns:
         KL in nats `[B, T]`, float32 (float64 for float64 logits), never negative.
@@ -62,7 +60,7 @@ def kl_full(
         )
     if mask is not None and mask.shape != logits.shape[:-1]:
         raise RecordError(f"mask {list(mask.shape)} does not fit logits {list(logits.shape)}; it must be [..., T].")
-    chunk = chunk_tokens or max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // logits.shape[-1])
+    chunk = max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // logits.shape[-1])
     wanted = None if mask is None else mask.bool()
     kl: Tensor = _FullKl.apply(logits, ref_logits.detach(), wanted, float(temperature), chunk)
     if not bool(torch.isfinite(kl).all()):

@@ -1,6 +1,6 @@
-"""Shared parts of the masked KL functions: checks, importance ratios, and rows that hold several sequences.
+"""Shared parts of the masked KL functions: checks and importance ratios.
 
-Shapes: B rows, T tokens, S sequences (= B unless rows are packed), L longest sequence.
+Shapes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tokens:
     """Checked inputs in float64, exactly 0 at masked tokens.
 
     Args:
-        mask: bool `[B, T]`, or `[S, L]` once unpacked.
+        mask: bool `[B, T]`.
         logprobs: With gradient, which is exactly 0 at masked tokens.
         ref_logprobs: Detached.
         behavior_logprobs: Detached, or None if the policy itself sampled.
@@ -107,68 +107,6 @@ def checked_coef(config: KlConfig, coef: float | None, behavior_logprobs: Tensor
     if not (math.isfinite(chosen) and chosen >= 0):
         raise ConfigError(f"coef {chosen!r} is not allowed; allowed: a finite number >= 0.")
     return chosen
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Packing:
-    """The place of each unmasked token of packed rows in a batch that has one sequence per row.
-
-    Args:
-        places: Index of each unmasked token in the flattened rows `[n]`.
-        sequences: The token's sequence, in order of row and id `[n]`.
-        positions: The token's number among the unmasked tokens of that sequence `[n]`.
-        shape: (B, T).
-    """
-
-    places: Tensor
-    sequences: Tensor
-    positions: Tensor
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, sequence_ids: Tensor, mask: Tensor) -> Packing:
-        """Read the layout from the id of each token's sequence `[B, T]`; ids of masked tokens are not read."""
-        if sequence_ids.shape != mask.shape or sequence_ids.is_floating_point():
-            raise RecordError(
-                f"sequence_ids {list(sequence_ids.shape)} of {sequence_ids.dtype}: an integer tensor of mask's shape "
-                f"{list(mask.shape)} is needed."
-            )
-        places = mask.flatten().nonzero()[:, 0]
-        keys = torch.stack([places // max(mask.shape[1], 1), sequence_ids.flatten()[places].long()], dim=1)
-        sequences, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)[1:]
-        order = torch.argsort(sequences, stable=True)
-        starts = counts.cumsum(0) - counts
-        positions = torch.empty_like(order)
-        positions[order] = torch.arange(len(order), device=order.device) - starts[sequences[order]]
-        return cls(places=places, sequences=sequences, positions=positions, shape=(mask.shape[0], mask.shape[1]))
-
-    @property
-    def count(self) -> int:
-        """Number of sequences with an unmasked token."""
-        return int(self.sequences.max()) + 1 if len(self.sequences) else 0
-
-    def unpack(self, tokens: Tokens) -> Tokens:
-        """Return the tokens with one sequence per row `[S, L]`."""
-        behavior = tokens.behavior_logprobs
-        return Tokens(
-            mask=self.spread(tokens.mask),
-            logprobs=self.spread(tokens.logprobs),
-            ref_logprobs=self.spread(tokens.ref_logprobs),
-            behavior_logprobs=None if behavior is None else self.spread(behavior),
-            dtype=tokens.dtype,
-        )
-
-    def pack(self, values: Tensor) -> Tensor:
-        """Return per-token values `[S, L]`, put back to their places in the packed rows; other places are 0."""
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.places,), values[self.sequences, self.positions]).view(self.shape)
-
-    def spread(self, tensor: Tensor) -> Tensor:
-        """Return per-token values of the packed rows `[B, T]` with one sequence per row `[S, L]`."""
-        length = int(self.positions.max()) + 1 if len(self.positions) else 0
-        return tensor.new_zeros(self.count, length).index_put(
-            (self.sequences, self.positions), tensor.flatten()[self.places]
-        )
 
 
 def require_finite(name: str, values: Tensor, mask: Tensor) -> None:

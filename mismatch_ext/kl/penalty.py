@@ -5,7 +5,6 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl.estimators import LARGEST_EXPONENT, estimate_from_log_ratio
-from mismatch_ext.kl.inputs import Packing, Tokens, checked_coef, checked_tokens
+from mismatch_ext.kl.estimators import estimate_from_log_ratio
+from mismatch_ext.kl.inputs import checked_coef, checked_tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,12 +23,10 @@ class KlPenalty:
     Args:
         loss: The host adds it to the per-token loss before its own aggregation `[B, T]`, differentiable.
         reward: The host subtracts it from the token rewards `[B, T]`, detached.
-        metrics: See `kl_metrics`.
     """
 
     loss: Tensor
     reward: Tensor
-    metrics: dict[str, Tensor]
 
 
 def kl_penalty(
@@ -40,7 +37,6 @@ def kl_penalty(
     *,
     behavior_logprobs: Tensor | None = None,
     coef: float | None = None,
-    sequence_ids: Tensor | None = None,
 ) -> KlPenalty:
     """Return the configured KL penalty of each token, coefficient included.
 
@@ -75,7 +71,6 @@ def kl_penalty(
         config: Estimator, placement, target, ratio and coefficient.
         behavior_logprobs: log mu under the policy that sampled `[B, T]`; needed for a ratio, otherwise checked only.
         coef: Coefficient to use instead of `config.coef`: the host's own, or a controller's.
-        sequence_ids: For rows that hold several sequences, an integer per token that names its sequence within the row `[B, T]`.
 
     Returns:
         `KlPenalty`, in float32, or float64 if an input is.
@@ -96,85 +91,6 @@ def kl_penalty(
     estimate = estimate_from_log_ratio(tokens.logprobs - tokens.ref_logprobs, config.estimator)
     nothing = torch.zeros_like(tokens.ref_logprobs)
     # With placement "reward", the loss stays connected to the graph, so that a host can always call backward.
-    loss = (
-        coef * _ratio(tokens, config.ratio, sequence_ids) * estimate if config.placement != "reward" else estimate * 0
-    )
+    loss = coef * tokens.ratio(config.ratio) * estimate if config.placement != "reward" else estimate * 0
     reward = coef * estimate.detach() if config.placement != "loss" else nothing
-    return KlPenalty(
-        loss=loss.to(tokens.dtype),
-        reward=reward.to(tokens.dtype),
-        metrics=_metrics(tokens, config, coef, sequence_ids),
-    )
-
-
-def kl_metrics(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor,
-    config: KlConfig,
-    *,
-    behavior_logprobs: Tensor | None = None,
-    coef: float | None = None,
-    sequence_ids: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Return the metrics of the KL term.
-
-    With d = logprobs - ref_logprobs. Means are over unmasked tokens (0 if there is none) and unweighted, so they are under the
-    policy that sampled:
-
-    - `kl/k1`: mean d, nats per token; unbiased for KL(pi||ref) if pi sampled; may be negative.
-    - `kl/k3`: mean exp(-d) - 1 + d, nats per token; also unbiased if pi sampled; never negative.
-    - `kl/sequence`: mean over sequences of the sum of d, nats.
-    - `kl/estimate`: mean of the configured estimate, nats per token; biased for k2 and abs.
-    - `kl/saturated_frac`: share of tokens with d < -30, where k3 continues along its tangent.
-    - `kl/log_ratio_max`: largest abs(d), nats.
-    - `kl/coef`: the coefficient.
-    - `kl/ratio_mean`, `kl/ratio_max`, `kl/ratio_saturated_frac`: mean and largest importance ratio of the configured level,
-      and the share of ratios cut at exp(30); only if there is a ratio.
-
-    Args, Raises:
-        As `kl_penalty`.
-
-    Returns:
-        Detached 0-d float64 tensors by name.
-    """
-    coef = checked_coef(config, coef, behavior_logprobs)
-    tokens = checked_tokens(logprobs, ref_logprobs, mask, behavior_logprobs)
-    return _metrics(tokens, config, coef, sequence_ids)
-
-
-@torch.no_grad()
-def _metrics(tokens: Tokens, config: KlConfig, coef: float, sequence_ids: Tensor | None) -> dict[str, Tensor]:
-    d = tokens.logprobs - tokens.ref_logprobs
-    count = tokens.mask.sum().clamp(min=1)
-    if sequence_ids is None:
-        sequences = int(tokens.mask.any(dim=1).sum())
-    else:
-        sequences = Packing.of(sequence_ids, tokens.mask).count
-
-    def mean(values: Tensor) -> Tensor:
-        return torch.where(tokens.mask, values, 0.0).double().sum() / count
-
-    found = {
-        "kl/k1": mean(d),
-        "kl/k3": mean(estimate_from_log_ratio(d, "k3")),
-        "kl/sequence": d.sum() / max(sequences, 1),
-        "kl/estimate": mean(estimate_from_log_ratio(d, config.estimator)),
-        "kl/saturated_frac": mean((d < -LARGEST_EXPONENT).double()),
-        "kl/log_ratio_max": d.abs().max() if d.numel() else d.sum(),
-        "kl/coef": d.new_tensor(coef),
-    }
-    if config.ratio != "none":
-        ratio = _ratio(tokens, config.ratio, sequence_ids)
-        found["kl/ratio_mean"] = mean(ratio)
-        found["kl/ratio_max"] = torch.where(tokens.mask, ratio, 0.0).max() if d.numel() else d.sum()
-        # A ratio that was cut is exp(30), give or take the last bit.
-        found["kl/ratio_saturated_frac"] = mean((ratio > math.exp(LARGEST_EXPONENT) * (1 - 1e-12)).double())
-    return found
-
-
-def _ratio(tokens: Tokens, level: str, sequence_ids: Tensor | None) -> Tensor:
-    if level != "sequence" or sequence_ids is None:
-        return tokens.ratio(level)
-    packing = Packing.of(sequence_ids, tokens.mask)
-    return packing.pack(packing.unpack(tokens).ratio(level))
+    return KlPenalty(loss=loss.to(tokens.dtype), reward=reward.to(tokens.dtype))

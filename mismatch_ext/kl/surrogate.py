@@ -1,6 +1,6 @@
 """A loss term whose gradient is that of the KL divergence itself, including its dependence on which tokens are sampled.
 
-Shapes: B rows, T tokens, S sequences (= B unless rows are packed).
+Shapes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl.estimators import estimate_from_log_ratio, require_float
-from mismatch_ext.kl.inputs import Packing, Tokens, checked_coef, checked_tokens, require_finite
+from mismatch_ext.kl.inputs import Tokens, checked_coef, checked_tokens, require_finite
 
 
 def kl_surrogate(
@@ -22,7 +22,6 @@ def kl_surrogate(
     *,
     behavior_logprobs: Tensor | None = None,
     coef: float | None = None,
-    sequence_ids: Tensor | None = None,
     groups: Tensor | None = None,
     baseline: Tensor | None = None,
 ) -> Tensor:
@@ -57,7 +56,7 @@ def kl_surrogate(
     configuration's bias and spread, by exact enumeration.
 
     The value of the term is coef w_t K_t for every placement, so its mean measures the weighted estimate; but the gradient
-    is not the gradient of that value. Log `kl_metrics`. Only first derivatives mean anything.
+    is not the gradient of that value. Only first derivatives mean anything.
 
     Aggregate by a sum over tokens divided by a constant, such as the number of sequences. A mean over each response's own
     length, as in GRPO, gives short responses more weight and changes the expectation.
@@ -72,9 +71,8 @@ def kl_surrogate(
         config: Estimator, placement, target, ratio, baseline and coefficient.
         behavior_logprobs: log mu under the policy that sampled `[B, T]`; needed for a ratio, otherwise checked only.
         coef: Coefficient to use instead of `config.coef`: the host's own, or a controller's.
-        sequence_ids: For rows that hold several sequences, an integer per token that names its sequence within the row `[B, T]`.
-        groups: For the baseline, an integer per sequence `[S]`: only sequences of the same group (prompt) are averaged.
-            Packed sequences are ordered by row, then id, without those that are all masked. None is one group.
+        groups: For the baseline, an integer per sequence `[B]`: only sequences of the same group (prompt) are averaged.
+            None is one group.
         baseline: What `kl_baseline` returned for these tokens `[B, T]`, nats. It replaces the baseline over the sequences given
             here, for a host that spreads the sequences of a prompt over several calls.
 
@@ -92,11 +90,7 @@ def kl_surrogate(
     coef = checked_coef(config, coef, behavior_logprobs)
     tokens = checked_tokens(logprobs, ref_logprobs, mask, behavior_logprobs)
     given = None if baseline is None else _checked_baseline(baseline, tokens, config)
-    if sequence_ids is None:
-        return (coef * _term(tokens, config, groups, given)).to(tokens.dtype)
-    packing = Packing.of(sequence_ids, tokens.mask)
-    given = None if given is None else packing.spread(given)
-    return (coef * packing.pack(_term(packing.unpack(tokens), config, groups, given))).to(tokens.dtype)
+    return (coef * _term(tokens, config, groups, given)).to(tokens.dtype)
 
 
 def kl_baseline(

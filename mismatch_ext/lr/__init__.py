@@ -2,7 +2,7 @@
 
 from mismatch_ext.config import LrConfig, SurgeConfig
 from mismatch_ext.lr.control import LrControl
-from mismatch_ext.lr.controller import LrController, PeriodicController, ReactiveController, make_controller
+from mismatch_ext.lr.controller import LrController
 from mismatch_ext.lr.rate import RateControl, ShadowRate
 from mismatch_ext.lr.state import LrState
 from mismatch_ext.lr.statistics import (
@@ -19,14 +19,11 @@ __all__ = [
     "LrControl",
     "LrController",
     "LrState",
-    "PeriodicController",
     "RateControl",
-    "ReactiveController",
     "ShadowRate",
     "SurgeConfig",
     "gap_statistics",
     "leading_statistics",
     "length_statistics",
-    "make_controller",
     "numerics_statistics",
 ]

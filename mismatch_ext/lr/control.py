@@ -15,7 +15,7 @@ from mismatch_ext.lr.state import LrState
 class LrControl:
     """Multiplies the learning rate of every parameter group, during `optimizer.step()` and nowhere else.
 
-        control = LrControl(optimizer, make_controller(config), scheduler=scheduler)
+        control = LrControl(optimizer, LrController(config), scheduler=scheduler)
         for batch in rollouts:
             control.update(**length_statistics(batch.lengths, batch.truncated).to_dict())
             ...                                     # loss, backward, clipping as usual

@@ -1,10 +1,9 @@
-"""Controllers of the learning rate: pure functions from state and statistics to state and multiplier."""
+"""The rule for the learning rate: pure functions from state and statistics to state and multiplier."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import RecordError
@@ -13,7 +12,12 @@ from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
 
 
 class LrController:
-    """A rule for the multiplier of the learning rate; `make_controller` makes one.
+    """The paper's rule for the multiplier of the learning rate (arXiv 2602.01826): decay every `period` steps down to a floor.
+
+        multiplier(t) = max(decay^floor(t / period), floor),   period = round(1.8 * T_surge) unless given
+
+    t counts from the start, the end of warm-up or the surge. Until a surge that is needed is found, the multiplier is 1. Only one
+    surge is looked for. The multiplier is a function of step, period and surge, so no error accumulates over steps.
 
     A step is an optimizer step that changes the weights; its number is how many steps came before it. Call `update` for a batch
     of rollouts, with the batch's statistics. Call `advance` for a step without a new batch (another optimizer step on the same
@@ -46,11 +50,15 @@ class LrController:
         """
         if step < 0:
             raise RecordError(f"step={step!r} cannot be a first step; give the number of optimizer steps taken, >= 0.")
-        return LrState(rule=self.config.rule, trigger=self.config.trigger, step=step - 1)
+        return LrState(trigger=self.config.trigger, step=step - 1)
 
     def multiplier(self, state: LrState) -> float:
         """Return the multiplier of the state's step."""
-        raise NotImplementedError
+        period = self.period(state)
+        origin = {"start": 0, "warmup_end": self.warmup_steps, "surge": state.surge_step}[self.config.count_from]
+        if period is None or origin is None:
+            return 1.0
+        return max(self.config.decay ** (max(state.step - origin, 0) // period), self.config.floor)
 
     def advance(self, state: LrState, *, step: int) -> tuple[LrState, float]:
         """Return state and multiplier of a step that has no new batch of rollouts.
@@ -58,11 +66,10 @@ class LrController:
         Raises:
             RecordError: The step is before the state's, or the state is new and the step is not its first.
         """
-        if state.rule != self.config.rule or state.trigger != self.config.trigger:
+        if state.trigger != self.config.trigger:
             raise RecordError(
-                f"the state is of rule {state.rule!r} with trigger {state.trigger!r}, the controller of rule "
-                f"{self.config.rule!r} with trigger {self.config.trigger!r}; set mismatch.lr back to what saved the state, or "
-                "begin with `initial_state(step)`."
+                f"the state is of trigger {state.trigger!r}, the controller of trigger {self.config.trigger!r}; set mismatch.lr "
+                "back to what saved the state, or begin with `initial_state(step)`."
             )
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise RecordError(
@@ -148,43 +155,10 @@ class LrController:
         return {name: float(number) for name, number in found.items() if number is not None}
 
     def period(self, state: LrState) -> int | None:
-        """Return the steps per decay; None while the number is unknown, and for a rule without a period."""
-        return None
-
-    def _measured(self, state: LrState, measurement: Measurement, detector: SurgeDetector) -> LrState:
-        raise NotImplementedError
-
-    def _check_truncated(self, surge: SurgeState, new: Measurement) -> None:
-        if surge.history and (surge.history[-1].truncated is None) != (new.truncated is None):
-            last = surge.history[-1]
-            raise RecordError(
-                f"step {new.step}: truncated_fraction={new.truncated!r}, but it was {last.truncated!r} at step {last.step}; "
-                "give it with every batch, or never."
-            )
-
-
-class PeriodicController(LrController):
-    """The paper's rule (arXiv 2602.01826): decay every `period` steps down to a floor.
-
-    multiplier(t) = max(decay^floor(t / period), floor),   period = round(1.8 * T_surge) unless given
-
-    t counts from the start, the end of warm-up or the surge. Until a surge that is needed is found, the multiplier is 1. Only one
-    surge is looked for. The multiplier is a function of step, period and surge, so no error accumulates over steps.
-    """
-
-    def period(self, state: LrState) -> int | None:
         """Return the steps per decay; None before the surge that decides them."""
         if self.config.period is not None or state.surge_step is None:
             return self.config.period
         return max(1, round(self.config.period_factor * state.surge_step))
-
-    def multiplier(self, state: LrState) -> float:
-        """Return the multiplier of the state's step."""
-        period = self.period(state)
-        origin = {"start": 0, "warmup_end": self.warmup_steps, "surge": state.surge_step}[self.config.count_from]
-        if period is None or origin is None:
-            return 1.0
-        return max(self.config.decay ** (max(state.step - origin, 0) // period), self.config.floor)
 
     def _measured(self, state: LrState, measurement: Measurement, detector: SurgeDetector) -> LrState:
         if state.surge_step is not None:
@@ -195,43 +169,13 @@ class PeriodicController(LrController):
         surge = dataclasses.replace(surge, history=())
         return dataclasses.replace(state, surge=surge, triggers=1, surge_step=found, found_step=measurement.step)
 
-
-class ReactiveController(LrController):
-    """One decay per surge; decays are at least `cooldown` steps apart.
-
-    multiplier = max(decay^surges, floor)
-    """
-
-    def multiplier(self, state: LrState) -> float:
-        """Return the multiplier of the state's step."""
-        return max(self.config.decay**state.triggers, self.config.floor)
-
-    def _measured(self, state: LrState, measurement: Measurement, detector: SurgeDetector) -> LrState:
-        cooling = state.found_step is not None and measurement.step < state.found_step + self.config.cooldown
-        if cooling and self.config.retrigger == "new_surge":
-            return state
-        surge, found = detector.observe(state.surge, measurement, armed=not cooling)
-        if found is None:
-            return dataclasses.replace(state, surge=surge)
-        return dataclasses.replace(
-            state,
-            surge=SurgeState() if self.config.retrigger == "new_surge" else surge,
-            triggers=state.triggers + 1,
-            surge_step=found,
-            found_step=measurement.step,
-        )
-
-
-def make_controller(config: LrConfig, *, warmup_steps: int = 0) -> LrController:
-    """Return the controller that an `lr` section asks for.
-
-    Args:
-        config: The section.
-        warmup_steps: The host's own steps of warm-up, used when the section names none.
-    """
-    kind: Callable[[LrConfig, int], LrController]
-    kind = PeriodicController if config.rule == "periodic" else ReactiveController
-    return kind(config, warmup_steps)
+    def _check_truncated(self, surge: SurgeState, new: Measurement) -> None:
+        if surge.history and (surge.history[-1].truncated is None) != (new.truncated is None):
+            last = surge.history[-1]
+            raise RecordError(
+                f"step {new.step}: truncated_fraction={new.truncated!r}, but it was {last.truncated!r} at step {last.step}; "
+                "give it with every batch, or never."
+            )
 
 
 def _checked(name: str, number: float | None, step: int) -> float | None:

@@ -12,7 +12,7 @@ import torch
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.lr.control import LrControl
-from mismatch_ext.lr.controller import make_controller
+from mismatch_ext.lr.controller import LrController
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RateControl:
         self._updates, self._joined = updates, step
 
         def new() -> list[LrControl]:
-            controller, made = make_controller(self.config, warmup_steps=warmup), []
+            controller, made = LrController(self.config, warmup_steps=warmup), []
             for one, its in zip(optimizers, schedulers, strict=True):
                 counts = None if updates is None else False
                 made.append(LrControl(one, controller, scheduler=its, step=self._step(), count_steps=counts))

@@ -12,7 +12,6 @@ from mismatch_ext.errors import RecordError
 from mismatch_ext.lr.surge import Level, Measurement, SurgeState
 
 STATE_VERSION = 1
-_RULES = ("periodic", "reactive")
 _TRIGGERS = ("response_length", "mismatch_kl", "grad_norm", "f_tau")
 
 
@@ -21,17 +20,15 @@ class LrState:
     """State of an `LrController`, without its settings.
 
     Args:
-        rule: The controller's rule.
         trigger: The controller's trigger.
         step: Last step that the controller was asked for; before that, one less than the first step.
         measured_step: Step of the last measurement.
-        triggers: Surges found.
-        surge_step: Step of the last surge.
+        triggers: Surges found, 0 or 1.
+        surge_step: Step of the surge.
         found_step: Step at which that surge was found; it is later, because of smoothing.
         surge: The detector's state.
     """
 
-    rule: str
     trigger: str
     step: int = -1
     measured_step: int | None = None
@@ -55,9 +52,8 @@ class LrState:
                 saved. The message names it and says what to do.
         """
         _keys(data, {"version", *(f.name for f in dataclasses.fields(cls))}, "the state")
-        for key, allowed in (("rule", _RULES), ("trigger", _TRIGGERS)):
-            if data[key] not in allowed:
-                raise _damaged(key, data[key], " or ".join(allowed))
+        if data["trigger"] not in _TRIGGERS:
+            raise _damaged("trigger", data["trigger"], " or ".join(_TRIGGERS))
         for key in ("step", "triggers", "measured_step", "surge_step", "found_step"):
             least = -1 if key == "step" else 0
             whole = isinstance(data[key], int) and not isinstance(data[key], bool) and data[key] >= least

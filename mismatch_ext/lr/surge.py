@@ -10,6 +10,8 @@ from mismatch_ext.config import SurgeConfig, Trigger
 
 LEAST: dict[Trigger, float] = {"response_length": 1.0, "mismatch_kl": 1e-3, "grad_norm": 0.0, "f_tau": 0.01}
 """Least value of a surge per trigger, if the settings name none."""
+TRUNCATED_RISE = 0.5
+"""Rise of the fraction of truncated responses over its baseline that is a surge of lengths."""
 MAD_TO_STD = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
 
@@ -74,7 +76,7 @@ class SurgeDetector:
     def __init__(self, config: SurgeConfig, trigger: Trigger) -> None:
         self.config = config
         self.least = LEAST[trigger] if config.least is None else config.least
-        self.truncated_rise = config.truncated_rise if trigger == "response_length" else None
+        self.counts_truncated = trigger == "response_length"
 
     def threshold(self, baseline: Level) -> float:
         """Return the smoothed value from which on there is a surge over a baseline; 0 means that no value is a surge."""
@@ -83,50 +85,44 @@ class SurgeDetector:
 
     def truncated_threshold(self, baseline: Level) -> float:
         """Return the smoothed truncated fraction from which on there is a surge; above 1 means that no fraction is one."""
-        return baseline.center + max(self.truncated_rise or 2.0, self.config.noise_margin * baseline.spread)
+        return baseline.center + max(TRUNCATED_RISE, self.config.noise_margin * baseline.spread)
 
-    def observe(self, state: SurgeState, new: Measurement, *, armed: bool = True) -> tuple[SurgeState, int | None]:
+    def observe(self, state: SurgeState, new: Measurement) -> tuple[SurgeState, int | None]:
         """Take a measurement, and return the new state and the step of the surge, if there is one.
 
         Among the measurements that are smoothed together, the first one that reaches the threshold itself gives the step, so
-        smoothing does not delay the step. It is never before `min_step`.
+        smoothing does not delay the step.
 
         Args:
             state: State before.
             new: The measurement.
-            armed: Whether to look for a surge; False only stores the measurement.
         """
         state = self._remember(state, new)
         recent = state.history[-self.config.smoothing :]
-        if state.baseline is None or not armed or new.step < self.config.min_step:
+        if state.baseline is None:
             return state, None
         threshold = self.threshold(state.baseline)
         reaching = [m.step for m in recent if m.value >= threshold]
         if threshold > 0 and median(m.value for m in recent) >= threshold:
-            return state, max(reaching[0], self.config.min_step)
+            return state, reaching[0]
         cut = [m.truncated for m in recent if m.truncated is not None]
         if state.truncated_baseline is not None and len(cut) == len(recent):
             threshold = self.truncated_threshold(state.truncated_baseline)
             reaching = [m.step for m, fraction in zip(recent, cut, strict=True) if fraction >= threshold]
             if median(cut) >= threshold:
-                return state, max(reaching[0], self.config.min_step)
+                return state, reaching[0]
         return state, None
 
     def _remember(self, state: SurgeState, new: Measurement) -> SurgeState:
         config = self.config
         history = (*state.history, new)
-        if config.baseline == "rolling":
-            history = history[-config.baseline_window - config.smoothing :]
-            window = history[: -config.smoothing]
-        elif state.baseline is not None:
+        if state.baseline is not None:
             return dataclasses.replace(state, history=history[-config.smoothing :])
-        else:
-            window = history
-        if len(window) < config.baseline_window:
+        if len(history) < config.baseline_window:
             return dataclasses.replace(state, history=history)
-        cut = [m.truncated for m in window if m.truncated is not None]
+        cut = [m.truncated for m in history if m.truncated is not None]
         return SurgeState(
-            history=history[-config.smoothing :] if config.baseline == "first" else history,
-            baseline=Level.of([m.value for m in window]),
-            truncated_baseline=Level.of(cut) if self.truncated_rise and len(cut) == len(window) else None,
+            history=history[-config.smoothing :],
+            baseline=Level.of([m.value for m in history]),
+            truncated_baseline=Level.of(cut) if self.counts_truncated and len(cut) == len(history) else None,
         )

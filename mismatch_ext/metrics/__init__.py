@@ -1,7 +1,6 @@
 """Measures of the gap between rollout and trainer log-probabilities."""
 
 from mismatch_ext.metrics.accumulator import MismatchAccumulator, MismatchSummary, mismatch_metrics
-from mismatch_ext.metrics.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
 from mismatch_ext.metrics.groups import GapGroups
 from mismatch_ext.metrics.names import MEASURES, Measure
 from mismatch_ext.metrics.profiles import Profile
@@ -9,12 +8,9 @@ from mismatch_ext.metrics.profiles import Profile
 __all__ = [
     "MEASURES",
     "GapGroups",
-    "Interval",
     "Measure",
     "MismatchAccumulator",
     "MismatchSummary",
     "Profile",
-    "bootstrap_quotient",
-    "bootstrap_ratio",
     "mismatch_metrics",
 ]

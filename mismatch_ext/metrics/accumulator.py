@@ -6,7 +6,6 @@ Shapes: B sequences, T tokens, n unmasked tokens, m sequences that have one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +28,8 @@ SUMS = (
     "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio",
 )  # fmt: skip
 MAXIMA = ("abs_max", "p_abs_max", "seq_abs_max", "log_ppl_diff_max", "log_ppl_diff_min_negated")
+TAUS = (1.1, 2.0)
+"""Thresholds of F(tau), the fraction of tokens whose ratio of probabilities, or its inverse, exceeds tau."""
 LOG_SUMS = ("lse", "lse_squared", "seq_lse", "seq_lse_squared")
 
 
@@ -52,7 +53,6 @@ class MismatchAccumulator:
 
     Args:
         sampling: Settings that the tokens were sampled with, for `support_truncated`.
-        thresholds: Values of tau for F(tau), each > 1.
         scatter_samples: Number of tokens kept for a scatter plot.
         seed: Seed of the random choice of those tokens.
     """
@@ -61,21 +61,15 @@ class MismatchAccumulator:
         self,
         *,
         sampling: SamplingSettings | None = None,
-        thresholds: Sequence[float] = (1.1, 2.0),
         scatter_samples: int = 0,
         seed: int = 0,
     ) -> None:
-        if any(not 1 < tau < math.inf for tau in thresholds):
-            raise RecordError(f"thresholds {tuple(thresholds)} of F(tau) must all be > 1 and finite.")
-        if len(set(map(tail_name, thresholds))) != len(thresholds):
-            raise RecordError(f"thresholds {tuple(thresholds)} of F(tau) share a name; they must differ in 6 digits.")
         if scatter_samples < 0:
             raise RecordError(f"scatter_samples={scatter_samples} must be >= 0; 0 keeps no sample.")
         self.sampling = sampling
-        self.thresholds = tuple(thresholds)
         self.scatter_samples = scatter_samples
         self._generator = torch.Generator().manual_seed(seed)
-        self._sums = dict.fromkeys((*SUMS, *map(tail_name, self.thresholds)), 0.0)
+        self._sums = dict.fromkeys((*SUMS, *map(tail_name, TAUS)), 0.0)
         self._maxima = dict.fromkeys(MAXIMA, -math.inf)
         self._log_sums = dict.fromkeys(LOG_SUMS, -math.inf)
         self._moments = Moments()
@@ -166,7 +160,7 @@ class MismatchAccumulator:
             tokens=torch.tensor(len(d)), abs=size.sum(), d=d.sum(), k3=token_k3.sum(),
             saturated=(d > SATURATION).sum(), r_squared=(2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp_().sum(),
             p_abs=p_abs.sum(),
-            **{tail_name(tau): (size > math.log(tau)).sum() for tau in self.thresholds},
+            **{tail_name(tau): (size > math.log(tau)).sum() for tau in TAUS},
         )  # fmt: skip
         self._raise_maxima(abs_max=size, p_abs_max=p_abs)
         self._moments += Moments.of(p, q)
@@ -223,13 +217,7 @@ class MismatchAccumulator:
         return int(self._sums["tokens"])
 
     def merge(self, other: MismatchAccumulator) -> None:
-        """Add another accumulator's measures, as if its batches had been added to this one.
-
-        Raises:
-            RecordError: The thresholds differ.
-        """
-        if other.thresholds != self.thresholds:
-            raise RecordError(f"thresholds {other.thresholds} cannot be merged into {self.thresholds}.")
+        """Add another accumulator's measures, as if its batches had been added to this one."""
         for name, value in other._sums.items():
             self._sums[name] += value
         for name, value in other._maxima.items():
@@ -245,7 +233,6 @@ class MismatchAccumulator:
         """Return the accumulator's state as plain JSON-able data, with None for infinities."""
         return {
             "version": STATE_VERSION,
-            "thresholds": list(self.thresholds),
             "sums": dict(self._sums),
             "maxima": {k: None if math.isinf(v) else v for k, v in self._maxima.items()},
             "log_sums": {k: None if math.isinf(v) else v for k, v in self._log_sums.items()},
@@ -258,12 +245,11 @@ class MismatchAccumulator:
         """Restore what `state_dict` returned.
 
         Raises:
-            RecordError: The state is of another version or has other thresholds.
+            RecordError: The state is of another version.
         """
-        if state.get("version") != STATE_VERSION or tuple(state.get("thresholds", ())) != self.thresholds:
+        if state.get("version") != STATE_VERSION:
             raise RecordError(
-                f"accumulator state of version {state.get('version')!r} with thresholds {state.get('thresholds')!r} does "
-                f"not fit version {STATE_VERSION} with {list(self.thresholds)}."
+                f"accumulator state of version {state.get('version')!r}; this release reads {STATE_VERSION}."
             )
         self._sums = dict(state["sums"])
         self._maxima = {k: -math.inf if v is None else v for k, v in state["maxima"].items()}
@@ -304,7 +290,7 @@ class MismatchAccumulator:
             "seq_k3_kl": s["seq_k3"] / m,
             "seq_logp_abs_diff_mean": s["seq_abs"] / m,
             "seq_logp_abs_diff_max": top["seq_abs_max"],
-            **{tail_name(tau): s[tail_name(tau)] / n for tau in self.thresholds},
+            **{tail_name(tau): s[tail_name(tau)] / n for tau in TAUS},
             "ess_token": math.exp(2 * logs["lse"] - logs["lse_squared"]) / n,
             "ess_seq": math.exp(2 * logs["seq_lse"] - logs["seq_lse_squared"]) / m,
             "chi2_token": s["r_squared"] / n - 1,

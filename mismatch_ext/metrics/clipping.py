@@ -31,24 +31,6 @@ def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, hig
     return (rising & (advantages > 0)) | (falling & (advantages < 0))
 
 
-def advantage_gap(trainer: Tensor, engine: Tensor, advantages: Tensor, mask: Tensor) -> float:
-    """Return how much higher the trainer's log-ratio to the engine is on reinforced tokens than on discouraged ones, in nats.
-
-    E[log pi_trainer - log pi_engine | A > 0] - E[... | A < 0], both at the weights that sampled. Rounding averages out in this
-    difference. Updates that are in the trainer's weights but not in the engine's do not average out, and then a clip on the
-    ratio stops learning.
-
-    Args:
-        trainer, engine: Log-probabilities of the sampled tokens `[B, T]`, nats.
-        advantages: `[B]` or `[B, T]`.
-        mask: True, or 1, for the tokens that count `[B, T]`.
-
-    Returns:
-        The gap; NaN if there are no tokens with A > 0, or none with A < 0.
-    """
-    return PhantomSums.of(trainer, engine, advantages, mask).metrics()["advantage_gap"]
-
-
 @dataclass(frozen=True)
 class PhantomSums:
     """The sums over tokens from which phantom clipping is measured; they add up over ranks and micro-batches.

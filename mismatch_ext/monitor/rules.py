@@ -32,8 +32,6 @@ class Asked(Protocol):
     @property
     def patience(self) -> int | None: ...
     @property
-    def clear(self) -> float | None: ...
-    @property
     def action(self) -> Literal["warn", "stop", "call", "off"] | None: ...
     @property
     def call(self) -> str | None: ...
@@ -192,13 +190,13 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
     above, below = (default.above, default.below) if default else (None, None)
     patience = default.patience if default else PATIENCE
     if alarm is None:
-        clear, action, call = None, None, None
+        action, call = None, None
     else:
         _check(f"{SECTION}.{name}", alarm)
         above = above if alarm.above is None else alarm.above
         below = below if alarm.below is None else alarm.below
         patience = patience if alarm.patience is None else alarm.patience
-        clear, action, call = alarm.clear, alarm.action, alarm.call
+        action, call = alarm.action, alarm.call
     if action == "off":
         return None
     if default is None and above is None and below is None:
@@ -210,7 +208,7 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
     key = f"{SECTION}.{name}"
     if above is not None and below is not None:
         require(below < above, f"{key}.below", below, f"x < above ({above:g})")
-    clear_above, clear_below = _clear_levels(key, above, below, clear)
+    clear_above, clear_below = _clear_levels(above, below)
     return Rule(
         metric=metric,
         above=above,
@@ -226,7 +224,7 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
 
 
 def _check(key: str, alarm: Asked) -> None:
-    for name in ("above", "below", "clear"):
+    for name in ("above", "below"):
         value = getattr(alarm, name)
         require(value is None or math.isfinite(value), f"{key}.{name}", value, "a finite number")
     require(alarm.patience is None or alarm.patience >= 1, f"{key}.patience", alarm.patience, "an integer >= 1")
@@ -240,25 +238,13 @@ def _check(key: str, alarm: Asked) -> None:
         )
 
 
-def _clear_levels(
-    key: str, above: float | None, below: float | None, clear: float | None
-) -> tuple[float | None, float | None]:
-    if clear is None:
-        over = None if above is None else _eased(above, above > 0)
-        under = None if below is None else _eased(below, below < 0)
-        if above is None or below is None or over is None or under is None:
-            return over, under
-        middle = below + (above - below) / 2
-        return max(middle, over), min(middle, under)
-    if above is None and below is None:
-        raise ConfigError(
-            f"{key}.clear: {clear!r} has no effect without a threshold; give above or below, or leave it out."
-        )
-    if above is not None:
-        require(clear <= above, f"{key}.clear", clear, f"x <= above ({above:g}), the healthy side")
-    if below is not None:
-        require(clear >= below, f"{key}.clear", clear, f"x >= below ({below:g}), the healthy side")
-    return None if above is None else clear, None if below is None else clear
+def _clear_levels(above: float | None, below: float | None) -> tuple[float | None, float | None]:
+    over = None if above is None else _eased(above, above > 0)
+    under = None if below is None else _eased(below, below < 0)
+    if above is None or below is None or over is None or under is None:
+        return over, under
+    middle = below + (above - below) / 2
+    return max(middle, over), min(middle, under)
 
 
 def _eased(bound: float, towards_zero: bool) -> float:

@@ -33,7 +33,7 @@ def closing_lines(run: RunData) -> list[str]:
     lines += _gap(run) + _alarms(run) + _unwatched(run) + _learning_rate(run) + _loss_scale(run)
     lines += _weight_sync(run) + _routing(run)
     if run.problems:
-        lines.append(_line("problems", f"{len(run.problems) + run.more_problems}, the first: {run.problems[0]}"))
+        lines.append(_line("problems", f"{len(run.problems)}, the first: {run.problems[0]}"))
     lines.append(_line("metrics", str(run.path / METRICS_FILE)))
     lines.append(_line("report", f"mismatch-ext report {shlex.quote(str(run.path))}"))
     return lines
@@ -203,8 +203,7 @@ def _weight_sync(run: RunData) -> list[str]:
         return []
     parts = []
     if verified:
-        more = sum(one.count - one.undone for (_, name), one in run.repeats.items() if name == "weight_sync")
-        parts.append(f"{_count(len(verified) + more, 'weight update')} verified")
+        parts.append(f"{_count(len(verified), 'weight update')} verified")
     known = [value for value in values if value is not None]
     if known:
         parts.append(f"gap of the probes at most {quantity(max(known))}")

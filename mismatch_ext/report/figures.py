@@ -173,8 +173,6 @@ def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
         pairs = zip(*run.series(PREFIX + "loss_scale"), strict=True)
         known = {step: scale for step, scale in pairs if drawable(scale, log=True)}
         known |= {step: scale for step, scale in fell.items() if drawable(scale, log=True)}
-        if run.older and known:  # some steps were thinned out
-            known |= {step: known[min(known, key=lambda at: abs(at - step))] for step in steps if step not in known}
         trace = trace_of(name, index, steps, [known.get(step, 1.0) for step in steps])
         look = {"symbol": "x", "size": 10, "color": style(index)["color"]}
         trace |= {"mode": "markers", "marker": look}

@@ -15,10 +15,15 @@ from typing import Any
 
 from mismatch_ext.host_names import PREFIX as PREFIX
 from mismatch_ext.host_names import Role
-from mismatch_ext.longrun import read_long_run
-from mismatch_ext.older import NATIVE as NATIVE
-from mismatch_ext.older import OlderMetric, weight_of
-from mismatch_ext.rundata import RunData, find_runs
+from mismatch_ext.metrics.names import PARTS_OF_STALE
+from mismatch_ext.rundata import RunData, find_runs, read_run
+
+NATIVE = "native/"
+KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer", "kept")), *PARTS_OF_STALE)
+"""Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
+# Metric -> the count that weights it; tokens by default. None means a plain mean over steps: ESS describes one batch.
+ROUTING_WEIGHT = "routing/compared_tokens"
+WEIGHTS = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None, "source": None}
 
 ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
@@ -81,7 +86,7 @@ def load_runs(directory: str | Path) -> dict[str, RunData]:
     Raises:
         RunDirectoryError: The path holds no run.
     """
-    data = {folder: read_long_run(path) for folder, path in find_runs(directory).items()}
+    data = {folder: read_run(path) for folder, path in find_runs(directory).items()}
     names = {folder: _header_name(run) or folder for folder, run in data.items()}
     taken = list(names.values())
     labels = {f: n if taken.count(n) == 1 else f for f, n in names.items()}
@@ -113,7 +118,6 @@ def _is_tail(name: str) -> bool:
 def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
     records = [record for record in run.steps if record.split == split]
     broken = sum(any(v is None for k, v in r.metrics.items() if k.startswith(PREFIX)) for r in records)
-    broken += run.older[split].nonfinite if split in run.older else 0
     first, last = _ends(run.series(Role.REWARD, split)[1])
     return Row(
         run=name,
@@ -136,19 +140,29 @@ def pooled(run: RunData, column: str, split: str = "train") -> float | None:
         if record.split == split and value is not None:
             values.append(value)
             weights.append(record.metrics.get(weight) if weight else None)
-    older = run.older[split].metrics.get(PREFIX + column) if split in run.older else None
-    older = older or OlderMetric()
-    if not values and not older.known:
+    if not values:
         return None
     if column.removeprefix(NATIVE) in MAXIMA:
-        return max([*values, older.largest])
+        return max(values)
     known = [weight for weight in weights if weight is not None and weight > 0]
-    total, over = older.weighted, older.weight
-    if len(known) + older.weighed < len(values) + older.known:
+    if len(known) < len(values):
         known = [1.0] * len(values)
-        total, over = older.total, float(older.known)
-    mean = (total + sum(v * w for v, w in zip(values, known, strict=True))) / (over + sum(known))
+    mean = sum(v * w for v, w in zip(values, known, strict=True)) / sum(known)
     return mean if math.isfinite(mean) else None
+
+
+def weight_of(column: str) -> str | None:
+    """Return the metric that weights the steps in a metric's mean over the run; None for a plain mean.
+
+    Args:
+        column: Name of the metric without "mismatch/".
+    """
+    kind = next((kind for kind in KINDS if column.startswith(kind)), "")
+    plain = column.removeprefix(kind)
+    count_name = WEIGHTS.get(plain, ROUTING_WEIGHT if plain.startswith("routing/") else "tokens")
+    if count_name and plain != column:
+        count_name = kind + count_name
+    return f"{PREFIX}{count_name}" if count_name else None
 
 
 def _ends(values: Sequence[float | None]) -> tuple[float | None, float | None]:

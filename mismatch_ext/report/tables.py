@@ -122,8 +122,6 @@ def event_rows(runs: Mapping[str, RunData]) -> tuple[list[EventRow], int]:
                 rows.append(_event_row(name, event, str(event.step), event.message))
             elif event is group[0]:
                 last, count, at = group[-1], len(group), [e.step for e in group]
-                if (more := run.repeats.get((event.segment, event.name))) is not None:
-                    last, count, at = more.last, count + more.count, [*at, more.first_step, more.last_step]
                 rows.append(_event_row(name, last, f"{min(at)}–{max(at)}", f"{count} times; the last: {last.message}"))
     rows.sort(key=lambda row: row.level == "info")
     return rows[:MAX_EVENTS], max(0, len(rows) - MAX_EVENTS)
@@ -146,7 +144,7 @@ def missing(runs: Mapping[str, RunData], summary: Summary) -> list[tuple[str, st
     found: list[tuple[str, str]] = []
     for name, run in runs.items():
         found += [(name, text) for text in run.problems[:MAX_PROBLEMS]]
-        if (more := len(run.problems) + run.more_problems - MAX_PROBLEMS) > 0:
+        if (more := len(run.problems) - MAX_PROBLEMS) > 0:
             found.append((name, f"{more} more lines like these were left out."))
         found += [(name, text) for text in _absent(name, run, summary)]
     return found
@@ -175,8 +173,6 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
                 f"curves of {split} show {MAX_POINTS // 2} stretches of its {count} steps, each by its smallest and its largest "
                 "value; tables, verdict and events are over all steps."
             )
-    if run.older:
-        texts.append("of the token samples, a plot shows some of those that are spread evenly over the steps.")
     if not any(run.series(Role.REWARD, split)[0] for split in run.splits):
         texts.append(f"no reward was recorded (by this host's name for it, `{run.names.reward}`).")
     for kind, option in (("position", "profile_every"), ("probability", "profile_every")):

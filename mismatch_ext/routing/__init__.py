@@ -6,7 +6,7 @@ from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.plausibility import check_plausible, expert_overlap
 from mismatch_ext.routing.shape import RoutingShape
 from mismatch_ext.routing.sharing import Shared, share_prompts
-from mismatch_ext.routing.trace import RoutingTrace, traces_nbytes
+from mismatch_ext.routing.trace import RoutingTrace
 
 __all__ = [
     "OTHER_PASSES",
@@ -22,5 +22,4 @@ __all__ = [
     "expert_overlap",
     "share_prompts",
     "storage_dtype",
-    "traces_nbytes",
 ]

@@ -100,7 +100,7 @@ class RoutingTrace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts; a part that other traces share is counted in each (see `traces_nbytes`)."""
+        """Bytes of all parts; a part that other traces share is counted in each."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -338,9 +338,3 @@ def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...
 def _known(trace: RoutingTrace) -> Tensor:
     assert trace.tokens is not None
     return trace.tokens
-
-
-def traces_nbytes(traces: Iterable[RoutingTrace]) -> int:
-    """Return the bytes that traces occupy together, with shared parts counted once."""
-    seen = {(part.data_ptr(), part.nbytes): part.nbytes for trace in traces for part in trace.parts}
-    return sum(seen.values())

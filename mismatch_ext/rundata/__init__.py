@@ -1,6 +1,6 @@
 """Reads a run directory, and holds the data that was read."""
 
-from mismatch_ext.rundata.data import EventRecord, ProfileRecord, Repeats, RunData, StepRecord
+from mismatch_ext.rundata.data import EventRecord, ProfileRecord, RunData, StepRecord
 from mismatch_ext.rundata.lines import parse_line
 from mismatch_ext.rundata.reading import METRICS_FILE, RUN_FOLDER, find_runs, read_run
 
@@ -9,7 +9,6 @@ __all__ = [
     "RUN_FOLDER",
     "EventRecord",
     "ProfileRecord",
-    "Repeats",
     "RunData",
     "StepRecord",
     "find_runs",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.host_names import HostNames, Role, names_of
-from mismatch_ext.older import OlderMetric, OlderSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +68,8 @@ class EndRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeats:
-    """Info events of one name and segment that were counted and not kept; a later segment undid `undone` of them."""
-
-    count: int
-    first_step: int
-    last_step: int
-    undone: int
-    last: EventRecord
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Everything read from one run directory, in step order; later segments replace earlier ones.
-
-    If `mismatch_ext.longrun.read_long_run` read a long run, `steps` holds only the last steps, `older` stands for the steps
-    before them, by split, `repeats` for info events beyond the first ones of a segment and name, and `more_problems` counts
-    the problems that are not in `problems`.
-    """
+    """Everything read from one run directory, in step order; later segments replace earlier ones."""
 
     path: Path
     headers: tuple[dict[str, Any], ...] = ()
@@ -97,42 +79,29 @@ class RunData:
     events: tuple[EventRecord, ...] = ()
     ends: tuple[EndRecord, ...] = ()
     problems: tuple[str, ...] = ()
-    older: Mapping[str, OlderSteps] = field(default_factory=dict)
-    repeats: Mapping[tuple[int, str], Repeats] = field(default_factory=dict)
-    more_problems: int = 0
 
     @property
     def splits(self) -> list[str]:
         """Splits that have step lines, train first."""
-        found = {record.split for record in self.steps} | set(self.older)
-        return sorted(found, key=lambda split: (split != "train", split))
+        return sorted({record.split for record in self.steps}, key=lambda split: (split != "train", split))
 
     @property
     def last_step(self) -> int:
         """The last step that has a line; 0 if no step has one."""
-        older = [found.last_step for found in self.older.values()]
-        return max([record.step for record in self.steps] + older, default=0)
+        return max((record.step for record in self.steps), default=0)
 
     def logged(self, split: str | None = None) -> set[str]:
         """Return the names of all metrics that a split logged; of all splits if none is given."""
-        found = {name for record in self.steps if split in (None, record.split) for name in record.metrics}
-        return found | {name for of, older in self.older.items() if split in (None, of) for name in older.metrics}
+        return {name for record in self.steps if split in (None, record.split) for name in record.metrics}
 
     def count(self, split: str) -> int:
         """Return the number of steps of a split."""
-        older = self.older[split].steps if split in self.older else 0
-        return older + sum(record.split == split for record in self.steps)
+        return sum(record.split == split for record in self.steps)
 
     def logs(self, name: str, split: str = "train") -> tuple[int, int]:
         """Return the number of steps at which a metric was logged, and the number of those at which it was not finite."""
         values = [r.metrics[name] for r in self.steps if r.split == split and name in r.metrics]
-        logs, broken = len(values), values.count(None)
-        if (older := self._older(name, split)) is not None:
-            logs, broken = logs + older.logs, broken + older.logs - older.known
-        return logs, broken
-
-    def _older(self, name: str, split: str) -> OlderMetric | None:
-        return self.older[split].metrics.get(name) if split in self.older else None
+        return len(values), values.count(None)
 
     @property
     def header(self) -> dict[str, Any]:
@@ -147,8 +116,6 @@ class RunData:
     def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
         """Return the steps at which a metric was logged and its values, None where it was not finite.
 
-        From `older` steps it has only the first ones and the extremes.
-
         Args:
             name: The name under which the metric was logged; or its `Role`, which works for every host.
             split: "train" or "eval/<name>".
@@ -156,22 +123,15 @@ class RunData:
         logged = self.names.of(name) if isinstance(name, Role) else name
         rows = [r for r in self.steps if r.split == split and logged in r.metrics]
         steps, values = [r.step for r in rows], [r.metrics[logged] for r in rows]
-        older = self._older(logged, split)
-        points = [] if older is None else older.points()
         if name is Role.LEARNING_RATE and self.names.next_rate:
             # The host logs at each step the rate of the next step; the last value belongs to a step that was not taken.
             logged_at = dict(zip(steps, values, strict=True))
             steps = [step for step in steps if step - 1 in logged_at]
             values = [logged_at[step - 1] for step in steps]
-            points = [(step + 1, value) for step, value in points]
-        return [step for step, _ in points] + steps, [value for _, value in points] + values
+        return steps, values
 
     def falls(self, name: str, split: str = "train") -> list[tuple[int, float]]:
         """Return the steps at which a metric fell below its previous log, with its values there; a value of 0 does not count."""
         rows = [(r.step, r.metrics[name]) for r in self.steps if r.split == split and name in r.metrics]
-        older = self._older(name, split)
-        found = [] if older is None else older.falls
-        if older is not None and older.last is not None:
-            rows.insert(0, older.last)
         pairs = zip(rows, rows[1:], strict=False)
-        return found + [(step, b) for (_, a), (step, b) in pairs if a and b and b < a]
+        return [(step, b) for (_, a), (step, b) in pairs if a and b and b < a]

@@ -7,10 +7,9 @@ truncated or damaged; reading never raises for the content of the file, only for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.rundata.data import EndRecord, EventRecord, ProfileRecord, RunData, ScatterRecord, StepRecord
@@ -82,33 +81,23 @@ def read_run(run_dir: str | Path) -> RunData:
     Raises:
         RunDirectoryError: `metrics.jsonl` is missing or cannot be read.
     """
-    reader = Reader()
-    with open_metrics(run_dir) as file:
-        read_lines(file, reader)
-    return reader.finish(Path(run_dir))
-
-
-def open_metrics(run_dir: str | Path) -> BinaryIO:
-    """Open the metrics of a run directory for reading; raise `RunDirectoryError` if that fails."""
+    reader, number = _Reader(), 0
     path = Path(run_dir) / METRICS_FILE
     try:
-        return path.open("rb")
+        lines = path.open("rb")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunDirectoryError(f"{path} cannot be read: {reason}; give a folder that holds {METRICS_FILE}.") from error
-
-
-def read_lines(lines: Iterable[bytes], reader: Reader) -> None:
-    """Give every line to a reader; a line without a newline at its end is torn."""
-    number = 0
-    for number, line in enumerate(lines, start=1):
-        reader.add(number, line.removesuffix(b"\n"), torn=not line.endswith(b"\n"))
+    with lines:
+        for number, line in enumerate(lines, start=1):
+            reader.add(number, line.removesuffix(b"\n"), torn=not line.endswith(b"\n"))
     if not number:
         reader.problem(f"{METRICS_FILE} is empty: the run stopped before it wrote its header.")
+    return reader.finish(Path(run_dir))
 
 
 @dataclass
-class Reader:
+class _Reader:
     """Collects the data of one file, line by line."""
 
     headers: list[dict[str, Any]] = field(default_factory=list)
@@ -151,7 +140,7 @@ class Reader:
         self._undo_evaluation(line, at["segment"])
         if kind == "event":
             at |= {"level": text_of(line, "level", LEVELS), "name": text_of(line, "name")}
-            self._keep_event(EventRecord(**at, message=text_of(line, "message"), data=line.get("data")))
+            self.events.append(EventRecord(**at, message=text_of(line, "message"), data=line.get("data")))
         elif kind == "end":
             at |= {"status": text_of(line, "status", STATUSES), "message": text_of(line, "message")}
             at["of"] = text_of(line, "of", ENDED) if "of" in line else ENDED[0]
@@ -177,27 +166,18 @@ class Reader:
             before = self.steps.get(key)
             if before is not None and before.segment == record.segment:
                 record = replace(record, metrics={**before.metrics, **record.metrics})
-            self._keep_step(key, record)
+            self.steps[key] = record
         elif kind == "profile":
             profiles = line.get("profiles")
             if not isinstance(profiles, dict):
                 raise ValueError(f"profiles is {short(profiles)}, not an object")
             checked = {name: profile(name, value) for name, value in profiles.items()}
-            self._keep_sampled(self.profiles, key, ProfileRecord(**at, profiles=checked))
+            self.profiles[key] = ProfileRecord(**at, profiles=checked)
         else:
             rollout, old = logprobs(line, "rollout_logprobs"), logprobs(line, "old_logprobs")
             if len(rollout) != len(old):
                 raise ValueError(f"scatter has {len(rollout)} rollout and {len(old)} trainer log-probabilities")
-            self._keep_sampled(self.scatters, key, ScatterRecord(**at, rollout_logprobs=rollout, old_logprobs=old))
-
-    def _keep_event(self, event: EventRecord) -> None:
-        self.events.append(event)
-
-    def _keep_step(self, key: tuple[int, str], record: StepRecord) -> None:
-        self.steps[key] = record
-
-    def _keep_sampled(self, table: dict[tuple[int, str], Any], key: tuple[int, str], record: Any) -> None:
-        table[key] = record
+            self.scatters[key] = ScatterRecord(**at, rollout_logprobs=rollout, old_logprobs=old)
 
     def _metrics(self, number: int, line: dict[str, Any]) -> dict[str, float | None]:
         metrics = line.get("metrics")
@@ -240,12 +220,8 @@ class Reader:
                 lost = sorted(k for k, r in table.items() if r.segment < segment and k[0] > resumed)
                 for key in lost:
                     del table[key]
-                if table is self.steps:
-                    self._say_abandoned(segment, resumed, lost)
-
-    def _say_abandoned(self, segment: int, resumed: Any, lost: list[tuple[int, str]]) -> None:
-        if lost:
-            self.problem(
-                f"segment {segment} resumed from step {resumed}: {len(lost)} earlier step lines "
-                f"(steps {lost[0][0]} to {lost[-1][0]}) have not been run again and are left out."
-            )
+                if table is self.steps and lost:
+                    self.problem(
+                        f"segment {segment} resumed from step {resumed}: {len(lost)} earlier step lines "
+                        f"(steps {lost[0][0]} to {lost[-1][0]}) have not been run again and are left out."
+                    )

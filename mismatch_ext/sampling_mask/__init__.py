@@ -7,15 +7,11 @@ pi(y), the importance ratio is the mass of S even where both sides agree. If the
 from mismatch_ext.sampling_mask.logprobs import head_logprobs, support_logprobs
 from mismatch_ext.sampling_mask.support import TokenSupport, join
 from mismatch_ext.sampling_mask.toplogprobs import support_of_top
-from mismatch_ext.sampling_mask.truncation import mass_error, support_bounds, truncated_support
 
 __all__ = [
     "TokenSupport",
     "head_logprobs",
     "join",
-    "mass_error",
-    "support_bounds",
     "support_logprobs",
     "support_of_top",
-    "truncated_support",
 ]

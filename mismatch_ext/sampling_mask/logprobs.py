@@ -25,9 +25,7 @@ CHUNK = 1 << 22
 _Chunk = tuple[slice, Tensor, Tensor, Tensor]
 
 
-def support_logprobs(
-    logits: Tensor, tokens: Tensor, support: TokenSupport, *, temperature: float = 1.0, chunk_tokens: int | None = None
-) -> Tensor:
+def support_logprobs(logits: Tensor, tokens: Tensor, support: TokenSupport, *, temperature: float = 1.0) -> Tensor:
     """Return log pi_S of sampled tokens from a model's logits.
 
     Args:
@@ -35,7 +33,6 @@ def support_logprobs(
         tokens: The sampled ids `[N]` or `[B, T]`, int64.
         support: The ids that each token was sampled from, N or B * T positions, row after row.
         temperature: Divides the logits first.
-        chunk_tokens: Tokens per chunk; None chooses by the support's width.
 
     Returns:
         Nats, in the shape of `tokens`, float32 (float64 for float64 logits), never positive; positions without ids have the value
@@ -53,7 +50,7 @@ def support_logprobs(
             "[B, T], one position per token over V or fewer, and > 0."
         )
     _check_inside(tokens.reshape(-1), support)
-    found: Tensor = _FromLogits.apply(logits, tokens, support, float(temperature), chunk_tokens or 0)
+    found: Tensor = _FromLogits.apply(logits, tokens, support, float(temperature))
     return _finite(found)
 
 
@@ -111,30 +108,28 @@ class _FromLogits(torch.autograd.Function):
     """Gathers the support's logits, forward and backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, support: TokenSupport, temperature: float, chunk: int
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, support: TokenSupport, temperature: float) -> Tensor:
         ctx.save_for_backward(logits, tokens)
-        ctx.support, ctx.temperature, ctx.chunk = support, temperature, chunk
+        ctx.support, ctx.temperature = support, temperature
         found = torch.zeros(tokens.shape, dtype=_wide(logits.dtype), device=logits.device)
         for index, part in _sequences(tokens, support):
-            for rows, ids, held, column in _chunks(tokens[index], part, chunk, 1):
+            for rows, ids, held, column in _chunks(tokens[index], part, 1):
                 z = logits[index][rows].gather(-1, ids).to(found.dtype) / temperature
                 found[index][rows] = _normalised(z, held, column)
         return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, tokens = ctx.saved_tensors
         (outer,) = gradients
         result = torch.zeros_like(logits)
         for index, part in _sequences(tokens, ctx.support):
-            for rows, ids, held, column in _chunks(tokens[index], part, ctx.chunk, 1):
+            for rows, ids, held, column in _chunks(tokens[index], part, 1):
                 z = logits[index][rows].gather(-1, ids).to(outer.dtype) / ctx.temperature
                 slope = _slope(z, held, column, outer[index][rows]) / ctx.temperature
                 # Padding in the rectangle of ids adds 0 to the gradient of id 0.
                 result[index][rows].scatter_add_(-1, ids, slope.to(result.dtype))
-        return result, None, None, None, None
+        return result, None, None, None
 
 
 class _FromHead(torch.autograd.Function):
@@ -154,7 +149,7 @@ class _FromHead(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, tokens)
         ctx.support, ctx.scaling, ctx.dtype = support, scaling, dtype
         found = torch.zeros(tokens.shape, dtype=_wide(hidden.dtype), device=hidden.device)
-        for rows, ids, held, column in _chunks(tokens, support, 0, hidden.shape[1]):
+        for rows, ids, held, column in _chunks(tokens, support, hidden.shape[1]):
             z, _ = _scaled(_products(hidden[rows], weight, bias, ids, dtype).to(found.dtype), scaling)
             found[rows] = _normalised(z, held, column)
         return found
@@ -167,7 +162,7 @@ class _FromHead(torch.autograd.Function):
             torch.zeros(one.shape, dtype=outer.dtype, device=one.device) if one is not None and needed else None
             for one, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
-        for rows, ids, held, column in _chunks(tokens, ctx.support, 0, hidden.shape[1]):
+        for rows, ids, held, column in _chunks(tokens, ctx.support, hidden.shape[1]):
             h = hidden[rows].to(ctx.dtype)
             plain = _products(h, weight, bias, ids, ctx.dtype).to(outer.dtype)
             z, inner = _scaled(plain, ctx.scaling)
@@ -227,10 +222,10 @@ def _sequences(tokens: Tensor, support: TokenSupport) -> Iterator[tuple[Any, Tok
         yield row, support.slice(row * length, (row + 1) * length)
 
 
-def _chunks(tokens: Tensor, support: TokenSupport, chunk: int, per_id: int) -> Iterator[_Chunk]:
+def _chunks(tokens: Tensor, support: TokenSupport, per_id: int) -> Iterator[_Chunk]:
     """Yield chunks of positions whose largest temporary, of `per_id` elements per id, is small."""
     counts = support.counts
-    size = chunk or max(1, CHUNK // (max(int(counts.max()) if len(counts) else 1, 1) * per_id))
+    size = max(1, CHUNK // (max(int(counts.max()) if len(counts) else 1, 1) * per_id))
     for first in range(0, len(tokens), size):
         rows = slice(first, min(first + size, len(tokens)))
         if not bool(counts[rows].any()):

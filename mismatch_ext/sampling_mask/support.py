@@ -97,12 +97,6 @@ class TokenSupport:
         """Number of ids per position `[T]`, int64."""
         return self.offsets.diff()
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of storage per position; 0 without positions."""
-        stored = self.ids.numel() * self.ids.element_size() + self.offsets.numel() * self.offsets.element_size()
-        return stored / len(self) if len(self) else 0.0
-
     def slice(self, start: int, stop: int) -> TokenSupport:
         """Return the positions from `start` up to, not including, `stop`."""
         offsets = self.offsets[start : stop + 1]

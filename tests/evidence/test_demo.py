@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from examples.bootstrap import bootstrap_quotient
 from examples.sequences import judged_replay, read_sequences
-from mismatch_ext.metrics import bootstrap_quotient
 from mismatch_ext.rundata import read_run
 from tests.commands import ROOT, shell
 from tests.evidence import judges

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
+from examples.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
 from mismatch_ext.errors import RecordError
-from mismatch_ext.metrics.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
 
 
 def responses(rng: np.random.Generator, count: int, mean: float) -> tuple[np.ndarray, np.ndarray]:

@@ -144,18 +144,6 @@ def test_configuration_is_frozen() -> None:
             ["mismatch.monitor.alarms.reward.below", "2.0", "x < above (1)"],
         ),
         (
-            {"monitor": {"alarms": {"k3_kl": {"clear": 0.01}}}},
-            ["mismatch.monitor.alarms.k3_kl.clear", "0.01", "x <= above (0.001)"],
-        ),
-        (
-            {"monitor": {"alarms": {"ess_token": {"clear": 0.2}}}},
-            ["mismatch.monitor.alarms.ess_token.clear", "0.2", "x >= below (0.3)"],
-        ),
-        (
-            {"monitor": {"alarms": {"loss": {"clear": 1}}}},
-            ["mismatch.monitor.alarms.loss.clear", "1.0", "without a threshold"],
-        ),
-        (
             {"monitor": {"alarms": {"k3_kl": {"action": "call"}}}},
             ["mismatch.monitor.alarms.k3_kl.call", "None", "'package.module:function'"],
         ),
@@ -241,9 +229,9 @@ def test_a_part_of_a_section_with_nothing_after_it() -> None:
 def test_none_is_off_where_nobody_has_written_it_and_a_value_where_it_is_one() -> None:
     block = MismatchConfig(lr=None, kl=None)
     assert block == MismatchConfig() and block.to_dict().keys() == {"monitor"}
-    lengths = MismatchConfig.parse({"lr": {"surge": {"truncated_rise": None}}, "kl": {"coef": None}})
+    lengths = MismatchConfig.parse({"lr": {"surge": {"least": None}}, "kl": {"coef": None}})
     assert lengths is not None and lengths.lr is not None and lengths.kl is not None
-    assert lengths.lr.surge.truncated_rise is None and lengths.kl.controller is None
+    assert lengths.lr.surge.least is None and lengths.kl.controller is None
     assert MismatchConfig.parse(lengths.to_dict()) == lengths
 
 

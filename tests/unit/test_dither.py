@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.dither import FloatCells, IntegerCells, dither
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.dither import FloatCells, IntegerCells, dither
 
 CELLS = [FloatCells(torch.bfloat16), FloatCells(torch.float16), IntegerCells(4), IntegerCells(8)]
 

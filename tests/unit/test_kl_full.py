@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.kl import kl_full, kl_full_surrogate, kl_surrogate
+from mismatch_ext.kl import full, kl_full, kl_full_surrogate, kl_surrogate
 from tests.oracles.kl.enumeration import Tree
 
 pytestmark = pytest.mark.numeric
@@ -38,12 +38,13 @@ def test_two_tokens_by_hand() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 7), (2, 3, 11), (2, 2, 3, 4)])
 @pytest.mark.parametrize("chunk", [1, 2, 100])
-def test_value_and_gradient_are_autograds(shape: tuple[int, ...], chunk: int) -> None:
+def test_value_and_gradient_are_autograds(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], chunk: int) -> None:
+    monkeypatch.setattr(full, "CPU_CHUNK", chunk * shape[-1])
     logits, reference = (x.double() for x in pair(*shape))
     logits.requires_grad_()
     outer = torch.randn(shape[:-1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for temperature in (1.0, 0.7):
-        ours = kl_full(logits, reference, chunk_tokens=chunk, temperature=temperature)
+        ours = kl_full(logits, reference, temperature=temperature)
         theirs = naive(logits / temperature, reference / temperature)
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
         (a,), (b,) = (torch.autograd.grad((kl * outer).sum(), logits) for kl in (ours, theirs))
@@ -125,7 +126,7 @@ def test_mask_dtype_and_range(seed: int, dtype: torch.dtype, scale: float) -> No
     dirty = torch.where(mask[..., None], clean, torch.tensor(math.nan, dtype=dtype))
     results = []
     for logits in (clean.clone().requires_grad_(), dirty.clone().requires_grad_()):
-        kl = kl_full(logits, reference, mask=mask, chunk_tokens=2)
+        kl = kl_full(logits, reference, mask=mask)
         assert kl.dtype == torch.float32 and not kl[~mask].any() and bool((kl >= 0).all())
         kl.sum().backward()
         assert logits.grad is not None and logits.grad.dtype == dtype and not logits.grad[~mask].any()

@@ -1,4 +1,4 @@
-"""The surrogate term: by hand, under the mask, padded, packed, permuted, and in every dtype."""
+"""The surrogate term: by hand, under the mask, padded, permuted, and in every dtype."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.kl import kl_baseline, kl_metrics, kl_penalty, kl_surrogate
-from mismatch_ext.kl.inputs import Packing, Tokens
+from mismatch_ext.kl import kl_baseline, kl_penalty, kl_surrogate
 
 pytestmark = pytest.mark.numeric
 
@@ -121,10 +120,6 @@ def test_nothing_under_the_mask_is_read(config: KlConfig, seed: int, garbage: fl
     got = term_and_gradient(dirty[0], dirty[1], dirty[2], mask, config)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert (got[0][~mask] == 0).all() and (got[1][~mask] == 0).all()
-    clean, soiled = (
-        kl_metrics(*t[:2], mask, config, behavior_logprobs=t[2]) for t in ((logprobs, ref, behavior), dirty)
-    )
-    assert {key: float(value) for key, value in clean.items()} == {key: float(value) for key, value in soiled.items()}
 
 
 @settings(deadline=None, max_examples=100)
@@ -138,45 +133,6 @@ def test_padding_on_either_side_changes_nothing(config: KlConfig, seed: int, lef
     kept = slice(left, left + tensors[3].shape[1])
     close(want, (got[0][:, kept], got[1][:, kept]))
     assert float(got[1].abs().sum()) == pytest.approx(float(want[1].abs().sum()), rel=1e-12)
-
-
-@settings(deadline=None, max_examples=100)
-@given(configs, seeds)
-def test_packing_changes_nothing(config: KlConfig, seed: int) -> None:
-    # Four sequences become two rows of two, the ids of a row out of order, with padding between them.
-    tensors = draw(seed)
-    tensors[3][:, 0] = True
-    want = term_and_gradient(*tensors, config)
-
-    def pack(tensor: Tensor) -> Tensor:
-        pad = tensor.new_zeros(1) if tensor.dtype == torch.bool else tensor.new_full((1,), math.nan)
-        return torch.stack([torch.cat([tensor[0], pad, tensor[1]]), torch.cat([tensor[2], tensor[3], pad])])
-
-    ids = torch.tensor([[3] * 6 + [-1] + [9] * 6, [5] * 6 + [6] * 6 + [-1]])
-    packed = [pack(tensor) for tensor in tensors]
-    got = term_and_gradient(packed[0], packed[1], packed[2], packed[3], config, sequence_ids=ids)
-    unpacked = [torch.stack([t[0, :6], t[0, 7:], t[1, :6], t[1, 6:12]]) for t in got]
-    close(want, (unpacked[0], unpacked[1]))
-    metrics = kl_metrics(*packed[:2], packed[3], config, behavior_logprobs=packed[2], sequence_ids=ids)
-    plain = kl_metrics(*tensors[:2], tensors[3], config, behavior_logprobs=tensors[2])
-    close(tuple(metrics.values()), tuple(plain.values()))
-
-
-def test_packed_rows_by_hand() -> None:
-    # Row 0 holds sequence 5 (columns 0, 3) and 2 (column 1), row 1 sequence 2 (columns 0, 1); ordered by row, then id.
-    ids, mask = torch.tensor([[5, 2, 0, 5], [2, 2, 2, 2]]), torch.tensor([[1, 1, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
-    packing = Packing.of(ids, mask)
-    values = torch.tensor([[1.0, 2.0, math.nan, 4.0], [5.0, 6.0, math.nan, math.nan]])
-    zeros = torch.zeros_like(values)
-    tokens = Tokens(mask=mask, logprobs=values, ref_logprobs=zeros, behavior_logprobs=None, dtype=torch.float32)
-    unpacked = packing.unpack(tokens)
-    assert unpacked.logprobs.tolist() == [[2, 0], [1, 4], [5, 6]]
-    assert unpacked.mask.tolist() == [[True, False], [True, True], [True, True]]
-    assert packing.pack(unpacked.logprobs).tolist() == [[1, 2, 0, 4], [5, 6, 0, 0]]
-    # k1 in the reward: the returns of each sequence apart.
-    config = KlConfig(estimator="k1", placement="reward", target="sequence", baseline="none", coef=1.0)
-    gradient = term_and_gradient(values, zeros, zeros, mask, config, sequence_ids=ids)[1]
-    assert gradient.tolist() == [[5, 2, 0, 4], [11, 6, 0, 0]]
 
 
 @settings(deadline=None, max_examples=100)
@@ -215,7 +171,7 @@ def test_extreme_values_stay_finite(config: KlConfig, seed: int, ref_gap: float,
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["logprobs", "ref_logprobs", "behavior_logprobs"])
-@pytest.mark.parametrize("function", [kl_surrogate, kl_penalty, kl_metrics])
+@pytest.mark.parametrize("function", [kl_surrogate, kl_penalty])
 def test_an_unmasked_value_that_is_not_finite_is_named(function, name: str, bad: float) -> None:  # type: ignore[no-untyped-def]
     named = {key: torch.zeros(2, 3) for key in ("logprobs", "ref_logprobs", "behavior_logprobs")}
     named[name][1, 2] = bad
@@ -249,8 +205,6 @@ def test_wrong_arguments_are_named() -> None:
         kl_surrogate(x, x, mask / 2, config)
     with pytest.raises(RecordError, match=r"groups \[3\]"):
         kl_surrogate(x, x, mask, config, groups=torch.zeros(3, dtype=torch.long))
-    with pytest.raises(RecordError, match="sequence_ids"):
-        kl_surrogate(x, x, mask, config, sequence_ids=torch.zeros(2, 2, dtype=torch.long))
 
 
 def test_the_argument_coef_wins_over_the_configured_one() -> None:
@@ -264,8 +218,6 @@ def test_a_batch_without_a_token_is_all_zero() -> None:
     for config in CONFIGS:
         term, gradient = term_and_gradient(logprobs, ref, behavior, torch.zeros_like(mask), config)
         assert not term.any() and not gradient.any()
-        metrics = kl_metrics(logprobs, ref, torch.zeros_like(mask), config, behavior_logprobs=behavior)
-        assert all(float(value) == 0 for name, value in metrics.items() if name != "kl/coef")
 
 
 @given(configs.filter(lambda config: config.baseline == "leave_one_out" and config.placement != "loss"), seeds)
@@ -283,13 +235,11 @@ def test_a_baseline_from_outside_is_that_of_the_whole_batch(config: KlConfig, se
     close(whole, tuple(torch.cat(parts) for parts in zip(*rows, strict=True)))
 
 
-def test_a_given_baseline_counts_in_packed_rows_and_not_under_the_mask() -> None:
+def test_a_given_baseline_counts_and_not_under_the_mask() -> None:
     logprobs, ref, behavior, mask = draw(1)
     config = KlConfig(estimator="k1", coef=0.5)
     given = torch.full(mask.shape, 0.3).masked_fill(~mask, math.nan)
     plain = term_and_gradient(logprobs, ref, behavior, mask, config, baseline=given)
-    ids = torch.zeros(mask.shape, dtype=torch.long)
-    close(plain, term_and_gradient(logprobs, ref, behavior, mask, config, baseline=given, sequence_ids=ids))
     none = term_and_gradient(logprobs, ref, behavior, mask, KlConfig(estimator="k1", coef=0.5, baseline="none"))
     torch.testing.assert_close(
         (none[1] - plain[1])[mask], torch.full_like(plain[1][mask], 0.5 * 0.3), rtol=1e-6, atol=1e-9

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as lrs
 
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.lr import LrConfig, LrControl, SurgeConfig, make_controller
+from mismatch_ext.lr import LrConfig, LrControl, LrController, SurgeConfig
 from mismatch_ext.precision.scaler import LossScaler
 
 EVERY_5 = LrConfig(period=5)
@@ -83,7 +83,7 @@ def test_every_schedule_is_multiplied_and_never_compounded(kind: str, known: boo
     base = stock(kind, 30)
     weights, optimizer = model()
     scheduler = SCHEDULES[kind](optimizer)
-    control = LrControl(optimizer, make_controller(EVERY_5), scheduler=scheduler if known else None)
+    control = LrControl(optimizer, LrController(EVERY_5), scheduler=scheduler if known else None)
     for k in range(30):
         multiplier = max(0.5 ** (k // 5), 0.1)
         assert control.multiplier == multiplier
@@ -105,7 +105,7 @@ def test_warmup_is_not_run_again_when_the_surge_is_found() -> None:
     base = stock("sequential", 40)
     weights, optimizer = model()
     scheduler = SCHEDULES["sequential"](optimizer)
-    control = LrControl(optimizer, make_controller(SURGE), scheduler=scheduler)
+    control = LrControl(optimizer, LrController(SURGE), scheduler=scheduler)
     for k in range(40):
         control.update(response_length=100.0 if k < 10 else 350.0)
         moved = step_of(weights, optimizer)
@@ -116,7 +116,7 @@ def test_warmup_is_not_run_again_when_the_surge_is_found() -> None:
 
 def test_without_a_scheduler_rates_written_by_hand_are_multiplied() -> None:
     weights, optimizer = model()
-    control = LrControl(optimizer, make_controller(LrConfig(period=2)))
+    control = LrControl(optimizer, LrController(LrConfig(period=2)))
     for k in range(8):
         optimizer.param_groups[0]["lr"] = 1.0 / (k + 1)
         assert step_of(weights, optimizer) == near([1.0 / (k + 1), 0.08], max(0.5 ** (k // 2), 0.1))
@@ -125,7 +125,7 @@ def test_without_a_scheduler_rates_written_by_hand_are_multiplied() -> None:
 
 def test_a_group_added_later_is_multiplied_too() -> None:
     weights, optimizer = model()
-    LrControl(optimizer, make_controller(LrConfig(period=1)))
+    LrControl(optimizer, LrController(LrConfig(period=1)))
     step_of(weights, optimizer)
     weights.append(torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)))
     optimizer.add_param_group({"params": [weights[-1]], "lr": 3.0})
@@ -137,7 +137,7 @@ def test_rates_that_are_tensors_even_one_shared_by_the_groups() -> None:
     rate = torch.tensor(0.4, dtype=torch.float64)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    LrControl(optimizer, make_controller(LrConfig(period=1, decay=0.25, floor=0.25)))
+    LrControl(optimizer, LrController(LrConfig(period=1, decay=0.25, floor=0.25)))
     assert [step_of(weights, optimizer) for _ in range(3)] == [near([0.4, 0.4]), near([0.1, 0.1]), near([0.1, 0.1])]
     assert all(group["lr"] is rate for group in optimizer.param_groups) and rate.item() == 0.4
 
@@ -148,7 +148,7 @@ def test_a_step_that_the_scaler_skips_does_not_count(scaler_class: Any, fused: b
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = AdamW([weight], lr=0.1, fused=fused)
     scaler = scaler_class("cpu", init_scale=64.0)
-    control = LrControl(optimizer, make_controller(LrConfig(period=2)))
+    control = LrControl(optimizer, LrController(LrConfig(period=2)))
     counted = []
     for overflow in (True, False, True, True, False, False, False):
         scaler.scale(weight.sum() * (float("inf") if overflow else 1.0)).backward()
@@ -166,7 +166,7 @@ def test_accumulation_and_a_skipped_step_under_accelerate() -> None:
     scheduler = SCHEDULES["sequential"](optimizer)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     wrapped, wrapped_schedule = accelerator.prepare(optimizer, scheduler)
-    control = LrControl(wrapped, make_controller(LrConfig(period=2)), scheduler=wrapped_schedule)
+    control = LrControl(wrapped, LrController(LrConfig(period=2)), scheduler=wrapped_schedule)
     applied = []
     for micro in range(20):
         accelerator.gradient_state._set_sync_gradients(micro % 2 == 1)
@@ -182,7 +182,7 @@ def test_accumulation_and_a_skipped_step_under_accelerate() -> None:
     # float16: accelerate drives the scaler and exchanges `optimizer.step` while it does.
     weights, optimizer = model()
     wrapped = accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
-    control = LrControl(wrapped, make_controller(LrConfig(period=1)))
+    control = LrControl(wrapped, LrController(LrConfig(period=1)))
     accelerator.gradient_state._set_sync_gradients(True)
     moves = []
     for gradient in (1.0, float("inf"), 1.0):
@@ -219,8 +219,8 @@ class Wrapper:
 def test_a_deepspeed_style_wrapper() -> None:
     weights, optimizer = model()
     with pytest.raises(ConfigError, match="count_steps: Wrapper may step its inner SGD several times"):
-        LrControl(Wrapper(optimizer), make_controller(EVERY_5))
-    control = LrControl(Wrapper(optimizer), make_controller(LrConfig(period=1)), count_steps=True)
+        LrControl(Wrapper(optimizer), LrController(EVERY_5))
+    control = LrControl(Wrapper(optimizer), LrController(LrConfig(period=1)), count_steps=True)
     assert [step_of(weights, Wrapper(optimizer)) for _ in range(2)] == [near([0.4, 0.08]), near([0.2, 0.04])]
     with pytest.raises(ConfigError, match="stepped with 1 of its 2 parameter groups .* count_steps=False"):
         Wrapper(optimizer, by_group=True).step()
@@ -228,7 +228,7 @@ def test_a_deepspeed_style_wrapper() -> None:
 
     weights, optimizer = model()
     wrapper = Wrapper(optimizer, by_group=True)
-    control = LrControl(wrapper, make_controller(LrConfig(period=1)), count_steps=False)
+    control = LrControl(wrapper, LrController(LrConfig(period=1)), count_steps=False)
     for step in range(6):
         assert control.advance(step=step) == max(0.5**step, 0.1)
         assert step_of(weights, wrapper) == near([0.4, 0.08], max(0.5**step, 0.1))
@@ -236,22 +236,22 @@ def test_a_deepspeed_style_wrapper() -> None:
     with pytest.raises(RecordError, match="step=None with count_steps=False"):
         control.update(response_length=1.0)
     with pytest.raises(RecordError, match="first step of a new state"):
-        LrControl(Wrapper(model()[1]), make_controller(EVERY_5), count_steps=False).advance(step=30)
+        LrControl(Wrapper(model()[1]), LrController(EVERY_5), count_steps=False).advance(step=30)
 
 
 def test_what_holds_no_torch_optimizer_or_scheduler_is_refused() -> None:
     with pytest.raises(ConfigError, match="found object inside object, which is no torch.optim.Optimizer"):
-        LrControl(object(), make_controller(EVERY_5))
+        LrControl(object(), LrController(EVERY_5))
     with pytest.raises(ConfigError, match="scheduler: dict has no get_last_lr"):
-        LrControl(model()[1], make_controller(EVERY_5), scheduler={})
+        LrControl(model()[1], LrController(EVERY_5), scheduler={})
     optimizer = model()[1]
-    control = LrControl(optimizer, make_controller(EVERY_5))
+    control = LrControl(optimizer, LrController(EVERY_5))
     with pytest.raises(ConfigError, match="SGD has a learning-rate control already"):
-        LrControl(optimizer, make_controller(EVERY_5))
+        LrControl(optimizer, LrController(EVERY_5))
     with pytest.raises(RecordError, match="step=3 with count_steps=True"):
         control.update(step=3)
     control.remove()
-    LrControl(optimizer, make_controller(EVERY_5))
+    LrControl(optimizer, LrController(EVERY_5))
 
 
 class Inner(SGD):
@@ -266,7 +266,7 @@ def test_an_optimizer_whose_step_calls_its_parents_is_multiplied_and_counted_onc
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer, calls = Inner([weight], lr=1.0), []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    control = LrControl(optimizer, make_controller(LrConfig(period=1, decay=0.5, floor=0.1)))
+    control = LrControl(optimizer, LrController(LrConfig(period=1, decay=0.5, floor=0.1)))
     assert [step_of([weight], optimizer)[0] for _ in range(5)] == [1.0, 0.5, 0.25, 0.125, pytest.approx(0.1)]
     assert len(calls) == 10
     assert control.state.step == 5 and optimizer.param_groups[0]["lr"] == 1.0
@@ -288,7 +288,7 @@ def test_a_step_that_raises_leaves_no_multiplied_rate_behind(then: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = Failing([weight], lr=1.0)
     scheduler = lrs.ExponentialLR(optimizer, gamma=0.5)
-    control = LrControl(optimizer, make_controller(LrConfig(period=1)), scheduler=scheduler)
+    control = LrControl(optimizer, LrController(LrConfig(period=1)), scheduler=scheduler)
     step_of([weight], optimizer)
     optimizer.fail = True
     with pytest.raises(torch.OutOfMemoryError):
@@ -313,7 +313,7 @@ def test_a_checkpoint_is_one_of_a_stock_run() -> None:
         weights, optimizer = model()
         scheduler = SCHEDULES["sequential"](optimizer)
         if controlled:
-            LrControl(optimizer, make_controller(LrConfig(period=2)), scheduler=scheduler)
+            LrControl(optimizer, LrController(LrConfig(period=2)), scheduler=scheduler)
         for _ in range(9):
             step_of(weights, optimizer)
             scheduler.step()
@@ -342,7 +342,7 @@ def test_a_resumed_run_applies_the_same_rates(kind: str, order: str) -> None:
     def build() -> tuple[Any, Any, Any, LrControl]:
         weights, optimizer = model()
         scheduler = SCHEDULES[kind](optimizer)
-        return weights, optimizer, scheduler, LrControl(optimizer, make_controller(SURGE), scheduler=scheduler)
+        return weights, optimizer, scheduler, LrControl(optimizer, LrController(SURGE), scheduler=scheduler)
 
     def train(run: Any, first: int, last: int) -> list[Any]:
         weights, optimizer, scheduler, control = run
@@ -385,11 +385,11 @@ def test_resuming_without_the_controls_state_is_refused() -> None:
     for _ in range(7):
         step_of(weights, optimizer)
         scheduler.step()
-    control = LrControl(optimizer, make_controller(SURGE), scheduler=scheduler)
+    control = LrControl(optimizer, LrController(SURGE), scheduler=scheduler)
     with pytest.raises(RecordError, match=r"schedule stands at 7, .* load the state .* LrControl\(\.\.\., step=7\)"):
         step_of(weights, optimizer)
     control.remove()
-    joined = LrControl(optimizer, make_controller(EVERY_5), scheduler=scheduler, step=7)
+    joined = LrControl(optimizer, LrController(EVERY_5), scheduler=scheduler, step=7)
     assert joined.multiplier == 0.5
     assert scheduler.get_last_lr() == near([g["lr"] for g in optimizer.param_groups], 0.5)
     step_of(weights, optimizer)
@@ -399,13 +399,13 @@ def test_resuming_without_the_controls_state_is_refused() -> None:
 def test_the_step_by_which_torch_makes_an_optimizers_state_does_not_count() -> None:
     weight = torch.nn.Linear(2, 2)
     optimizer = AdamW(weight.parameters(), lr=0.1)
-    control = LrControl(optimizer, make_controller(LrConfig(period=1)))
+    control = LrControl(optimizer, LrController(LrConfig(period=1)))
     saved = get_optimizer_state_dict(weight, optimizer)
     assert optimizer.state and control.state.step == 0 and optimizer.param_groups[0]["lr"] == 0.1
     assert saved["param_groups"][0]["lr"] == 0.1  # type: ignore[index]
     # A first step at rate 0, as warm-up has it, does count.
     optimizer = SGD(weight.parameters(), lr=0.0)
-    control = LrControl(optimizer, make_controller(LrConfig(period=1)))
+    control = LrControl(optimizer, LrController(LrConfig(period=1)))
     optimizer.step()
     assert control.state.step == 1
 
@@ -414,8 +414,8 @@ def test_the_reported_rate_waits_for_the_scheduler() -> None:
     # Found between a step and the scheduler's: what is logged is still what that step applied.
     weights, optimizer = model()
     scheduler = SCHEDULES["exponential"](optimizer)
-    config = LrConfig(rule="reactive", surge=SurgeConfig(baseline_window=2, smoothing=1))
-    control = LrControl(optimizer, make_controller(config), scheduler=scheduler)
+    config = LrConfig(period_factor=1.0, surge=SurgeConfig(baseline_window=2, smoothing=1))
+    control = LrControl(optimizer, LrController(config), scheduler=scheduler)
     for _ in range(3):
         control.update(response_length=10.0)
         applied = step_of(weights, optimizer)
@@ -435,7 +435,7 @@ def test_removing_gives_back_a_stock_optimizer_and_scheduler() -> None:
     scheduler = SCHEDULES["cosine"](optimizer)
     step_of(weights, optimizer)
     before = set(vars(optimizer)), type(scheduler)
-    control = LrControl(optimizer, make_controller(LrConfig(period=1)), scheduler=scheduler)
+    control = LrControl(optimizer, LrController(LrConfig(period=1)), scheduler=scheduler)
     step_of(weights, optimizer)
     scheduler.step()
     assert control.multiplier == 0.5

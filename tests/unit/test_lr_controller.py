@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.lr import LrConfig, LrController, LrState, PeriodicController, SurgeConfig, make_controller
+from mismatch_ext.lr import LrConfig, LrController, LrState, SurgeConfig
 from mismatch_ext.strict import build
 
 SMALL = SurgeConfig(baseline_window=4, smoothing=3, noise_margin=0.0)
@@ -29,14 +29,14 @@ def run(controller: LrController, lengths: list[float], state: LrState | None = 
 
 def test_the_papers_sequence_reaches_the_floor_at_the_fourth_decay() -> None:
     # 0.5^k against the floor 0.1: 1, .5, .25, .125, then .0625 < .1.
-    multipliers = run(make_controller(LrConfig(period=10)), [1.0] * 60)
+    multipliers = run(LrController(LrConfig(period=10)), [1.0] * 60)
     assert multipliers[::10] == [1.0, 0.5, 0.25, 0.125, 0.1, 0.1]
     assert multipliers == [m for m in multipliers[::10] for _ in range(10)]
 
 
 def test_a_surge_at_step_110_gives_a_period_of_198() -> None:
     # The paper's Qwen3-4B: 1.8 * 110 = 198. The median of 5 sees the surge at step 112, and dates it back to 110.
-    controller = make_controller(LrConfig())
+    controller = LrController(LrConfig())
     state, got = controller.initial_state(), []
     for step in range(900):
         state, multiplier = controller.update(state, step=step, response_length=1000.0 if step < 110 else 3500.0)
@@ -54,7 +54,7 @@ def test_a_surge_at_step_110_gives_a_period_of_198() -> None:
 
 def test_the_period_is_rounded_not_cut_off() -> None:
     # 1.8 n = 9 n / 5 is never halfway between integers, and cutting it off is one less for two n in five.
-    controller = make_controller(LrConfig(surge=SMALL))
+    controller = LrController(LrConfig(surge=SMALL))
     state = controller.initial_state()
     periods = [controller.period(dataclasses.replace(state, surge_step=n)) for n in range(5, 405)]
     assert periods == [(9 * n + 2) // 5 for n in range(5, 405)]
@@ -71,25 +71,25 @@ def test_where_the_count_starts() -> None:
         (LrConfig(surge=SMALL, warmup_steps=7), 4, 25),
         (LrConfig(surge=SMALL, count_from="surge"), 4, 28),
     ):
-        got = run(make_controller(config, warmup_steps=warmup), [100.0] * 10 + [400.0] * 50)
+        got = run(LrController(config, warmup_steps=warmup), [100.0] * 10 + [400.0] * 50)
         assert [step for step in range(1, 60) if got[step] != got[step - 1]][:2] == [first, first + 18], config
 
 
 def test_a_given_period_needs_no_statistics_unless_it_counts_from_the_surge() -> None:
-    controller = make_controller(LrConfig(period=3, decay=0.2, floor=0.05))
+    controller = LrController(LrConfig(period=3, decay=0.2, floor=0.05))
     state, got = controller.initial_state(), []
     for step in range(8):
         state, multiplier = controller.update(state, step=step)
         got.append(multiplier)
     assert got == [1, 1, 1, 0.2, 0.2, 0.2, 0.05, 0.05]
-    waiting = make_controller(LrConfig(period=3, count_from="surge", surge=SMALL))
+    waiting = LrController(LrConfig(period=3, count_from="surge", surge=SMALL))
     assert run(waiting, [100.0] * 20) == [1.0] * 20
     # Seen at 7 + 1, dated back to 7: decays at 10, 13.
     assert run(waiting, [100.0] * 7 + [400.0] * 7) == [1.0] * 10 + [0.5] * 3 + [0.25]
 
 
 def test_a_surge_is_dated_back_to_its_first_large_measurement() -> None:
-    controller = make_controller(LrConfig(surge=SurgeConfig(baseline_window=5, smoothing=5, noise_margin=0.0)))
+    controller = LrController(LrConfig(surge=SurgeConfig(baseline_window=5, smoothing=5, noise_margin=0.0)))
     state = controller.initial_state()
     for step, length in enumerate([9.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0]):
         state, _ = controller.update(state, step=step, response_length=length)
@@ -97,29 +97,6 @@ def test_a_surge_is_dated_back_to_its_first_large_measurement() -> None:
     assert (state.surge_step, state.found_step) == (4, 6)
     # A host that measures at step 0 only cannot make a period of 0.
     assert controller.period(dataclasses.replace(state, surge_step=0)) == 1
-
-
-def test_reactive_halves_once_per_surge_down_to_the_floor() -> None:
-    config = LrConfig(rule="reactive", cooldown=5, surge=SMALL)
-    lengths = [100.0 * 3**level for level in range(6) for _ in range(20)]
-    got = run(make_controller(config), lengths)
-    # Each level is seen at its second measurement (median of 3); 5 steps of cooldown and 4 of new baseline fit before the next.
-    expected = [1.0] * 21 + [m for m in (0.5, 0.25, 0.125, 0.1, 0.1) for _ in range(20)]
-    assert got == expected[:120]
-
-
-def test_reactive_cooldown_and_the_two_ways_to_go_on() -> None:
-    lengths = [100.0] * 6 + [500.0] * 60
-    once = run(make_controller(LrConfig(rule="reactive", cooldown=10, surge=SMALL)), lengths)
-    assert once == [1.0] * 7 + [0.5] * 59
-    again = run(make_controller(LrConfig(rule="reactive", cooldown=10, retrigger="still_high", surge=SMALL)), lengths)
-    assert again == [1.0] * 7 + [0.5] * 10 + [0.25] * 10 + [0.125] * 10 + [0.1] * 29
-    # It has come down when the cooldown ends at step 17: no second decay.
-    short = [100.0] * 6 + [500.0] * 9 + [100.0] * 30
-    assert (
-        run(make_controller(LrConfig(rule="reactive", cooldown=10, retrigger="still_high", surge=SMALL)), short)[-1]
-        == 0.5
-    )
 
 
 @pytest.mark.parametrize(
@@ -131,9 +108,8 @@ def test_reactive_cooldown_and_the_two_ways_to_go_on() -> None:
         ("f_tau", 0.0, 0.02, 0.009),
     ],
 )
-@pytest.mark.parametrize("rule", ["periodic", "reactive"])
-def test_every_trigger_drives_every_rule(rule: Any, trigger: Any, low: float, high: float, nothing: float) -> None:
-    controller = make_controller(LrConfig(rule=rule, trigger=trigger, surge=SMALL))
+def test_every_trigger_drives_the_rule(trigger: Any, low: float, high: float, nothing: float) -> None:
+    controller = LrController(LrConfig(trigger=trigger, surge=SMALL))
     for after, surges in ((high, 1), (nothing, 0)):
         state = controller.initial_state()
         for step in range(30):
@@ -143,7 +119,7 @@ def test_every_trigger_drives_every_rule(rule: Any, trigger: Any, low: float, hi
 
 
 def test_a_step_is_measured_once_and_an_empty_batch_not_at_all() -> None:
-    controller = make_controller(LrConfig(surge=SMALL))
+    controller = LrController(LrConfig(surge=SMALL))
     state, _ = controller.update(controller.initial_state(), step=0, response_length=100.0)
     assert controller.update(state, step=0, response_length=900.0)[0] == state
     empty, _ = controller.update(state, step=1, responses=0, response_length=math.nan)
@@ -154,7 +130,7 @@ def test_a_step_is_measured_once_and_an_empty_batch_not_at_all() -> None:
 
 
 def test_steps_may_be_left_out_but_never_go_back() -> None:
-    controller = make_controller(LrConfig(surge=SMALL))
+    controller = LrController(LrConfig(surge=SMALL))
     state = controller.initial_state()
     for step in range(0, 80, 4):  # four optimizer steps per batch
         state, multiplier = controller.update(state, step=step, response_length=100.0 if step < 40 else 400.0)
@@ -175,13 +151,13 @@ def test_steps_may_be_left_out_but_never_go_back() -> None:
 @pytest.mark.parametrize("name", ["response_length", "truncated_fraction", "mismatch_kl", "grad_norm", "f_tau"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, "long"])
 def test_a_broken_statistic_is_named_even_if_it_is_not_the_trigger(name: str, value: float) -> None:
-    controller = make_controller(LrConfig())
+    controller = LrController(LrConfig())
     with pytest.raises(RecordError, match=f"step 0: {name}="):
         controller.update(controller.initial_state(), step=0, **{"response_length": 1.0, name: value})
 
 
 def test_what_is_missing_or_too_large_is_named() -> None:
-    controller = make_controller(LrConfig(trigger="mismatch_kl"))
+    controller = LrController(LrConfig(trigger="mismatch_kl"))
     start = controller.initial_state()
     with pytest.raises(RecordError, match="step 0: mismatch_kl is missing"):
         controller.update(start, step=0, response_length=100.0)
@@ -189,7 +165,7 @@ def test_what_is_missing_or_too_large_is_named() -> None:
         controller.update(start, step=0, mismatch_kl=0.1, f_tau=1.5)
     with pytest.raises(RecordError, match="responses=-1"):
         controller.update(start, step=0, mismatch_kl=0.1, responses=-1)
-    lengths = make_controller(LrConfig())
+    lengths = LrController(LrConfig())
     state, _ = lengths.update(lengths.initial_state(), step=0, response_length=5.0, truncated_fraction=0.1)
     with pytest.raises(RecordError, match="truncated_fraction=None, but it was 0.1 at step 0"):
         lengths.update(state, step=1, response_length=5.0)
@@ -197,10 +173,8 @@ def test_what_is_missing_or_too_large_is_named() -> None:
 
 CONFIGS = [
     LrConfig(surge=SMALL),
-    LrConfig(surge=dataclasses.replace(SMALL, baseline="rolling"), count_from="surge"),
+    LrConfig(surge=SMALL, count_from="surge"),
     LrConfig(period=7),
-    LrConfig(rule="reactive", cooldown=3, surge=SMALL),
-    LrConfig(rule="reactive", cooldown=3, retrigger="still_high", surge=SMALL),
 ]
 
 
@@ -214,14 +188,14 @@ CONFIGS = [
 def test_stopping_anywhere_changes_nothing(
     config: LrConfig, lengths: list[float], stops: set[int], skipped: set[int]
 ) -> None:
-    whole, resumed = make_controller(config), make_controller(config)
+    whole, resumed = LrController(config), LrController(config)
     one, other = whole.initial_state(), resumed.initial_state()
     step = 0
     for k, length in enumerate(lengths):
         values = {"step": step, "response_length": length, "truncated_fraction": 1 / length}
         one, wanted = whole.update(one, **values)
         if k in stops:  # killed before the step: the state of the last checkpoint, a new process
-            resumed = make_controller(config)
+            resumed = LrController(config)
             other = LrState.from_dict(json.loads(json.dumps(other.to_dict(), allow_nan=False)))
         other, got = resumed.update(other, **values)
         assert (other, got) == (one, wanted)
@@ -240,11 +214,11 @@ def test_stopping_anywhere_changes_nothing(
         ({"step": -2}, "step=-2; expected an integer >= -1"),
         ({"step": None}, "step=None"),
         ({"triggers": 1.5}, "triggers=1.5"),
-        ({"rule": "cosine"}, "rule='cosine'; expected periodic or reactive"),
+        ({"trigger": "cosine"}, "trigger='cosine'; expected response_length or mismatch_kl"),
     ],
 )
 def test_a_state_that_nobody_saved_is_refused(change: dict[str, Any], message: str) -> None:
-    good = make_controller(LrConfig()).initial_state().to_dict()
+    good = LrController(LrConfig()).initial_state().to_dict()
     with pytest.raises(RecordError, match=message):
         LrState.from_dict({**good, **change})
 
@@ -262,27 +236,26 @@ def test_a_state_that_nobody_saved_is_refused(change: dict[str, Any], message: s
     ],
 )
 def test_a_damaged_detector_is_refused(key: str, value: Any) -> None:
-    data = make_controller(LrConfig()).initial_state().to_dict()
+    data = LrController(LrConfig()).initial_state().to_dict()
     data["surge"][key] = value
     with pytest.raises(RecordError, match=f"surge.{key}"):
         LrState.from_dict(data)
 
 
 def test_a_missing_key_and_another_controllers_state_are_refused() -> None:
-    data = make_controller(LrConfig()).initial_state().to_dict()
+    data = LrController(LrConfig()).initial_state().to_dict()
     del data["triggers"]
     with pytest.raises(RecordError, match="missing 'triggers'"):
         LrState.from_dict(data)
-    state = make_controller(LrConfig()).initial_state()
+    state = LrController(LrConfig()).initial_state()
     with pytest.raises(RecordError, match="trigger 'response_length', the controller .* trigger 'grad_norm'"):
-        make_controller(LrConfig(trigger="grad_norm")).update(state, step=0, grad_norm=1.0)
+        LrController(LrConfig(trigger="grad_norm")).update(state, step=0, grad_norm=1.0)
 
 
 def test_settings_may_change_on_resume() -> None:
     # The surge stays, the rule's numbers are the new ones.
-    state = dataclasses.replace(make_controller(LrConfig()).initial_state(), step=199, surge_step=100)
-    assert make_controller(LrConfig(decay=0.2, period_factor=1.0)).multiplier(state) == pytest.approx(0.2)
-    assert isinstance(make_controller(LrConfig()), PeriodicController)
+    state = dataclasses.replace(LrController(LrConfig()).initial_state(), step=199, surge_step=100)
+    assert LrController(LrConfig(decay=0.2, period_factor=1.0)).multiplier(state) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -293,18 +266,13 @@ def test_settings_may_change_on_resume() -> None:
         ({"floor": 0.0}, "mismatch.lr.floor: 0.0"),
         ({"period_factor": 0.0}, "mismatch.lr.period_factor"),
         ({"warmup_steps": -1}, "mismatch.lr.warmup_steps"),
-        ({"cooldown": 3}, "mismatch.lr.cooldown: 3 has no effect with rule='periodic'"),
-        ({"rule": "reactive", "period": 3}, "mismatch.lr.period: 3 has no effect with rule='reactive'"),
         ({"period": 3, "period_factor": 2.0}, "period_factor: 2.0 has no effect with period=3"),
         ({"period": 3, "trigger": "f_tau"}, "trigger: 'f_tau' has no effect with period=3"),
         ({"period": 3, "surge": {"ratio": 3.0}}, "mismatch.lr.surge: .* has no effect with period=3"),
         ({"count_from": "start", "warmup_steps": 3}, "warmup_steps: 3 has no effect with count_from='start'"),
-        ({"trigger": "f_tau", "surge": {"truncated_rise": 0.2}}, "truncated_rise: 0.2 has no effect"),
         ({"surge": {"smoothing": 9, "baseline_window": 8}}, "mismatch.lr.surge.smoothing: 9 .* <= baseline_window"),
         ({"surge": {"ratio": 1.0}}, "mismatch.lr.surge.ratio"),
         ({"surge": {"least": -1.0}}, "mismatch.lr.surge.least"),
-        ({"surge": {"truncated_rise": 0.0}}, "mismatch.lr.surge.truncated_rise"),
-        ({"surge": {"min_step": -1}}, "mismatch.lr.surge.min_step"),
         ({"surge": {"noise_margin": -1.0}}, "mismatch.lr.surge.noise_margin"),
         ({"surge": {"baseline_window": 0}}, "mismatch.lr.surge.baseline_window"),
         ({"triger": "f_tau"}, "Did you mean 'trigger'"),
@@ -316,8 +284,8 @@ def test_the_section_refuses(block: dict[str, Any], message: str) -> None:
 
 
 def test_the_section_is_built_from_plain_data() -> None:
-    block = {"rule": "reactive", "trigger": "mismatch_kl", "surge": {"ratio": 3, "baseline": "rolling"}}
+    block = {"trigger": "mismatch_kl", "surge": {"ratio": 3}}
     config = build(LrConfig, block, "mismatch.lr")
-    assert config.surge == SurgeConfig(ratio=3.0, baseline="rolling")
+    assert config.surge == SurgeConfig(ratio=3.0)
     assert build(LrConfig, dataclasses.asdict(config), "mismatch.lr") == config
     assert build(LrConfig, dataclasses.asdict(LrConfig(period=5)), "mismatch.lr") == LrConfig(period=5)

@@ -24,7 +24,8 @@ from mismatch_ext.lr import (
 from mismatch_ext.metrics import mismatch_metrics
 
 HALVED = LrConfig(period=2)
-REACTIVE = LrConfig(rule="reactive", surge=SurgeConfig(baseline_window=2, smoothing=1))
+# A surge at step 2 makes a period of 2: halved from there on.
+SURGING = LrConfig(period_factor=1.0, floor=0.5, surge=SurgeConfig(baseline_window=2, smoothing=1))
 # A third of a surge's baseline: a batch of 10, 10 and then 30 tokens is one.
 GROWING = (10.0, 10.0, 30.0, 30.0)
 # What TRL's and verl's adapters saved before they shared this class, after three of the steps above with a fourth collected.
@@ -61,7 +62,7 @@ def steps(rate: RateControl, given: SGD, lengths: Any, schedule: Any = None) -> 
 def test_what_is_collected_leads_the_step_and_what_it_applied_is_logged() -> None:
     given = optimizer()
     schedule = lrs.LambdaLR(given, lambda step: 1 / (1 + step))
-    rate = RateControl(REACTIVE)
+    rate = RateControl(SURGING)
     assert not rate.attached and rate.metrics() == {}
     rate.collect(response_length=1e9)  # before there is an optimizer: of no step
     rate.attach(given, schedule)
@@ -99,7 +100,7 @@ def test_a_batch_that_is_no_measurement_is_not_in_the_mean_of_the_others() -> No
 def test_updates_of_several_optimizer_steps_count_once_and_need_statistics() -> None:
     given = optimizer()
     schedule = lrs.LambdaLR(given, lambda step: 1.0)
-    rate = RateControl(REACTIVE, required="do this")
+    rate = RateControl(SURGING, required="do this")
     rate.attach(given, schedule, updates=lambda: schedule.last_epoch)
     rates = watched(given)
     for length in GROWING:
@@ -138,7 +139,7 @@ def test_a_norm_that_is_known_after_the_step_leads_a_later_one() -> None:
 @pytest.mark.parametrize("several", [1, 2])
 def test_state_goes_on_bit_for_bit_on_one_optimizer_or_several(several: int) -> None:
     def begun() -> tuple[RateControl, list[SGD]]:
-        rate, all_of = RateControl(REACTIVE), [optimizer() for _ in range(several)]
+        rate, all_of = RateControl(SURGING), [optimizer() for _ in range(several)]
         rate.attach(all_of if several > 1 else all_of[0])
         return rate, all_of
 
@@ -176,7 +177,7 @@ def test_files_of_earlier_releases_load(host: str) -> None:
     given = optimizer()
     schedule = lrs.LambdaLR(given, lambda step: 1.0)
     schedule.last_epoch = 3
-    rate = RateControl(REACTIVE)
+    rate = RateControl(SURGING)
     if host == "trl":
         rate.attach(given)
     else:
@@ -200,14 +201,14 @@ def test_a_checkpoint_without_state_is_joined_with_a_warning(caplog: pytest.LogC
 @pytest.mark.parametrize(
     "state, words",
     [
-        ({"control": {**CONTROL, "rule": "periodic"}}, "the state is of rule 'periodic'"),
+        ({"control": {**CONTROL, "trigger": "grad_norm"}}, "the state is of trigger 'grad_norm'"),
         ({"control": {**CONTROL, "triggers": -1}}, "triggers=-1"),
         ({"grad_norm": None}, "KeyError: 'control'"),
         ({"control": CONTROL, "collected": [[1.0]]}, "ValueError"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(state: Any, words: str) -> None:
-    rate = RateControl(REACTIVE, kept_in="a file")
+    rate = RateControl(SURGING, kept_in="a file")
     rate.attach(optimizer())
     with pytest.raises(RecordError) as refused:
         rate.load_state_dict(state)
@@ -217,7 +218,7 @@ def test_a_state_that_does_not_fit_is_refused(state: Any, words: str) -> None:
 
 def test_a_training_shorter_than_the_baseline_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    for config, length, said in ((REACTIVE, 2, True), (REACTIVE, 3, False), (REACTIVE, 0, False), (HALVED, 1, False)):
+    for config, length, said in ((SURGING, 2, True), (SURGING, 3, False), (SURGING, 0, False), (HALVED, 1, False)):
         caplog.clear()
         RateControl(config).attach(optimizer(), steps=length)
         assert ("waits for a surge over a baseline" in caplog.text) is said
@@ -230,7 +231,7 @@ def test_an_optimizer_that_cannot_be_controlled_is_refused() -> None:
 
 def test_a_shadow_makes_the_same_of_it_and_leaves_the_optimizer_alone() -> None:
     acted = optimizer()
-    rate, shadow = RateControl(REACTIVE), ShadowRate(REACTIVE)
+    rate, shadow = RateControl(SURGING), ShadowRate(SURGING)
     rate.attach(acted)
     logged = steps(rate, acted, GROWING)
     alone = optimizer()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.lr import LengthStatistics, LrConfig, length_statistics, make_controller
+from mismatch_ext.lr import LengthStatistics, LrConfig, LrController, length_statistics
 
 
 def test_one_rank_by_hand() -> None:
@@ -50,7 +50,7 @@ def test_sums_are_exact_beyond_float32() -> None:
 def test_no_response_on_any_rank_is_no_statistic() -> None:
     found = length_statistics(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.bool))
     assert found == LengthStatistics(responses=0, response_length=None, truncated_fraction=None)
-    controller = make_controller(LrConfig())
+    controller = LrController(LrConfig())
     state = controller.initial_state()
     assert controller.update(state, step=0, **found.to_dict()) == controller.advance(state, step=0)
 
@@ -73,14 +73,14 @@ def test_what_is_no_length_is_refused(lengths: Tensor, truncated: Tensor | None,
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
-from mismatch_ext.lr import LrConfig, LrControl, SurgeConfig, length_statistics, make_controller
+from mismatch_ext.lr import LrConfig, LrControl, LrController, SurgeConfig, length_statistics
 
 rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 generator = torch.Generator().manual_seed(rank)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-config = LrConfig(rule="reactive", cooldown=2, surge=SurgeConfig(baseline_window=5, smoothing=3))
-control = LrControl(optimizer, make_controller(config))
+config = LrConfig(period_factor=1.0, floor=0.5, surge=SurgeConfig(baseline_window=5, smoothing=3))
+control = LrControl(optimizer, LrController(config))
 multipliers = []
 for step in range(40):
     # Rank 0 alone surges, at step 20, and rank 1 has no response in every other batch.

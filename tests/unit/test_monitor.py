@@ -75,12 +75,6 @@ def changes(monitor: Monitor, values: list[Any], metric: str = "x") -> list[tupl
             [2, 2, 2, 0.8, 0.8, 0.9, 0.8, 0.8, 0.8, 2, 2, 2],
             [(3, "raised"), (9, "cleared"), (12, "raised")],
         ),
-        (
-            {"above": 1, "patience": 1, "clear": 0.5},
-            [2, 0.6, 2, 0.5, 2],
-            [(1, "raised"), (4, "cleared"), (5, "raised")],
-        ),
-        ({"above": 1, "patience": 1, "clear": 1}, [2, 1, 2], [(1, "raised"), (2, "cleared"), (3, "raised")]),
         ({"below": 0.4, "patience": 1}, [0.3, 0.49, 0.5], [(1, "raised"), (3, "cleared")]),
         ({"above": 1}, [2, 2, 2, 0.8, 0.8, 2, 0.8, 0.8, 0.8], [(3, "raised"), (9, "cleared")]),
         # Negative bounds ease towards the healthy side too: -1 above needs -1.25, -1 below needs -0.8.
@@ -93,7 +87,6 @@ def changes(monitor: Monitor, values: list[Any], metric: str = "x") -> list[tupl
         ({"above": 2, "below": 1, "patience": 1}, [3, 0, 1.2, 1.25], [(1, "raised"), (4, "cleared")]),
         # 0.8 * 1.1 lies beyond the lower bound: midway between the two ends it instead.
         ({"above": 1.1, "below": 1, "patience": 1}, [3, 1.06, 1.05], [(1, "raised"), (3, "cleared")]),
-        ({"above": 2, "below": 1, "clear": 1.5, "patience": 1}, [3, 1.6, 1.2], [(1, "raised"), (3, "cleared")]),
         # A value that is not finite is beyond any bound, on either side.
         ({"above": 1}, [NAN, -INF, 2], [(3, "raised")]),
         ({"below": 1}, [INF, INF, NAN], [(3, "raised")]),
@@ -266,7 +259,7 @@ def test_off_switches_a_built_in_rule_off_and_default_alarms_all() -> None:
 
 
 def test_the_section_survives_a_round_trip() -> None:
-    block = MismatchConfig.parse({"monitor": {"alarms": {"k3_kl": {"action": "stop"}, "x": {"above": 1, "clear": 0}}}})
+    block = MismatchConfig.parse({"monitor": {"alarms": {"k3_kl": {"action": "stop"}, "x": {"above": 1}}}})
     assert block is not None
     again = MismatchConfig.parse(json.loads(json.dumps(block.to_dict())))
     assert again == block and again is not None and Monitor(again.monitor).rules == Monitor(block.monitor).rules

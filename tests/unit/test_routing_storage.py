@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RoutingTrace, align, share_prompts, traces_nbytes
+from mismatch_ext.routing import RoutingTrace, align, share_prompts
 from mismatch_ext.routing.tokens import ANY, PADDING
-from tests.trace_files import load_traces, save_traces
+from tests.trace_files import load_traces, save_traces, traces_nbytes
 from tests.unit.test_routing_trace import routes, trace
 
 

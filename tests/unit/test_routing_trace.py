@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_ext.errors import ReplayError, RoutingError
-from mismatch_ext.routing import RoutingTrace, storage_dtype, traces_nbytes
+from mismatch_ext.routing import RoutingTrace, storage_dtype
 from mismatch_ext.routing.tokens import Proof, token_rows
+from tests.trace_files import traces_nbytes
 
 
 def routes(rows: int, layers: int = 2, top_k: int = 3, experts: int = 8, seed: int = 0) -> Tensor:

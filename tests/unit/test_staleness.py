@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.bootstrap import bootstrap_ratio
 from mismatch_ext.config import LrConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.lr import RateControl, numerics_statistics
-from mismatch_ext.metrics import bootstrap_ratio, mismatch_metrics
+from mismatch_ext.metrics import mismatch_metrics
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.recorder import RunRecorder
 from mismatch_ext.records import SamplingSettings
@@ -210,7 +211,7 @@ def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:
     known = stream(numerics=2e-3, drift=5e-2).gap()
     found, summary = numerics_statistics(known), known.numerics()
     assert summary is not None and found["mismatch_kl"] == summary.scalars["k3_kl"] < 1e-4
-    config = LrConfig(rule="reactive", trigger="mismatch_kl")
+    config = LrConfig(trigger="mismatch_kl")
     rate = RateControl(config, required="never")
     weight = torch.zeros(1, requires_grad=True)
     rate.attach(torch.optim.SGD([weight], lr=1.0))

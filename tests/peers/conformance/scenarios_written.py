@@ -21,7 +21,7 @@ ALARMS = {
     "misspelt": {"above": 1.0},
 }
 BLOCK = {"lr": RATE, "monitor": {"default_alarms": False, "alarms": ALARMS}}
-OTHER_RULE = {"lr": {"rule": "reactive"}, "monitor": {"default_alarms": False}}
+OTHER_TRIGGER = {"lr": {"trigger": "grad_norm"}, "monitor": {"default_alarms": False}}
 STEPS = 4
 
 
@@ -77,7 +77,7 @@ def without_rate(state: Path) -> None:
 
 
 def in_trl(model: str, out: str) -> dict[str, Any]:
-    """Train by the trainer and by the callback, resume under another rule, and resume without the rate's state."""
+    """Train by the trainer and by the callback, resume with another trigger, and resume without the rate's state."""
     from mismatch_ext.adapters.trl import MismatchCallback, MismatchGRPOConfig, MismatchGRPOTrainer
     from trl import GRPOConfig, GRPOTrainer
 
@@ -98,7 +98,7 @@ def in_trl(model: str, out: str) -> dict[str, Any]:
         built(name, BLOCK).train()
         found[name] = written(Path(out) / name / "mismatch")
     [checkpoint] = (Path(out) / "trainer").glob("checkpoint-*")  # of the alarm that stopped it
-    found["rule"] = refusal(built("trainer", OTHER_RULE).train, resume_from_checkpoint=str(checkpoint))
+    found["trigger"] = refusal(built("trainer", OTHER_TRIGGER).train, resume_from_checkpoint=str(checkpoint))
     without_rate(checkpoint / "mismatch.json")
     with heard() as said:
         built("trainer", {**BLOCK, "monitor": {"default_alarms": False}}).train(resume_from_checkpoint=str(checkpoint))
@@ -164,7 +164,7 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     found: dict[str, Any] = {"verl": written(Path(out) / "mismatch"), "stopped": driver.total_training_steps}
     actor = Path(out) / "actor"
     built.save_checkpoint(str(actor))
-    found["rule"] = refusal(worker(model, OTHER_RULE, optimizer=optimizer).load_checkpoint, str(actor))
+    found["trigger"] = refusal(worker(model, OTHER_TRIGGER, optimizer=optimizer).load_checkpoint, str(actor))
     without_rate(actor / "mismatch.json")
     with heard() as said:
         worker(model, BLOCK, optimizer=optimizer).load_checkpoint(str(actor))

@@ -39,9 +39,8 @@ from mismatch_ext.routing import (
     RoutingTrace,
     agreement,
     share_prompts,
-    traces_nbytes,
 )
-from tests.trace_files import load_traces, save_traces
+from tests.trace_files import load_traces, save_traces, traces_nbytes
 
 COMMON: dict[str, Any] = {
     "vocab_size": len(VOCABULARY), "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,

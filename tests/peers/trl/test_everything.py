@@ -161,11 +161,9 @@ def test_a_callback_alone_controls_and_survives_kill_9(run: Run, dense: Path, tm
 
 
 def test_a_callback_finds_a_surge_in_the_logs(run: Run, dense: Path, tmp_path: Path) -> None:
-    # Any gradient norm at or above 1.0001 of the first surges: the reactive rule takes each as it comes.
+    # Any gradient norm at or above 1.0001 of the first surges.
     lr = {
-        "rule": "reactive",
         "trigger": "grad_norm",
-        "cooldown": 0,
         "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
     }
     given = {"model": dense, "out": tmp_path}

@@ -123,11 +123,11 @@ def test_other_triggers_take_their_statistic(run: Run, dense: Path, tmp_path: Pa
         scenarios.train,
         model=dense,
         out=tmp_path,
-        # With nothing to smooth and next to no threshold whatever grows surges: 0.5 after each.
+        # With nothing to smooth and next to no threshold whatever grows surges: 0.5 for each step after the first.
         lr={
-            "rule": "reactive",
+            "period": 1,
+            "count_from": "surge",
             "trigger": trigger,
-            "cooldown": 0,
             "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
         },
         use_vllm=engine,
@@ -139,7 +139,8 @@ def test_other_triggers_take_their_statistic(run: Run, dense: Path, tmp_path: Pa
     if trigger == "f_tau":  # in float32 no token is off by a tenth, and nothing never surges
         assert surges == [0.0] * 8 and thresholds[-1] == 0.0
     else:
-        assert surges[-1] >= 1 and multipliers(result)[-1] == max(0.5 ** surges[-1], 0.1)
+        surge = result["metrics"][-1]["mismatch/lr_surge_step"]
+        assert surges[-1] == 1 and multipliers(result)[-1] == max(0.5 ** (7 - surge), 0.1)
 
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])

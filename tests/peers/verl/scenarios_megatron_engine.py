@@ -358,8 +358,8 @@ def rates(model: str, out: str) -> dict[str, Any]:
             built = worker(model, LED, *resumed)
             built.load_checkpoint(folder)
             found[name]["resumed"] = rates_of(built, size, first=3)
-    other = worker(model, {"lr": {"rule": "reactive"}, **OFF}, *COSINE)
-    found["other_rule"] = refused(other.load_checkpoint, folder)
+    other = worker(model, {"lr": {"trigger": "grad_norm"}, **OFF}, *COSINE)
+    found["other_trigger"] = refused(other.load_checkpoint, folder)
     return found
 
 
@@ -381,7 +381,12 @@ def surge(model: str) -> dict[str, Any]:
     """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
     from mismatch_ext.adapters.verl.worker.lr import MegatronRate
 
-    section = {"rule": "reactive", "surge": {"baseline_window": 2, "smoothing": 1}}
+    section = {
+        "period_factor": 1.0,
+        "count_from": "start",
+        "floor": 0.5,
+        "surge": {"baseline_window": 2, "smoothing": 1},
+    }
     built = worker(model, {"lr": section, **OFF}, *CONSTANT)
     data, found = scored(built, batch()), {}
     found["without"] = refused(update, built, data)

@@ -181,9 +181,9 @@ def test_a_resumed_run_takes_the_same_rates(ran: dict[str, Any], schedule: str) 
     assert found["resumed"]["logged"] == found["logged"][3:]
 
 
-def test_the_state_of_another_rule_is_refused(ran: dict[str, Any]) -> None:
-    words = "RecordError: mismatch.lr cannot go on from this checkpoint: the state is of rule 'periodic'"
-    assert ran["rates"]["other_rule"].startswith(words)
+def test_the_state_of_another_trigger_is_refused(ran: dict[str, Any]) -> None:
+    words = "RecordError: mismatch.lr cannot go on from this checkpoint: the state is of trigger 'response_length'"
+    assert ran["rates"]["other_trigger"].startswith(words)
 
 
 def test_the_worker_says_what_the_rate_is_led_by(ran: dict[str, Any]) -> None:
@@ -203,7 +203,9 @@ def test_a_surge_lowers_the_rate_of_the_update_that_learns_from_it(ran: dict[str
     found = ran["surge"]
     assert found["logged"] == pytest.approx([1e-4, 1e-4, 5e-5, 5e-5], rel=1e-9)
     assert [answer["lr_multiplier"] for answer in found["answers"]] == [1.0, 1.0, 0.5, 0.5]
-    assert found["metrics"] == {"lr_multiplier": 0.5, "lr_surges": 1.0, "lr_surge_step": 2.0}
+    assert found["metrics"] == {
+        "lr_multiplier": 0.5, "lr_surges": 1.0, "lr_surge_step": 2.0, "lr_period": 2.0, "lr_surge_threshold": 20.0,
+    }  # fmt: skip
     for refused in (found["without"], found["again"]):
         assert refused.startswith(
             "ConfigError: mismatch.lr.trigger='response_length', but the trainer gave no statistics"

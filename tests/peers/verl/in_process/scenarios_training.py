@@ -167,7 +167,7 @@ def watched(optimizer: Any) -> list[float]:
 
 
 def damaged(model: str, out: str) -> dict[str, str]:
-    """Load checkpoints without our state, with a damaged one, and with one of another rule."""
+    """Load checkpoints without our state, with a damaged one, and with one of another trigger."""
     import warnings
 
     block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0}}, "lr": {"period": 2}}
@@ -181,8 +181,8 @@ def damaged(model: str, out: str) -> dict[str, str]:
     found["half"] = refused(built.load_checkpoint, out)
     state.write_text(text.replace('"schema": 1', '"schema": 9'))
     found["schema"] = refused(built.load_checkpoint, out)
-    state.write_text(text.replace("periodic", "reactive"))
-    found["rule"] = refused(built.load_checkpoint, out)
+    state.write_text(text.replace("response_length", "grad_norm"))
+    found["trigger"] = refused(built.load_checkpoint, out)
     state.unlink()
     built = worker(model, block, dtype="float16")
     with warnings.catch_warnings(record=True) as said:

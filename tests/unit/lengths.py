@@ -89,34 +89,3 @@ def first_surge(config: SurgeConfig, batches: list[Measurement]) -> tuple[int, i
         if surge is not None:
             return surge, batch.step
     return None
-
-
-CASES: tuple[tuple[str, Curve, int], ...] = (
-    ("flat", flat, 64),
-    ("flat", flat, 8),
-    ("flat", flat, 4),
-    ("wandering", wandering, 64),
-    ("spiking", spiking, 64),
-    ("stepping", stepping, 64),
-    ("surging", surging, 64),
-    ("surging", surging, 8),
-    ("saturating", saturating, 64),
-    ("growing", growing, 64),
-)
-
-
-def table(config: SurgeConfig, *, seeds: int, steps: int) -> str:
-    """Return how often, and when, a detector fires on each simulated curve, as Markdown."""
-    rows = ["| curve | responses | fired | step of the surge, median (range) | found |", "|---|---|---|---|---|"]
-    for name, curve, responses in CASES:
-        found = []
-        for seed in range(seeds):
-            rng = np.random.default_rng(seed)
-            found.append(first_surge(config, measurements(curve(rng, steps), rng, responses=responses)))
-        hits = np.array([hit for hit in found if hit is not None])
-        when, seen = "", ""
-        if len(hits):
-            when = f"{np.median(hits[:, 0]):.0f} ({hits[:, 0].min()} to {hits[:, 0].max()})"
-            seen = f"{np.median(hits[:, 1]):.0f}"
-        rows.append(f"| {name} | {responses} | {len(hits)} of {seeds} | {when} | {seen} |")
-    return "\n".join(rows)
