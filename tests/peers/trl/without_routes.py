@@ -1,4 +1,8 @@
-"""Where a CPU engine cannot say what its routers chose: that is refused by name, and all else runs."""
+"""Where a CPU engine cannot say what its routers chose: that is refused by name, and all else runs.
+
+Only the stack `trl-oldest` has such an engine, and it names this file (`tests/stacks.py`). No other run collects it, because its
+name does not begin with `test_`.
+"""
 
 from __future__ import annotations
 
