@@ -20,6 +20,10 @@ else:
     _Host = object
 
 
+TAKEN_BY_VESPO = ("token_truncate", "token_mask", "token")
+"""Modes of TRL's own correction that VESPO runs with; "token" stands for none at all."""
+
+
 class GrpoOptions(_Host):
     """Methods of `MismatchGRPOConfig` that read and write GRPO's own options."""
 
@@ -57,7 +61,8 @@ class GrpoOptions(_Host):
         """Set TRL's own importance-sampling options; if TRL has none for the section, set plain ratios, replaced later."""
         settings = resolve(correction)
         options = native_options(settings)
-        if options is None and self.loss_type == "vespo":
+        taken = options is not None and options.get("vllm_importance_sampling_mode", "token") in TAKEN_BY_VESPO
+        if self.loss_type == "vespo" and not taken:
             raise ConfigError(
                 "mismatch.correction with loss_type='vespo': VESPO takes the logarithm of the weights, so that only plain "
                 "token weights have a meaning there; use the preset token_truncate or token_mask."
