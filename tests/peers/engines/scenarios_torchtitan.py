@@ -1,6 +1,6 @@
 """torchtitan on the plain loop, by examples/third/torchtitan_grpo.py: with vLLM, and with an engine of torch.
 
-torchtitan lies beside the SGLang environment, since it needs the triton that is there (`make setup-sglang`).
+torchtitan lies beside the SGLang environment, since it needs the triton that is there (`make setup`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs scenarios in the environment that `make setup-sglang` builds, or in a stack's own, where that holds SGLang itself."""
+"""Runs scenarios in the environment that `make setup` builds, or in a stack's own, where that holds SGLang itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_sglang(scenario: Scenario, version: str, folder: Path, **payload: Any) -
 
     The result of a scenario gets "stub": how often names of the kernel stub were fetched and called.
     """
-    assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup-sglang`"
+    assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup`"
     log = folder / f"stub-{version}-{scenario.name}.log"
     result = run_fresh(scenario, payload, environment(version, log), timeout=600, python=PYTHON).expect()
     return {**result, "stub": stub_uses(log)}

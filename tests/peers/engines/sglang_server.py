@@ -30,7 +30,7 @@ def serving(model: str | Path, folder: Path, *flags: str) -> Iterator[str]:
     Yields:
         Its address.
     """
-    assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup-sglang`"
+    assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup`"
     port = free_port()
     command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), *FLAGS, *flags]

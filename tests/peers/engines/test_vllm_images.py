@@ -28,7 +28,7 @@ def borrowed(folder: Path) -> Path:
     """Return a folder with SGLang's torchvision, and with what lets a CPU build of torch import it."""
     [packages] = PYTHON.parents[1].glob("lib/python3.*/site-packages")
     found = list(packages.glob("torchvision*"))
-    assert found, f"{packages} has no torchvision: run `make setup-sglang`"
+    assert found, f"{packages} has no torchvision: run `make setup`"
     folder.mkdir()
     for part in (*found, SHIMS / "sitecustomize.py"):
         (folder / part.name).symlink_to(part)

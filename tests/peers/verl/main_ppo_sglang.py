@@ -39,7 +39,7 @@ def run_verl_sglang(
     version: str = OLDEST,
 ) -> VerlRun:
     """Run three steps of verl.trainer.main_ppo with SGLang of a version; the other arguments are those of run_verl."""
-    assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup-sglang`"
+    assert PYTHON.exists(), f"{PYTHON} is missing: run `make setup`"
     work.mkdir(parents=True, exist_ok=True)
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (str(PYTHON), "-m", "verl.trainer.main_ppo")

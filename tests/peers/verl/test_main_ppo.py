@@ -2,7 +2,7 @@
 
 A fault strikes after the steps that are looked at: what it must lead to costs no run of its own. Whatever fails in one of verl's
 processes ends the run, with an error that says what it was, and never in a hang. Refusals of what processes report are in
-`test_reports.py`; runs of faults that strike at the start, and of a hang, in `tests/evidence/test_main_ppo_{faults,hang}.py`.
+`test_reports.py`; runs of faults that strike at the start, and of a hang, in `tests/peers/verl/test_main_ppo_{faults,hang}.py`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def example(risky: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Verl
     """Return three steps of the example with every section, in float16, and their folder.
 
     Nothing can be examined, for want of memory. A hang of the same run, and how it goes on from there, is in
-    `tests/evidence/test_main_ppo_hang.py`.
+    `tests/peers/verl/test_main_ppo_hang.py`.
     """
     work = tmp_path_factory.mktemp("example")
     (run,) = run_example(work, risky, [*EVERYTHING_DENSE, *lasting(3)], "no_room_for_a_copy")

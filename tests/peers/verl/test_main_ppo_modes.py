@@ -1,8 +1,8 @@
 """verl's asynchronous modes in whole runs of the recipe's scripts: every section at once, with rollouts of older weights.
 
 Both runs end by something that has to be said while answers are in flight: an alarm that stops, and a fault between two local
-updates. Runs that go on from every kind of end are in `tests/evidence/test_main_ppo_{colocate,separate}_ended.py`, and those
-that hold numerics and drift to the truth in `tests/evidence/test_main_ppo_drift.py`.
+updates. Runs that go on from every kind of end are in `tests/peers/verl/test_main_ppo_{colocate,separate}_ended.py`, and those
+that hold numerics and drift to the truth in `tests/peers/verl/test_main_ppo_drift.py`.
 """
 
 from __future__ import annotations
