@@ -12,7 +12,7 @@ from mismatch_ext.rundata import read_run
 from tests.models import tiny_model
 from tests.peers.conformance import readiness
 from tests.peers.verl.main_ppo import VerlRun, lasting
-from tests.peers.verl.test_main_ppo import EVERYTHING_DENSE, check_example, run_example
+from tests.peers.verl.test_main_ppo_example import EVERYTHING_DENSE, check_example, run_example
 
 pytestmark = pytest.mark.nightly
 

@@ -92,6 +92,7 @@ def check_sections(run: VerlRun, work: Path, host: str) -> None:
     assert not [event for event in data.events if event.name == "weight_sync"]
 
 
+@pytest.mark.nightly
 def test_every_section_where_answers_are_aborted_and_resumed(colocate: Ran) -> None:
     run, work = colocate
     run.expect(STEPS)
@@ -109,6 +110,7 @@ def test_every_section_where_servers_sample_during_updates(separate: Ran) -> Non
     assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in run.steps)
 
 
+@pytest.mark.nightly
 def test_an_alarm_stops_while_answers_are_in_flight_and_they_are_saved(colocate: Ran) -> None:
     run, work = colocate
     run.expect(STEPS)

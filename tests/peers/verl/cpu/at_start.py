@@ -15,6 +15,9 @@ REPORTS = "VERL_CPU_REPORTS"
 LEFT = "VERL_CPU_LEFT"
 """Environment variable that names the file for what verl's driver still holds of a batch once its step is over."""
 
+ANSWERS_OF_A_STEP = 16
+"""As `main_ppo.py` sets them, which takes long to import."""
+
 
 def leave_out_other_backends() -> None:
     """Let verl do without the backends that it tries to import and does not need here: a fifth of every process's start.
@@ -50,31 +53,36 @@ def keep_reports(file: Path) -> None:
 
 
 def look_for_leftovers(file: Path) -> None:
-    """Write, step by step, what the driver holds of the batch before and after its update."""
+    """Write after every step which tensors of the driver have a row for each answer of a batch, with and without one of ours."""
 
     def change(module: Any) -> None:
-        kind = module.MismatchTrainer
-        update, metrics = kind._update_actor, kind._compute_metrics
-
-        def look(trainer: Any, when: str) -> None:
-            from tests.peers.conformance.batch_lived import batch_lived
-
-            with file.open("a", encoding="utf-8") as lines:
-                # Answers of a step, as `main_ppo.py` sets them.
-                lines.write(json.dumps({"when": when, "found": batch_lived(trainer, 16)}) + "\n")
-
-        def _update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
-            look(self, "before")
-            return update(self, *args, **kwargs)
+        metrics = module.MismatchTrainer._compute_metrics
 
         def _compute_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
+            import torch
+
             result = metrics(self, *args, **kwargs)
-            look(self, "after")
+            found = _batch_shaped()
+            held = torch.zeros(ANSWERS_OF_A_STEP, 2)  # it would be seen
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"found": found, "with one": _batch_shaped()}) + "\n")
+            del held
             return result
 
-        kind._update_actor, kind._compute_metrics = _update_actor, _compute_metrics
+        module.MismatchTrainer._compute_metrics = _compute_metrics
 
     AfterImport("mismatch_ext.adapters.verl.driver.trainer", change)
+
+
+def _batch_shaped() -> list[list[int]]:
+    """Return the shapes of all tensors of this process that have a row for each answer, and tokens in it."""
+    import gc
+
+    from torch import Tensor
+
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+    return [[int(size) for size in t.shape] for t in tensors if t.dim() > 1 and t.shape[0] == ANSWERS_OF_A_STEP]
 
 
 def _without_paths(found: Any) -> Any:
