@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass
 
 from mismatch_ext.errors import MismatchError
-from tests.peers.conformance.batch_lived import batch_lived
+from tests.peers.conformance.leftovers import alive, held
 from tests.peers.conformance.routes import FAULTS
 from tests.peers.trl.scenarios_routing import R3, build
 
@@ -28,19 +29,11 @@ def replay(model: str, out: str, seed: int, passes: int, old: dict[str, Any]) ->
     """
     half = {**R3, "agreement_rate": 0.5}
     trainer = build(model, out, half, max_steps=1, seed=seed, learning_rate=0.0, per_device_train_batch_size=8)
-    during: list[str] = []
-    plain = trainer.reward_funcs[0]
-
-    def rewarding(**given: Any) -> Any:
-        during.extend(batch_lived(trainer, 8))
-        return plain(**given)
-
-    trainer.reward_funcs = [rewarding]
     trainer.train()
-    found: dict[str, Any] = {"during": during, "after": batch_lived(trainer, 8)}
+    kept = held(RolloutPass)
     trainer.model.train()
     routing, inputs = trainer._routing, trainer._buffered_inputs[0]
-    found["after a loss"], found["refused"] = [], {}
+    found: dict[str, Any] = {"after a loss": [], "refused": {}}
 
     def computed(change: Any) -> str:
         routes = [
@@ -52,10 +45,16 @@ def replay(model: str, out: str, seed: int, passes: int, old: dict[str, Any]) ->
             return f"{type(error).__name__}: {error}"
         return ""
 
+    computed(lambda ids: ids)
+    before, during = alive(8), []
+    handle = trainer.model.register_forward_pre_hook(lambda *_: during.append(alive(8) - before))
+    computed(lambda ids: ids)
+    handle.remove()
+    found |= {"during": max(during), "after": alive(8) - before + kept}
     for name, (plant, _) in [*FAULTS.items(), ("none", (lambda ids: ids, ""))]:
         with overridden(routing, _checked=False):
             found["refused"][name] = computed(plant)
-        found["after a loss"] += batch_lived(trainer, 8)
+        found["after a loss"].append(alive(8) - before)
 
     def measured(count: int) -> list[bool]:
         routing.take_agreement("train")

@@ -15,7 +15,7 @@ from mismatch_ext.adapters.verl.driver.trainer import actor_seed
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.routing.replaying import MeasuredPasses
-from tests.peers.conformance.batch_lived import batch_lived
+from tests.peers.conformance.leftovers import alive
 from tests.peers.conformance.routes import FAULTS
 from tests.peers.verl.in_process.losses import host_config
 from tests.peers.verl.in_process.routes import nested, refused
@@ -37,21 +37,27 @@ def replay(model: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str,
         model, {"routing": {"mode": "R3", "agreement_rate": 0.5}}, engine={"seed": seed}, optimizer={"lr": 0.0}
     )
     engine, during = built.engine, []
-    handle = engine.module.register_forward_pre_hook(lambda *_: during.extend(batch_lived(engine, 4)))
     data = scored(built, batch(routed_experts=routes))
+    update(built, data)  # makes the optimizer's state
+    before = alive(4)
+    handle = engine.module.register_forward_pre_hook(lambda *_: during.append(alive(4) - before))
     update(built, data)
     handle.remove()
-    found: dict[str, Any] = {"during": during, "after": batch_lived(engine, 4), "after a loss": [], "refused": {}}
+    found: dict[str, Any] = {"during": max(during), "after": alive(4) - before, "after a loss": [], "refused": {}}
     replay = engine._replay
-    for name, (plant, _) in [*FAULTS.items(), ("none", (lambda ids: ids, ""))]:
+
+    def updated(plant: Any) -> str:
         # No engine records the route of the last token.
         given = nested([torch.cat([plant(row[:-1]), row[-1:]]) for row in routes.unbind()])
         with overridden(replay, _checked=False):
             planted = batch(routed_experts=given)
             planted["old_log_probs"] = data["old_log_probs"]
-            message = refused(update, built, planted)
+            return refused(update, built, planted)
+
+    for name, (plant, _) in [*FAULTS.items(), ("none", (lambda ids: ids, ""))]:
+        message = updated(plant)
         found["refused"][name] = "" if message == "nothing was refused" else message
-        found["after a loss"] += batch_lived(engine, 4)
+        found["after a loss"].append(alive(4) - before)
 
     def measured(count: int) -> list[bool]:
         engine.mismatch_metrics()
