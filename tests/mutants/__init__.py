@@ -1,1 +1,0 @@
-"""Planted faults: one small patch each, and the tests that must notice it."""
