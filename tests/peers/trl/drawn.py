@@ -53,7 +53,7 @@ class Draw:
             "precision": {"dtype": "float32"},
             "correction": {"preset": self.preset},
             "kl": {**KL[self.kl], "coef": COEF},
-            "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 0.5},
+            "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
             "lr": {"period": 2},
             "monitor": {"default_alarms": False},
         }
@@ -107,11 +107,6 @@ def drawn(rng: random.Random) -> Draw:
     }
     steps = max(3, 2 * period)
     return Draw(
-        host,
-        rng.choice(sorted(PRESETS)),
-        rng.choice(sorted(KL)),
-        period,
-        accumulation % passes == 0,
-        steps,
+        host, rng.choice(sorted(PRESETS)), rng.choice(sorted(KL)), period, accumulation % passes == 0, steps,
         rng.randrange(1, steps),
-    )
+    )  # fmt: skip

@@ -26,7 +26,7 @@ else:
     scenarios = named("tests.peers.trl.scenarios_drawn")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
-SEED = 0
+SEED = 5
 COUNT = 6
 """Runs of a fresh seed."""
 Check = Callable[[Draw], None]
@@ -79,7 +79,7 @@ def check_sections(draw: Draw, whole: dict[str, Any], out: Path) -> None:
     differing = [entry["mismatch/routing/set_mismatch_frac"] for entry in history]
     # The weights that a rollout is of are those of its passes in the first step, and in every step that generates anew.
     assert differing[0] == 0.0 and (not draw.on_policy or not any(differing)), differing
-    assert any("mismatch/native/k3_kl" in entry for entry in generated)
+    assert all("mismatch/native/k3_kl" in entry for entry in generated)
     assert [entry["mismatch/lr_multiplier"] for entry in history] == [1.0, 1.0, *[0.5] * (draw.steps - 2)]
     data = read_run(out / "mismatch")
     assert [record.step for record in data.steps] == list(range(1, draw.steps + 1))
@@ -89,7 +89,9 @@ def check_sections(draw: Draw, whole: dict[str, Any], out: Path) -> None:
 def check_numbers(ours: dict[str, Any], alone: dict[str, Any]) -> None:
     """Compare with TRL's own settings for the same, as long as the rates are the same: the third step is taken with half."""
     for step, (mine, trls) in enumerate(zip(ours["history"][:3], alone["history"], strict=False)):
-        for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
+        # A step that generates nothing logs no rewards.
+        names = {"loss", "grad_norm", "reward", "completions/mean_length"} & trls.keys()
+        for name in names:
             assert mine[name] == pytest.approx(trls[name], rel=1e-3, abs=1e-5), (step, name)
 
 
