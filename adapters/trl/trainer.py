@@ -35,7 +35,6 @@ from mismatch_ext.adapters.trl.refusals import (
     check_images,
     check_objective,
     check_peers,
-    check_stitching,
 )
 from mismatch_ext.adapters.trl.sampling_mask import KEY as MASKS
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
@@ -106,8 +105,6 @@ class MismatchTrainerMixin(
             server = config.vllm_mode == "server"
             stitches = any(kwargs.get(key) for key in STITCHING)
             check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server, stitches=stitches)
-        with self._verdicts.checking("stitching"):
-            check_stitching(self._block, kwargs, use_vllm=config.use_vllm)
         with self._verdicts.checking("images"):
             check_images(self._block, args, kwargs)
         self._open_log(config.output_dir)
