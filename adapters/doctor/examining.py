@@ -194,7 +194,6 @@ def _diagnosed(
         replays=sides.replays,
         layout=sides.layout,
         head=sides.head,
-        oracle=sides.oracle,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)

@@ -65,8 +65,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
     parser.add_argument("--trainer-head", choices=("float32",),
                         help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
-    parser.add_argument("--oracle", choices=("float32", "float64"),
-                        help="what both sides are held against (default: float32)")  # fmt: skip
     tokens = parser.add_mutually_exclusive_group()
     tokens.add_argument("--prompts", metavar="FILE", type=folder,
                         help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
@@ -157,7 +155,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, option in (("dtype", "--dtype"), ("trainer_dtype", "--trainer-dtype")):
         if getattr(arguments, name) is not None:
             found[name] = _dtype(option, getattr(arguments, name))
-    for name in ("engine", "temperature", "oracle"):
+    for name in ("engine", "temperature"):
         if getattr(arguments, name) is not None:
             found[name] = getattr(arguments, name)
     if arguments.server is not None:

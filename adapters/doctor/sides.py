@@ -51,7 +51,6 @@ class Run:
         server: A server to ask; None starts an engine instead.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
         head: Compute dtype of the trainer's head if it differs from the rest: float32; "" if it does not.
-        oracle: Dtype of the exact model that both sides are compared with: float32 or float64.
         blocks: Whether engine and trainer are compared block by block even if nothing is left unexplained.
     """
 
@@ -70,7 +69,6 @@ class Run:
     server: Address | None = None
     layout: str = "right"
     head: str = ""
-    oracle: str = "float32"
     blocks: bool = False
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:

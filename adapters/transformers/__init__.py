@@ -7,12 +7,10 @@ present("transformers")
 from mismatch_ext.adapters.transformers.readiness import scan_checkpoint
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.routing import (
-    GenerationRecording,
     MoeLayout,
     Recording,
     Replay,
     moe_layout,
-    record_generation,
     record_routing,
     replay_routing,
 )
@@ -21,7 +19,6 @@ from mismatch_ext.adapters.transformers.side import TrainedModel
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, vocabulary_surplus
 
 __all__ = [
-    "GenerationRecording",
     "MoeLayout",
     "Recording",
     "Replay",
@@ -29,7 +26,6 @@ __all__ = [
     "VocabularySurplus",
     "moe_layout",
     "read_trainer",
-    "record_generation",
     "record_routing",
     "replay_routing",
     "scan_checkpoint",

@@ -14,7 +14,6 @@ from mismatch_ext.adapters.transformers.doctor_head import head_of, in_float32
 from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, own_noise
 from mismatch_ext.adapters.transformers.doctor_logits import Projected, is_head, passing_hidden
 from mismatch_ext.adapters.transformers.doctor_models import end_tokens, routing_shape
-from mismatch_ext.adapters.transformers.doctor_oracle import in_float64
 from mismatch_ext.adapters.transformers.doctor_passes import MOST_ROWS, Prompt, passes
 from torch import Tensor, nn
 
@@ -26,9 +25,8 @@ from mismatch_ext.routing import RoutingTrace
 
 # Most rows of logits that are in float64 at once.
 PICKED = 512
-# Most responses by which a cause's parameter is chosen; most responses that are differentiated, and how many at once.
+# Most responses by which a cause's parameter is chosen.
 SCREENED = 64
-MOST_DERIVED, DERIVED_ROWS = 64, 8
 # Why a run's own log-probabilities differ from those of its weights in a plain pass.
 COMPUTED = "the run's own pass (its padding, positions, kernels, adapters)"
 
@@ -46,7 +44,6 @@ class Scorer:
         replays: Whether the trainer replays the engine's routes.
         layout: How the trainer lays out sequences in a batch, a key of `LAYOUTS`.
         head: "float32" if the trainer's head computes in it and the rest of the model does not; otherwise "".
-        oracle: The dtype that the oracle and the causes compute in: "float32" or "float64".
         computed: The log-probabilities that a run's trainer itself computed `[N]`. Then the trainer's layout is not tried, and
             its own noise is not measured. None computes them with the model.
 
@@ -66,12 +63,10 @@ class Scorer:
         replays: bool = False,
         layout: str = "right",
         head: str = "",
-        oracle: str = "float32",
         computed: Floats | None = None,
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
         self.engine_dtype = torch_dtype(engine_dtype)
-        self._oracle = torch.float64 if oracle == "float64" else torch.float32
         self.shape = routing_shape(model)
         self._passes = partial(passes, model, shape=self.shape)
         # As in the run, routes are replayed only if its block says so; otherwise the doctor shows what other routes cost.
@@ -91,8 +86,7 @@ class Scorer:
             trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
         rungs = () if computed is not None else tuple(own_noise(self))
         self._round(self.engine_dtype)
-        with self._as_oracle():
-            native = self._scored(taken) if taken is not None and sample.routes is not None else None
+        native = self._scored(taken) if taken is not None and sample.routes is not None else None
         self.scores = Scores(
             trainer=trainer,
             own=self._own(sample),
@@ -127,34 +121,13 @@ class Scorer:
         """
         routes = self.sample.routes if prompt is None else None
         if not screen:
-            with self._as_oracle():
-                return self._scored(routes, prompt=prompt)
+            return self._scored(routes, prompt=prompt)
         row = self.sample.row
         chosen = np.unique(row[self.sample.fits])[:SCREENED].tolist()
         scored = np.full(len(row), np.nan)
-        with self._as_oracle():
-            for at, logits in self._passes(self.sample, routes, prompt=prompt, only=chosen):
-                scored[row == at] = self._picked(at, logits)[1]
+        for at, logits in self._passes(self.sample, routes, prompt=prompt, only=chosen):
+            scored[row == at] = self._picked(at, logits)[1]
         return scored
-
-    def weighted(self, weights: Floats) -> Iterator[list[Tensor]]:
-        """Yield, batch by batch, sums of the tokens' weighted log-probabilities, to differentiate.
-
-        Args:
-            weights: Factors of the tokens' log-probabilities in each sum `[S, N]`; responses with only zeros are left out.
-        """
-        sample, row = self.sample, self.sample.row
-        rows = [r for r in np.unique(row[np.any(weights != 0, 0)]).tolist()][:MOST_DERIVED]
-        for first in range(0, len(rows), DERIVED_ROWS):
-            totals = [torch.zeros(()) for _ in weights]
-            chosen = rows[first : first + DERIVED_ROWS]
-            for at, logits in self._passes(sample, sample.routes, grad=True, only=chosen):
-                tokens = torch.tensor(sample.responses[at], device=logits.device)[:, None]
-                logp = (logits.float() / self.temperature).log_softmax(-1).gather(-1, tokens)[:, 0]
-                kept = logp[torch.tensor(sample.masks[at])].cpu()
-                mine = torch.from_numpy(weights[:, row == at]).float()
-                totals = [total + (own * kept).sum() for total, own in zip(totals, mine, strict=True)]
-            yield totals
 
     def in_layout(
         self,
@@ -188,14 +161,6 @@ class Scorer:
         with cast, nullcontext() if kept == torch.float32 else self.cast(kept), in_float32(exact):
             yield
 
-    @contextmanager
-    def _as_oracle(self) -> Iterator[None]:
-        if self._oracle == torch.float32:
-            yield
-            return
-        with self.cast(self._oracle), in_float64(self.model):
-            yield
-
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -219,11 +184,11 @@ class Scorer:
         if starts[-1] * width <= doctor_logits.KEPT or not self._projects(head, sample):
             head = None
         kept = None
-        with self._as_oracle(), nullcontext() if head is None else passing_hidden(head):
+        with nullcontext() if head is None else passing_hidden(head):
             for row, found in self._passes(sample, sample.routes):
                 if kept is None:
-                    kept = torch.empty(int(starts[-1]), found.shape[-1], dtype=self._oracle)
-                kept[starts[row] : starts[row + 1]] = found[torch.tensor(sample.masks[row])].to(self._oracle).cpu()
+                    kept = torch.empty(int(starts[-1]), found.shape[-1], dtype=torch.float32)
+                kept[starts[row] : starts[row + 1]] = found[torch.tensor(sample.masks[row])].float().cpu()
         assert kept is not None  # a sample has responses
         return kept if head is None else Projected(head, kept, width)
 

@@ -23,7 +23,6 @@ from mismatch_ext.adapters.transformers.doctor_changes import (
     yarn,
 )
 from mismatch_ext.adapters.transformers.doctor_experts import of_experts
-from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
 from mismatch_ext.adapters.transformers.doctor_older import of_older
 from mismatch_ext.adapters.transformers.doctor_prompts import of_prompts
 from mismatch_ext.adapters.transformers.doctor_quantised import (
@@ -120,13 +119,10 @@ def of_model(
         ("sliding_window", "attention_scale", "attention_softcap", "kv_fp8", "kv_fp8_truncated"), torch_attends
     )
     found = [listed for listed in found if holds.get(listed.key, True)] + of_prompts(scorer)
-    if scorer.shape is None and not older and base is None:
-        return found
-    first = FirstOrder.of(scorer)
-    found += of_experts(scorer, first, counts)
+    found += of_experts(scorer, counts)
     for path in older:
-        found += of_older(scorer, path, first)
-    return found if base is None else found + of_older(scorer, base, first, base=True)
+        found += of_older(scorer, path)
+    return found if base is None else found + of_older(scorer, base, base=True)
 
 
 def _epsilon(model: Any, factor: float, only: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""Causes in models with experts: how an engine weighs the chosen experts, and which weights they have."""
+"""Causes in models with experts: how an engine weighs the chosen experts, and how many it chooses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from mismatch_ext.adapters.transformers.doctor import Scorer, scored_under
-from mismatch_ext.adapters.transformers.doctor_changes import attributes, weights
-from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
+from mismatch_ext.adapters.transformers.doctor_changes import attributes
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from torch import Tensor, nn
 
@@ -19,12 +17,11 @@ FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 NORMALISED = "norm_topk_prob"
 
 
-def of_experts(scorer: Scorer, first: FirstOrder, counts: Sequence[int] = ()) -> list[Cause]:
+def of_experts(scorer: Scorer, counts: Sequence[int] = ()) -> list[Cause]:
     """Return the causes that concern experts; none for a model without experts.
 
     Args:
         scorer: The scorer of the sample.
-        first: Chooses the pairs of experts whose exchange is tried.
         counts: Numbers of experts per token to try, besides those near the trainer's.
     """
     if scorer.shape is None:
@@ -54,33 +51,7 @@ def of_experts(scorer: Scorer, first: FirstOrder, counts: Sequence[int] = ()) ->
             scored_under(scorer, lambda x: attributes(chooses, lambda _: int(x)), key="experts_per_token", family="config",
                          said="the engine chooses {x} experts for each token", grid=tuple(map(float, dict.fromkeys(near))))
         )  # fmt: skip
-    return [*found, *_swapped(scorer, chosen, first)]
-
-
-def _swapped(scorer: Scorer, chosen: dict[int, nn.Module], first: FirstOrder) -> list[Cause]:
-    # Only layers whose experts are one module of stacked weights, as in transformers 5.
-    stacked = {layer: m for layer, m in chosen.items() if any(p.dim() == 3 for p in m.parameters(recurse=False))}
-    pairs = first.of_swaps(stacked) if stacked else []
-    if not pairs:
-        return []
-    names = {id(p): name for name, p in scorer.model.named_parameters()}
-
-    def swapped(x: float) -> Any:
-        layer, a, b = pairs[int(x)]
-        changed = {names[id(p)]: _exchanged(p.detach(), a, b) for p in stacked[layer].parameters() if p.dim() == 3}
-        return weights(scorer.model, changed)
-
-    return [
-        scored_under(scorer, swapped, key="experts_swapped", family="weights", said="the engine has experts exchanged: {x}",
-              grid=tuple(map(float, range(len(pairs)))),
-              names=tuple(f"{b} and {a} of layer {layer}" for layer, a, b in pairs))
-    ]  # fmt: skip
-
-
-def _exchanged(weight: Tensor, a: int, b: int) -> Tensor:
-    order = torch.arange(len(weight))
-    order[[a, b]] = order[[b, a]]
-    return weight[order]
+    return found
 
 
 @contextmanager

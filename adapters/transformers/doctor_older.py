@@ -1,4 +1,4 @@
-"""Causes in which an engine has weights of another checkpoint, or lacks the adapter: all weights, one layer's, or one tensor."""
+"""Causes in which an engine has weights of another checkpoint, or lacks the adapter: all weights, or one layer's."""
 
 from __future__ import annotations
 
@@ -8,32 +8,23 @@ from typing import Any
 
 from mismatch_ext.adapters.transformers.doctor import Scorer, scored_under
 from mismatch_ext.adapters.transformers.doctor_changes import weights
-from mismatch_ext.adapters.transformers.doctor_first_order import FirstOrder
 from mismatch_ext.adapters.transformers.doctor_models import load_model
 
 from mismatch_ext.doctor import Cause
 
 
-def of_older(scorer: Scorer, path: str | Path, first: FirstOrder, *, base: bool = False) -> list[Cause]:
+def of_older(scorer: Scorer, path: str | Path, *, base: bool = False) -> list[Cause]:
     """Return the causes in which weights are another checkpoint's.
 
     Args:
         scorer: The scorer of the sample.
         path: Path of the other checkpoint or adapter.
-        first: Chooses the tensors that are tried one by one.
         base: Whether the path is the base model of the trainer's adapter.
     """
     model = scorer.model
     other = load_model(path, "--model" if base else "--older")
     theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in other.named_parameters()}
     layers = sorted({int(part) for name in theirs if "layers." in name and (part := _layer(name)).isdigit()})
-    own = dict(model.named_parameters())
-    apart = {
-        name: theirs[name].to(p.device).float() - p.detach()
-        for name, p in own.items()
-        if name in theirs and theirs[name].shape == p.shape
-    }
-    tensors = first.of_tensors({name: change for name, change in apart.items() if change.any()})
 
     def cause(key: str, said: str, chosen: Callable[[int], Iterable[str]], **given: Any) -> Cause:
         def change(x: float) -> Any:
@@ -48,8 +39,6 @@ def of_older(scorer: Scorer, path: str | Path, first: FirstOrder, *, base: bool 
         cause("stale_layer", f"layer {{x}} of the engine has the weights of {path}",
               lambda x: [name for name in theirs if _layer(name) == str(layers[x])],
               grid=tuple(map(float, range(len(layers)))), names=tuple(map(str, layers))),
-        cause("stale_tensor", f"the engine's {{x}} is that of {path}", lambda x: [tensors[x]],
-              grid=tuple(map(float, range(len(tensors)))), names=tuple(tensors)),
     ]  # fmt: skip
     return [listed for listed in found if listed.grid]
 

@@ -27,7 +27,6 @@ def passes(
     shape: RoutingShape | None,
     prompt: Prompt | None = None,
     taken: dict[int, RoutingTrace] | None = None,
-    grad: bool = False,
     only: list[int] | None = None,
     layout: str = "right",
     most_rows: int = MOST_ROWS,
@@ -41,7 +40,6 @@ def passes(
         shape: The shape of the model's routes; None for a model without experts.
         prompt: Changes each prompt.
         taken: Is filled, by response, with the model's own routes; only with padding on the right.
-        grad: Whether the logits keep their graph.
         only: The rows that are asked for; None for all.
         layout: A key of `LAYOUTS`.
         most_rows: Largest number of responses in a batch.
@@ -55,7 +53,7 @@ def passes(
         count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))
         batch, order = order[:count], order[count:]
         made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
-        with torch.set_grad_enabled(grad), evaluating(model), _routed(model, shape, batch, made, routes, taken):
+        with torch.no_grad(), evaluating(model), _routed(model, shape, batch, made, routes, taken):
             output = model(**_given(made, device), use_cache=False)
         for row, (place, start) in zip(batch, made.places, strict=True):
             yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]

@@ -156,19 +156,14 @@ class MismatchConfigMixin(_Host):
                 "mismatch.routing.reference=True with beta=0 and no mismatch.kl: there is no reference model whose routing could "
                 "be replayed; set reference=False, or a KL coefficient."
             )
-        if not self.use_vllm and routing.native_gap_rate:
-            raise ConfigError(
-                f"mismatch.routing.native_gap_rate={routing.native_gap_rate} with use_vllm=False: generation by transformers "
-                "reports no rollout log-probabilities, so there is no gap to measure; leave it out."
-            )
         if routing.mode != "R3":
             return
-        if not self.use_vllm and self.use_transformers_continuous_batching:
+        if not self.use_vllm:
             raise ConfigError(
-                "mismatch.routing.mode='R3' with use_transformers_continuous_batching=True: it packs the tokens of several "
-                "completions into one row, whose routes are not told apart; set it to False, or use_vllm=True."
+                "mismatch.routing.mode='R3' with use_vllm=False: the routes of transformers' generation are not recorded; use "
+                "mode='R2', or use_vllm=True."
             )
-        if self.use_vllm and self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size != 1:
+        if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size != 1:
             raise ConfigError(
                 f"mismatch.routing.mode='R3' with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: routes are "
                 "followed on engines of one rank only; set it to 1, or mode='R2'."

@@ -62,7 +62,7 @@ class ExaminingMixin(_Host):
         Args:
             output: What TRL made of the batch.
             gap: The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens `[B, T]`.
-            records: The engine's rollouts row by row; None where another engine has sampled the completions.
+            records: The engine's rollouts row by row; None where they were refused, and the run goes on.
         """
         doctor = self._log.doctor
         if doctor is None or not doctor.due or not self.model.training or not self._verified:

@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.transformers.routing.generate import record_generation
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, matching, on_cpu, share
+from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, matching, share
 from torch import Tensor, nn
 from transformers.utils import is_peft_available
 
@@ -55,17 +54,6 @@ class RoutingMixin(_Host):
     @property
     def _split(self) -> str:
         return "train" if self.model.training else self._eval_split
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as TRL does; where the trainer's own model generates, record its routes."""
-        routing, batch = self._routing, self._rollout_pass
-        if routing is None or routing.config.mode != "R3" or self.use_vllm or batch is None:
-            return super()._generate_single_turn(*args, **kwargs)
-        with record_generation(self.model, version=self.state.global_step) as recording:
-            output = super()._generate_single_turn(*args, **kwargs)
-        prompts = kwargs["prompt_ids"] if "prompt_ids" in kwargs else args[0]
-        batch.routes = [share([on_cpu(trace) for trace in recording.traces], prompts)]
-        return output
 
     def _take_engines_routes(self, batch: RolloutPass) -> None:
         """Take the routes of a batch from the engine's records of it, once."""

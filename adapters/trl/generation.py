@@ -74,7 +74,6 @@ class CheckedGeneration:
         base: The base model, where TRL merges adapters into it for each update; None leaves it to TRL.
 
     Attributes:
-        calling: Whether this object is calling the engine, for rollouts that are recorded or to verify its weights.
         sent: Copy of what the last weight update sent, where a batch is to be examined.
     """
 
@@ -113,7 +112,6 @@ class CheckedGeneration:
         if masks is not None:
             inner.logprobs = masks.asked
         self._kept: list[RolloutRecord] | None = None
-        self.calling = False
         self.sent: SentWeights | None = None
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
@@ -181,14 +179,14 @@ class CheckedGeneration:
         with self.verdicts.checking("precision", applied=True):
             self.trainer.on_sent(frozenset(self._sending.dtypes))
         if self.verifies:
-            with self.verdicts.checking("weight_sync"), overridden(self, calling=True):
+            with self.verdicts.checking("weight_sync"):
                 self.verifier.verify(self._sending.samples)
 
     def _begin_later(self) -> None:
         """Note the gap before the first update, if the trainer could not be asked when the engine was started."""
         begins, self._begins_later = self._begins_later and self.verifies and self.trainer.step() == 0, False
         if begins and not self.verifier.checker.begun:
-            with self.verdicts.checking("weight_sync"), overridden(self, calling=True):
+            with self.verdicts.checking("weight_sync"):
                 self.verifier.begin()
 
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -240,7 +238,7 @@ class CheckedGeneration:
         patches = () if self.masks is None else self.masks.patches
         ours = self.verdicts.around("engine", self.engine.generating())
         with self._engine_failures_named("generating"), ours, capture as outputs:
-            with swapped(*patches), overridden(self, calling=True):
+            with swapped(*patches):
                 result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
         supports = None
         if self.masks is not None:

@@ -58,26 +58,6 @@ def check_peers(
     compat.check(peers, block.features, using)
 
 
-def check_stitching(block: MismatchConfig, given: Mapping[str, Any], *, use_vllm: bool) -> None:
-    """Refuse trainer arguments under which the routes of a completion are not known.
-
-    Args:
-        block: The block.
-        given: Keyword arguments of the trainer.
-        use_vllm: Whether vLLM generates.
-
-    Raises:
-        ConfigError: Completions would be stitched from several generations whose routes are not known.
-    """
-    replays = block.routing is not None and block.routing.mode == "R3"
-    for key in STITCHING:
-        if replays and not use_vllm and given.get(key):
-            raise ConfigError(
-                f"mismatch.routing.mode='R3' with {key} and use_vllm=False: transformers' generation records the routes of a "
-                "batch, and not those of the calls that a completion is stitched from; allowed: use_vllm=True, or mode='R2'."
-            )
-
-
 def check_images(block: MismatchConfig, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
     """Refuse routing for datasets that show images; images that a dataset does not show are refused in the first pass.
 

@@ -100,10 +100,7 @@ def _trainer(name: str, target: str, file: str, keys: tuple[str, ...]) -> tuple[
             peer="trl",
             features=("kl", "routing"),
             what="knowing which completions are being scored and rewarded",
-            claims=(
-                Takes(f"{target}._generate", "self", "prompts", first=True),
-                Takes(f"{target}._generate_single_turn", "self", "prompt_ids", first=True),
-            ),
+            claims=(Takes(f"{target}._generate", "self", "prompts", first=True),),
             upstream=_SOURCE + file,
             where=(target.rpartition(":")[2],),
         ),

@@ -35,7 +35,6 @@ from mismatch_ext.adapters.trl.refusals import (
     check_images,
     check_objective,
     check_peers,
-    check_stitching,
 )
 from mismatch_ext.adapters.trl.sampling_mask import KEY as MASKS
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
@@ -106,8 +105,6 @@ class MismatchTrainerMixin(
             server = config.vllm_mode == "server"
             stitches = any(kwargs.get(key) for key in STITCHING)
             check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server, stitches=stitches)
-        with self._verdicts.checking("stitching"):
-            check_stitching(self._block, kwargs, use_vllm=config.use_vllm)
         with self._verdicts.checking("images"):
             check_images(self._block, args, kwargs)
         self._open_log(config.output_dir)
@@ -240,7 +237,7 @@ class MismatchTrainerMixin(
             split = "train" if training else self._eval_split
             gap = (old_logprobs, output[ROLLOUT], mask.bool())
             self._log.observe(split, *gap)
-            self._examine(output, gap, batch.records if records is not None else None)
+            self._examine(output, gap, batch.records)
             if self._routing is not None and self._routing.draws.native_gap():
                 with overridden(self, _routing=None):
                     native = self._score_again(output)
@@ -278,19 +275,14 @@ class MismatchTrainerMixin(
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards
 
-    def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> RolloutBatch | None:
-        """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on.
-
-        Returns None where another engine has sampled them, in a `rollout_func`.
-        """
-        records = rollouts.records
-        if len(records) != len(output["completion_ids"]):
-            # A rollout_func has asked an engine of its own, or is observed and was refused.
-            if not getattr(self, "_stitched_told", False):
-                self._stitched_told = True
-                message = "the trainer's engine has not sampled the completions; their tokens are not compared with its records."
-                self._log.event("info", "records", message)
-            return None
+    def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> RolloutBatch:
+        """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on."""
+        records, completions = rollouts.records, len(output["completion_ids"])
+        if len(records) != completions:
+            raise RecordError(
+                f"{completions} completions, of which {len(records)} were recorded as they were sampled: something samples "
+                "without trainer.vllm_generation.generate. Remove it, or generate with that."
+            )
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
         expect_present(batch.provenance, self.vllm_generation.weight_version)
         trained = output["completion_ids"][:, : batch.response_ids.shape[1]].cpu()

@@ -27,21 +27,6 @@ SEAMS = (
         where=("trl",),
     ),
     Seam(
-        name="vllm/own_calls",
-        peer="vllm",
-        features=("monitor",),
-        what="knowing with which settings a rollout_func asks the engine itself",
-        claims=(
-            Has("vllm.entrypoints.llm:LLM.get_default_sampling_params"),
-            *(
-                Has(f"vllm.sampling_params:SamplingParams.{name}")
-                for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            ),
-        ),
-        upstream=_SOURCE + "sampling_params.py",
-        where=("trl", "tools"),
-    ),
-    Seam(
         name="vllm/in_process_runner",
         peer="vllm",
         features=("monitor",),

@@ -152,9 +152,7 @@ REMEDIES: dict[str, Remedy] = {
     "adapter_not_applied": _ADAPTER,
     "stale_weights": _WEIGHTS,
     "stale_layer": _WEIGHTS,
-    "stale_tensor": _WEIGHTS,
     "head_tied": _MODEL,
-    "experts_swapped": _WEIGHTS,
     "other_model": Remedy(
         trl="give trainer and engine the same checkpoint folder",
         verl="+mismatch.monitor.weight_sync=error",

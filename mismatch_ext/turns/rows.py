@@ -199,7 +199,7 @@ class Row(Generic[T]):
 
 
 def any_asked(turns: Sequence[Turn], trained: Sequence[Trained]) -> bool:
-    """Tell whether any turn was given a completion's prompt; if none was, another engine sampled the completions."""
+    """Tell whether any turn was given a completion's prompt; if none was, something else sampled the completions."""
     return any(turn.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids for one in trained for turn in turns)
 
 

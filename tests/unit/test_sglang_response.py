@@ -182,7 +182,7 @@ def test_what_is_no_response_is_refused(output: Any) -> None:
         parse(output, request_id="r5")
 
 
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, -(10**400), -65504.0, -3.4028234663852886e38])
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, -65504.0, -3.4028234663852886e38])
 def test_a_logprob_that_is_not_finite_is_refused_in_every_form(value: Any) -> None:
     with pytest.raises(NonFiniteLogprobError, match=r"request a1, meta_info.output_token_logprobs\[1\]\[0\]: .*id 22"):
         parse(response(output_token_logprobs=[[-1, 21], [value, 22], [-1, 23]]))
@@ -222,9 +222,3 @@ def test_missing_routes_name_the_flag_of_the_server() -> None:
         RoutingError, match="request a1, meta_info.routed_experts: missing.*--enable-return-routed-expe"
     ):
         parse(response(drop="routed_experts"))
-
-
-def test_the_name_of_a_request_is_bounded() -> None:
-    with pytest.raises(RecordError) as error:
-        parse(response(id="x" * 10**6, prompt_tokens="y" * 10**6))
-    assert len(str(error.value)) < 500

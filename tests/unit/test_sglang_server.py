@@ -7,14 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mismatch_ext.adapters.sglang import EngineTransport, check_server, read_server, to_provenance
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, PrecisionError, ProvenanceError
 from mismatch_ext.records import SamplingSettings
-from tests.unit.sglang_recorded import FOLDER, HOSTILE
+from tests.unit.sglang_recorded import FOLDER, WRONG
 
 FIELDS: dict[str, dict[str, list[str]]] = json.loads((FOLDER / "fields.json").read_text(encoding="utf-8"))
 GOOD: dict[str, Any] = {
@@ -274,19 +272,9 @@ def test_what_is_no_report_is_refused(info: Any) -> None:
         check_server(info, config=R3, trainer_dtype="float16")
 
 
-@given(st.dictionaries(st.sampled_from(sorted(GOOD)), st.integers(0, len(HOSTILE) - 1), max_size=4))
-def test_no_report_breaks_the_check_or_its_message(change: dict[str, int]) -> None:
-    try:
-        found = verdict({field: HOSTILE[which] for field, which in change.items()}, deterministic=True)
-    except EngineError as error:
-        assert len(str(error)) < 1000
-    else:
-        assert len(str(found)) < 10_000 and found.ok == (not found.flags)
-
-
 @pytest.mark.parametrize("field", sorted(GOOD))
-def test_every_field_of_a_report_may_hold_anything(field: str) -> None:
-    for value in HOSTILE:
+def test_every_field_of_a_report_may_be_wrong(field: str) -> None:
+    for value in WRONG:
         try:
             found = verdict({field: value}, needs_routing=True)
         except EngineError as error:

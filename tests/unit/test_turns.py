@@ -257,5 +257,5 @@ def test_another_candidate_is_not_taken_for_the_turn() -> None:
         join_turns([*other, candidate, *turns()], rows, every_turn=False)
 
 
-def test_another_engine_has_sampled_what_no_turn_has() -> None:
+def test_something_else_has_sampled_what_no_turn_has() -> None:
     assert any_asked(turns(), [whole()]) and not any_asked([turn((9, 9), (4,), 0)], [whole()])

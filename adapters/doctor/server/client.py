@@ -8,8 +8,8 @@ from http.cookiejar import DefaultCookiePolicy
 from typing import Any, TypeVar
 
 from mismatch_ext.adapters.answers import NOT_FINITE, words
-from mismatch_ext.adapters.sglang.answers import check_url
 from mismatch_ext.adapters.sglang.fields import brief
+from mismatch_ext.adapters.sglang.http import check_url
 
 from mismatch_ext.errors import ConfigError, EngineError
 

@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.errors import MismatchError
 from tests.peers.conformance.leftovers import alive, held
 from tests.peers.conformance.routes import FAULTS
-from tests.peers.trl.scenarios_routing import R3, build
+from tests.peers.trl.scenarios_routing import R2, build
 
 
 def replay(model: str, out: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def replay(model: str, out: str, seed: int, passes: int, old: dict[str, Any]) ->
         passes: Measured or not, of which the second half is repeated from a saved state.
         old: The choice of measured passes as an earlier release saved it.
     """
-    half = {**R3, "agreement_rate": 0.5}
+    half = {**R2, "agreement_rate": 0.5}
     trainer = build(model, out, half, max_steps=1, seed=seed, learning_rate=0.0, per_device_train_batch_size=8)
     trainer.train()
     kept = held(RolloutPass)

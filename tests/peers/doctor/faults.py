@@ -131,19 +131,6 @@ def _lacking(name: str) -> Callable[[Tensors], None]:
     return edit
 
 
-def _exchanged(layer: int, a: int, b: int) -> Callable[[Tensors], None]:
-    """Exchange two experts of a layer."""
-
-    def edit(weights: Tensors) -> None:
-        for name in list(weights):
-            first = f"layers.{layer}.mlp.experts.{a}."
-            if first in name:
-                other = name.replace(first, f"layers.{layer}.mlp.experts.{b}.")
-                weights[name], weights[other] = weights[other].clone(), weights[name].clone()
-
-    return edit
-
-
 def _rounded(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
     """Leave what quantisation leaves of linear layers and experts."""
 
@@ -271,13 +258,6 @@ WEIGHTS = {
         kept=".layers.2.",
         said="older1",
     ),
-    "one tensor of older weights, float32": Planted(
-        expected=("stale_tensor",),
-        older=(_moved(seed=1), _moved(by=2e-3)),
-        kept="layers.1.mlp.down_proj",
-        said="down_proj",
-        run=BOTH32,
-    ),
     "the engine's head in float32": Planted(
         expected=("head_dtype",), run=_started(hf_overrides=EXACT_HEAD), said="the engine's head"
     ),
@@ -301,9 +281,6 @@ TWO = {
     ),
 }
 EXPERTS = {
-    "experts 5 and 9 of layer 2 exchanged": Planted(
-        expected=("experts_swapped",), weights=_exchanged(2, 5, 9), said="5 and 9 of layer 2"
-    ),
     "chosen experts not normalised": Planted(expected=("expert_norm",), config=_set(norm_topk_prob=False)),
     "experts x 1.08": Planted(expected=("expert_scale",), near=(1.05, 1.11), weights=_scaled("down_proj.weight", 1.08)),
     "rope_theta x 1.13, experts": Planted(

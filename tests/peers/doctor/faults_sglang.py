@@ -53,7 +53,7 @@ RUNS: dict[str, dict[str, Planted]] = {
         "rope_theta x 1.13": with_sglang(CONFIG["rope_theta x 1.13"]),
         "fp8 weights": with_sglang(WEIGHTS["fp8 weights"]),
         "the last of three older checkpoints": with_sglang(WEIGHTS["the last of three older checkpoints"]),
-        "experts 5 and 9 of layer 2 exchanged": with_sglang(EXPERTS["experts 5 and 9 of layer 2 exchanged"]),
+        "experts x 1.08": with_sglang(EXPERTS["experts x 1.08"]),
     },
 }
 

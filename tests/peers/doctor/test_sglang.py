@@ -32,5 +32,5 @@ def test_faults_of_requests_to_sglang_are_named(tmp_path: Path) -> None:
 
 
 def test_faults_of_sglang_are_named(tmp_path: Path) -> None:
-    """With SGLang the doctor names another configuration, other weights, and exchanged experts."""
+    """With SGLang the doctor names another configuration, other weights, and experts of another weight."""
     found("engine", tmp_path)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import transformers
-from mismatch_ext.adapters.transformers.routing import moe_layout, record_generation, record_routing, replay_routing
+from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -297,7 +297,7 @@ def test_nothing_stays_behind(failing: bool) -> None:
     model, (_, own, plain) = FAMILIES[QWEN].build(), case(QWEN)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     before = state(model)
-    for context in (record_routing(model), replay_routing(model, own), record_generation(model)):
+    for context in (record_routing(model), replay_routing(model, own)):
         try:
             with context:
                 forward(model)

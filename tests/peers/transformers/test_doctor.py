@@ -7,7 +7,6 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +22,11 @@ from mismatch_ext.adapters.transformers.doctor_causes import of_model
 from mismatch_ext.adapters.transformers.doctor_layouts import BATCH, LAYOUTS
 from mismatch_ext.adapters.transformers.doctor_logits import Projected
 from mismatch_ext.adapters.transformers.doctor_models import load_model
-from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from examples.arithmetic.tokenizer import EOS_ID
-from mismatch_ext.doctor import Sample, diagnose, report
+from mismatch_ext.doctor import Sample, diagnose
 from mismatch_ext.doctor.blocks import STANDS_OUT
 from mismatch_ext.errors import RecordError
 from tests.models import tiny_model
@@ -59,7 +56,7 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     older = tiny_model(kind, tmp_path / "older", seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     causes = of_model(scorer, [older])
-    assert len({cause.key for cause in causes}) >= (24 if kind == "dense" else 27)
+    assert len({cause.key for cause in causes}) >= (23 if kind == "dense" else 25)
     plain = scorer.logprobs()
     for cause in causes:
         changed = cause.predict(cause.grid[0])
@@ -97,50 +94,6 @@ def test_what_an_engines_configuration_has_otherwise_is_tried_as_it_is(tmp_path:
     assert grids["sliding_window"] == (8.0, 16.0, 24.0) and grids["experts_per_token"][0] == 3.0
 
 
-class Computed(TorchDispatchMode):
-    """Remembers which operations gave float32, but for views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.single: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and not func.is_view:
-            self.single.add(str(func))
-        return out
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_an_oracle_in_float64_computes_nothing_in_float32(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_model(kind, tmp_path / "model")
-    single = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32")
-    double = Scorer(load_model(folder), sample(), trainer_dtype="float32", engine_dtype="float32", oracle="float64")
-    assert np.array_equal(double.scores.own, single.scores.own), "both sides stay as they are"
-    before = {name: tensor.clone() for name, tensor in double.model.state_dict().items()}
-    exact = double.logprobs()
-    assert 0 < np.abs(exact - single.logprobs()).max() < 1e-4
-    kept = double.scores.logits
-    monkeypatch.setattr(doctor_logits, "KEPT", 0)
-    projected = double.rescored(double.sample).logits
-    assert isinstance(kept, torch.Tensor) and isinstance(projected, Projected)
-    assert kept.dtype == torch.float64 and (kept - projected[slice(0, len(kept))]).abs().max() < 1e-12
-    with Computed() as inside, double._as_oracle():
-        inside.single.clear()
-        double.model(input_ids=torch.tensor([[5, 12, 7, 13]]), use_cache=False)
-        found = set(inside.single)
-    assert not found
-    # Every cause computes in it, too, and says what it says in float32.
-    for one, other in zip(of_model(double), of_model(single), strict=True):
-        assert one.key == other.key
-        if one.key != "experts_swapped":
-            # A few values of an 8-bit cache are rounded to the other side.
-            assert np.median(np.abs(one.predict(one.grid[0]) - other.predict(other.grid[0]))) < 1e-4, one.key
-    assert all(torch.equal(tensor, before[name]) for name, tensor in double.model.state_dict().items())
-
-
 def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
     """Return the sample of a float32 engine that another scorer stands for, and the trainer's scorer of it."""
     values = iter(engine.logprobs().tolist())
@@ -149,22 +102,7 @@ def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
     return taken, Scorer(load_model(model), taken, trainer_dtype="float32", engine_dtype="float32")
 
 
-def test_exchanged_experts_are_found_among_all_pairs(tmp_path: Path) -> None:
-    folder = tiny_model("moe", tmp_path / "model")
-    model = load_model(folder)
-    experts = moe_layout(model).routers[1].experts
-    assert experts is not None
-    with torch.no_grad():
-        for weight in experts.parameters():
-            weight[[3, 11]] = weight[[11, 3]]
-    made, scorer = as_if(folder, Scorer(model, sample(48), trainer_dtype="float32", engine_dtype="float32"))
-    found = diagnose(made, scorer.scores, of_model(scorer))
-    assert [cause.said for cause in found.causes] == ["the engine has experts exchanged: 3 and 11 of layer 1"], report(
-        found
-    )
-
-
-def test_the_checkpoint_and_the_tensor_that_an_engine_kept_are_named(tmp_path: Path) -> None:
+def test_the_checkpoint_that_an_engine_kept_is_named(tmp_path: Path) -> None:
     folder = tiny_model("dense", tmp_path / "model")
     older = [tiny_model("dense", tmp_path / f"older{seed}", seed=seed) for seed in (1, 2, 3)]
     made, scorer = as_if(
@@ -172,12 +110,6 @@ def test_the_checkpoint_and_the_tensor_that_an_engine_kept_are_named(tmp_path: P
     )
     (cause,) = diagnose(made, scorer.scores, of_model(scorer, older)).causes
     assert cause.said == f"the engine has the weights of {older[1]}"
-    model, name = load_model(folder), "model.layers.0.self_attn.o_proj.weight"
-    with torch.no_grad():
-        model.get_parameter(name).copy_(load_model(older[2]).get_parameter(name))
-    made, scorer = as_if(folder, Scorer(model, sample(48), trainer_dtype="float32", engine_dtype="float32"))
-    (cause,) = diagnose(made, scorer.scores, of_model(scorer, older[1:])).causes
-    assert cause.said == f"the engine's {name} is that of {older[2]}"
 
 
 def test_logged_rollouts_are_examined_without_an_engine(

@@ -174,10 +174,10 @@ def replay(model: str, out: str) -> dict[str, Any]:
         "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     }
     for name, given in settings.items():
-        for kind, routing in (("stock", None), ("R3", R3), ("R2", R2)):
+        for kind, routing in (("stock", None), ("R2", R2)):
             block = None if routing is None else {"routing": routing}
             found[f"{name} {kind}"] = outcome(build(model, f"{out}/{name}-{kind}", block, **given))
-    trainer = build(model, f"{out}/others", {"routing": R3})
+    trainer = build(model, f"{out}/others", {"routing": R2})
     exchanged, heard = give_others_routes(trainer), listen(trainer)
     found["others"] = outcome(trainer, exchanged=exchanged, heard=heard)
     return found
@@ -185,7 +185,7 @@ def replay(model: str, out: str) -> dict[str, Any]:
 
 def metrics(model: str, out: str) -> dict[str, Any]:
     """Train with routing and a KL term whose coefficient adapts, listen to what each rank measures, and evaluate."""
-    block = {"routing": R3, "kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}}}
+    block = {"routing": R2, "kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}}}
     trainer = build(model, out, block, per_device_eval_batch_size=8)
     heard = listen(trainer)
     result = outcome(trainer)
@@ -200,7 +200,7 @@ def metrics(model: str, out: str) -> dict[str, Any]:
 def uneven(model: str, out: str) -> dict[str, Any]:
     """Train with routing where one rank's responses are much shorter than the other's."""
     found = {}
-    for kind, block in (("stock", None), ("R3", {"routing": R3})):
+    for kind, block in (("stock", None), ("R2", {"routing": R2})):
         trainer = build(model, f"{out}/{kind}", block)
         trainer.generation_config.max_new_tokens = 4 if trainer.accelerator.process_index == 0 else 16
         found[kind] = outcome(trainer)
@@ -211,7 +211,7 @@ def resumed(model: str, dense: str, out: str) -> dict[str, Any]:
     """Train three steps with a checkpoint after the second, and take the third again from there."""
     found = {}
     blocks = {
-        "routing": (model, {"routing": R3}),
+        "routing": (model, {"routing": R2}),
         "kl": (dense, {"kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}}}),
     }
     for name, (path, block) in blocks.items():
@@ -299,13 +299,13 @@ def transformers(model: str, dense: str, out: str) -> dict[str, Any]:
 
 
 def one_fails(model: str, out: str) -> dict[str, Any]:
-    """Let the routes of one rank miss a token."""
-    trainer = build(model, out, {"routing": R3})
+    """Let the routes of one rank miss a token beside the last, which may have none."""
+    trainer = build(model, out, {"routing": R2})
     plain = trainer.compute_loss
 
     def compute_loss(model: Any, inputs: Any, **kwargs: Any) -> Any:
         if trainer.accelerator.process_index == 1 and trainer.state.global_step == 1:
-            inputs["routing"] = [trace.slice(0, trace.rows - 1) for trace in inputs["routing"]]
+            inputs["routing"] = [trace.slice(0, trace.rows - 2) for trace in inputs["routing"]]
         return plain(model, inputs, **kwargs)
 
     trainer.compute_loss = compute_loss

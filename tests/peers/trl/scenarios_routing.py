@@ -68,18 +68,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 ROUTINGS: dict[str, Any] = {
     "stock": None,
-    "R3": R3,
     "R2": R2,
-    "R3 reference": {**R3, "reference": True},
     "R2 reference": {**R2, "reference": True},
 }
 
 
 def transformers(model: str, out: str) -> dict[str, Any]:
-    """Train with transformers' generation, in every setting, without routing and with each kind."""
+    """Train with transformers' generation, in every setting, without routing and with R2."""
     result: dict[str, Any] = {}
     for name, given in SETTINGS.items():
-        kinds = ["stock", "R3", "R2"] + (["R3 reference", "R2 reference"] if name == "reference" else [])
+        kinds = ["stock", "R2"] + (["R2 reference"] if name == "reference" else [])
         result[name] = {kind: outcome(build(model, f"{out}/{name}-{kind}", ROUTINGS[kind], **given)) for kind in kinds}
     return result
 
@@ -88,8 +86,9 @@ def lora(model: str, out: str) -> dict[str, Any]:
     """Train adapters on attention and experts, the reference being the model without them, also replayed."""
     result = {}
     for mode, reference in (("R3", True), ("R3", False), ("R2", False)):
+        vllm = {"use_vllm": True, "rest": {"precision": {"dtype": "float32"}}} if mode == "R3" else {}
         trainer = build(
-            model, f"{out}/{mode}{reference}", {"mode": mode, "agreement_rate": 1.0, "reference": reference}, beta=0.1,
+            model, f"{out}/{mode}{reference}", {"mode": mode, "agreement_rate": 1.0, "reference": reference}, beta=0.1, **vllm,
             peft_config=LoraConfig(
                 r=4, target_modules=["q_proj"],
                 target_parameters=["mlp.experts.gate_up_proj"], lora_dropout=0.0, init_lora_weights=False,
@@ -102,7 +101,7 @@ def lora(model: str, out: str) -> dict[str, Any]:
 def evaluation(model: str, out: str) -> dict[str, Any]:
     """Evaluate before, while and after training."""
     trainer = build(
-        model, out, R3, eval_dataset=rows(2), per_device_eval_batch_size=8, eval_strategy="steps", eval_steps=1
+        model, out, R2, eval_dataset=rows(2), per_device_eval_batch_size=8, eval_strategy="steps", eval_steps=1
     )
     trainer.evaluate()
     trainer.train()
@@ -153,17 +152,6 @@ def failed_batch(model: str, out: str) -> dict[str, Any]:
     return {**result, "steps": trainer.state.global_step, "outside": float((ours - theirs).abs().max())}
 
 
-def shared(model: str, out: str) -> dict[str, Any]:
-    """Count the tensors that hold the prompts' routes of a batch."""
-    result = {}
-    for name, routing in (("R3", R3), ("R2", R2)):
-        trainer = build(model, f"{out}/{name}", routing, max_steps=1)
-        trainer.train()
-        (batch,) = trainer._buffered_inputs
-        result[name] = len({id(trace.parts[0]) for trace in batch["routing"]})
-    return result
-
-
 def misplaced(model: str, out: str, kind: str) -> dict[str, Any]:
     """Hand each micro-batch routes that are not in its order.
 
@@ -172,7 +160,7 @@ def misplaced(model: str, out: str, kind: str) -> dict[str, Any]:
         out: Output directory.
         kind: "routes" gives them under the ids of others, "rows" moves both, and "tokens" alters a prompt after sampling.
     """
-    trainer = build(model, out, R3, max_steps=1, max_completion_length=6, per_device_train_batch_size=8)
+    trainer = build(model, out, R2, max_steps=1, max_completion_length=6, per_device_train_batch_size=8)
     plain = trainer.compute_loss
 
     def other_order(model: Any, inputs: Any, **kwargs: Any) -> Any:
@@ -232,19 +220,16 @@ class ExtraWithReplay(MismatchTrainerMixin, Extra):
 
 def other_tokens(model: str, out: str) -> dict[str, Any]:
     """Train by a loss that scores other rows too, two updates per batch: the second's routes are not the model's own."""
-    result: dict[str, Any] = {}
-    for name, routing in (("R3", R3), ("R2", R2)):
-        given = {"num_iterations": 2, "max_steps": 2}
-        trainer = build(model, f"{out}/{name}", routing, kind=ExtraWithReplay, **given)
-        found = outcome(trainer)
-        plain = build(model, f"{out}/{name}-plain", routing, **given)
-        result[name] = {
-            "seen": trainer.seen,
-            "others": logged(trainer, ROUTING + "other_passes"),
-            "parameters": [found["parameters"], digest_of_trained(plain)],
-            "plain others": logged(plain, ROUTING + "other_passes"),
-        }
-    return result
+    given = {"num_iterations": 2, "max_steps": 2}
+    trainer = build(model, f"{out}/extra", R2, kind=ExtraWithReplay, **given)
+    found = outcome(trainer)
+    plain = build(model, f"{out}/plain", R2, **given)
+    return {
+        "seen": trainer.seen,
+        "others": logged(trainer, ROUTING + "other_passes"),
+        "parameters": [found["parameters"], digest_of_trained(plain)],
+        "plain others": logged(plain, ROUTING + "other_passes"),
+    }
 
 
 def digest_of_trained(trainer: Any) -> str:
@@ -393,12 +378,12 @@ def together(model: str, out: str) -> dict[str, Any]:
 
 def full_kl(model: str, out: str) -> dict[str, Any]:
     """Train with the exact KL, whose passes over the vocabulary are replayed as well."""
-    trainer = build(model, out, {**R3, "reference": True}, rest={"kl": {"estimator": "full", "coef": 0.1}}, max_steps=2)
+    trainer = build(model, out, {**R2, "reference": True}, rest={"kl": {"estimator": "full", "coef": 0.1}}, max_steps=2)
     return {**outcome(trainer), "kl": logged(trainer, "kl")}
 
 
 def bypassed(model: str, out: str) -> None:
     """Train with a loss that runs the model by itself."""
-    trainer = build(model, out, R3)
+    trainer = build(model, out, R2)
     trainer._compute_loss = lambda model, inputs: model(input_ids=inputs["prompt_ids"]).logits.sum() * 0
     trainer.train()

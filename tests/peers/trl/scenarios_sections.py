@@ -31,7 +31,7 @@ from mismatch_ext.correction import correct, resolve
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import kl_full_surrogate, kl_surrogate
 from mismatch_ext.rundata import read_run
-from tests.peers.section_cases import CASES
+from tests.peers.section_cases import CASES, names
 from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import arguments, graded, rows
 
@@ -49,14 +49,14 @@ NEEDS_ENGINE = {
 
 @contextlib.contextmanager
 def shared_engines() -> Iterator[None]:
-    """Start one engine of each dtype, the real one, and give it to every trainer that asks for it."""
+    """Start one engine of each model and dtype, the real one, and give it to every trainer that asks for it."""
     import vllm
 
-    started: dict[str, Any] = {}
+    started: dict[tuple[str, str], Any] = {}
     make, start = vllm.LLM.__new__, vllm.LLM.__init__
 
-    def find(cls: Any, *args: Any, dtype: str = "auto", **kwargs: Any) -> Any:
-        return started.setdefault({"auto": "bfloat16"}.get(dtype, dtype), make(cls))
+    def find(cls: Any, *args: Any, model: str, dtype: str = "auto", **kwargs: Any) -> Any:
+        return started.setdefault((model, {"auto": "bfloat16"}.get(dtype, dtype)), make(cls))
 
     def start_once(self: Any, *args: Any, **kwargs: Any) -> None:
         if not vars(self):
@@ -322,10 +322,11 @@ def lr(kind: str, model: str, out: str, label: str, options: dict[str, Any]) -> 
 
 def routing(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     """Move the routers between sampling and loss: replay holds the experts, which the model would choose otherwise now."""
-    block = {"routing": CASES["routing"][label]}
+    block = {"routing": CASES["routing"][label], "monitor": {"weight_sync": "off"}}
     watch = AtStep()
     # The second update of a batch sees weights that chose otherwise: a large step on plain gradients.
-    options = {**OWN, "num_iterations": 2, "max_steps": 3, "learning_rate": 1.0, "optim": "sgd"}
+    own = OWN if CASES["routing"][label]["mode"] == "R2" else {}
+    options = {**own, "num_iterations": 2, "max_steps": 3, "learning_rate": 1.0, "optim": "sgd"}
     _, logs = trained(kind, model, out, block, watch, **options)
     compared = sum(entry.get("mismatch/routing/compared_tokens", 0.0) for entry in logs)
     flipped = max(entry.get("mismatch/routing/set_mismatch_frac", 0.0) for entry in logs)
@@ -382,12 +383,13 @@ def one(kind: str, dense: str, moe: str, out: str, section: str, label: str) -> 
 def every(kind: str, dense: str, moe: str, out: str, only: list[str] | None = None) -> dict[str, Any]:
     """Return what became of every case in one of TRL's hosts."""
     found = {}
-    for section, labels in CASES.items():
-        for number, label in enumerate(labels):
+    # The engine with experts comes first: of a process, vLLM prepares its first engine alone for sharing experts among ranks.
+    for section in sorted(CASES, key=lambda section: section != "routing"):
+        for number, label in enumerate(CASES[section]):
             case = f"{section}/{label}"
             if only is None or case in only or section in only:
                 found[case] = one(kind, dense, moe, f"{out}/{section}-{number}", section, label)
-    return found
+    return {case: found[case] for case in names() if case in found}
 
 
 def hosts(

@@ -280,7 +280,7 @@ def _again_id(ids: list[int], place: int) -> list[int]:
 
 
 def functions(out: str) -> dict[str, Any]:
-    """Train by a `rollout_func` that asks TRL's wrapper, then one that asks vLLM itself; then plant faults."""
+    """Train twice by a `rollout_func` that asks TRL's wrapper; then plant faults."""
     block = {
         "precision": {"dtype": "float32"},
         "routing": {**BLOCK["routing"], "reference": False},
@@ -293,8 +293,8 @@ def functions(out: str) -> dict[str, Any]:
         _, ids, logprobs, _ = trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=1)
         return ids, [[top[0] for top in row] for row in logprobs]
 
-    def direct(prompts: list[list[int]], **other: Any) -> tuple[Any, Any]:
-        asked = SamplingParams(**{"temperature": 0.8, "max_tokens": 5, "logprobs": 0, **other})
+    def direct(prompts: list[list[int]]) -> tuple[Any, Any]:
+        asked = SamplingParams(temperature=0.8, max_tokens=5, logprobs=0)
         outputs = trainer.vllm_generation.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False
         )
@@ -307,16 +307,15 @@ def functions(out: str) -> dict[str, Any]:
     errors, batches = watch_float32_error(trainer), Batches(trainer)
     trainer.rollout_func = asking(trainer, wrapper)
     trainer.train()
-    trainer.rollout_func, trainer.args.max_steps = asking(trainer, direct), 2
+    trainer.args.max_steps = 2
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     kept = {"errors": list(errors), "batches": list(batches.found)}
     planted = {
-        "settings": asking(trainer, lambda prompts: direct(prompts, temperature=0.5)),
-        "none said": asking(trainer, lambda prompts: direct(prompts, logprobs=None)),
-        "rendered again": asking(trainer, direct, drop="render"),
-        "no mask": asking(trainer, direct, drop="mask"),
-        "another engine": asking(trainer, direct, drop="alien"),
+        "rendered again": asking(trainer, wrapper, drop="render"),
+        "no mask": asking(trainer, wrapper, drop="mask"),
+        "vLLM itself": asking(trainer, direct),
+        "another engine": asking(trainer, wrapper, drop="alien"),
     }
     found = {}
     for name, rollout in planted.items():

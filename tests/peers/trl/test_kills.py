@@ -20,7 +20,7 @@ else:
 
 @pytest.fixture(scope="module")
 def whole(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return whole_run(run, moe, tmp_path_factory.mktemp("whole"), "R3")
+    return whole_run(run, moe, tmp_path_factory.mktemp("whole"), "R2")
 
 
 def test_five_kills_leave_no_trace(run: Run, moe: Path, tmp_path: Path, whole: Whole) -> None:

@@ -142,18 +142,7 @@ def construct(peers: Any, configure: Make) -> Make:
         ),
         ({"kl": {"coef": 0.1}}, {"kind": "MismatchRLOOConfig"}, ConfigError, ["mismatch.kl with MismatchRLOOConfig"]),
         (R3, {"vllm_tensor_parallel_size": 2}, ConfigError, ["vllm_tensor_parallel_size=2"]),
-        (
-            R3,
-            {"use_vllm": False, "use_transformers_continuous_batching": True},
-            ConfigError,
-            ["use_transformers_continuous_batching=True"],
-        ),
-        (
-            {"routing": {"mode": "R3", "native_gap_rate": 0.5}},
-            {"use_vllm": False},
-            ConfigError,
-            ["native_gap_rate=0.5 with use_vllm=False"],
-        ),
+        (R3, {"use_vllm": False}, ConfigError, ["mismatch.routing.mode='R3' with use_vllm=False", "mode='R2'"]),
         (MASKS, {}, ConfigError, ["top_p=1, top_k=0 and min_p=0", "nothing is cut off"]),
         (MASKS, {"top_p": 0.9}, ConfigError, ["mismatch.sampling_mask.max_support is absent", "set max_support"]),
         (MASKS, {"generation_kwargs": {"min_p": 0.1}}, ConfigError, ["max_support is absent", "min_p=0.1"]),
@@ -343,14 +332,6 @@ def test_the_callback_asks_whether_deepspeed_trains(peers: Any, tmp_path: Path) 
     ("block", "options", "overrides", "words"),
     [
         (
-            R3,
-            {"tools": [len]},
-            {"use_vllm": False},
-            ["mismatch.routing.mode='R3' with tools and use_vllm=False", "use_vllm=True, or mode='R2'"],
-        ),
-        (R3, {"environment_factory": dict}, {"use_vllm": False}, ["mode='R3' with environment_factory"]),
-        (R3, {"rollout_func": len}, {"use_vllm": False}, ["mode='R3' with rollout_func"]),
-        (
             {"kl": {"coef": 0.1, "reward_path": "rewards"}},
             {"tools": [len]},
             {},
@@ -414,14 +395,11 @@ def changed(dense: Path, name: str, value: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("use_vllm", [False, True])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_routing_refuses_a_dense_model_before_the_engine(
-    construct: Make, dense: Path, use_vllm: bool, loaded: bool
-) -> None:
+def test_routing_refuses_a_dense_model_before_the_engine(construct: Make, dense: Path, loaded: bool) -> None:
     model = changed(dense, "model.layers.1.mlp.up_proj", 0.0) if loaded else dense
     with pytest.raises(ReplayError) as refusal:
-        construct(model, R3, use_vllm=use_vllm, bf16=None if use_vllm else False)
+        construct(model, R3)
     for words in ("mismatch.routing.mode='R3': qwen3: no module of the model has experts", "Remove mismatch.routing"):
         assert words in str(refusal.value)
 

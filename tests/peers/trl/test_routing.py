@@ -1,4 +1,4 @@
-"""The `routing` section in the real TRL: R3 and R2 by transformers' generation and by vLLM, and routes that must be refused."""
+"""The `routing` section in the real TRL: R2 with transformers' generation, R3 with vLLM, and routes that must be refused."""
 
 from __future__ import annotations
 
@@ -31,34 +31,29 @@ def test_replay_of_the_models_own_routes_changes_no_bit(run: Run, moe: Path, tmp
     found = run(scenarios.transformers, model=moe, out=tmp_path, timeout=600).expect()
     assert set(found) == {*UNMOVED, *MOVED}
     for name in UNMOVED:
-        stock, r3, r2 = (found[name][kind] for kind in ("stock", "R3", "R2"))
-        assert stock["parameters"] == r3["parameters"] == r2["parameters"], name
-        assert stock["losses"] == r3["losses"] == r2["losses"], name
-        assert r3["mismatch"] == r2["mismatch"] == [0.0] * 3, name
-        assert r3["forwards"] >= 3 and r2["forwards"] >= 3 and stock["forwards"] == 0, name
-        # Generation has no route for the last sampled token; a pass over all tokens has.
-        assert 0 < max(r3["native_rows"]) < 0.1 and r2["native_rows"] == [0.0] * 3, name
+        stock, r2 = (found[name][kind] for kind in ("stock", "R2"))
+        assert stock["parameters"] == r2["parameters"] and stock["losses"] == r2["losses"], name
+        assert r2["mismatch"] == r2["native_rows"] == [0.0] * 3, name
+        assert r2["forwards"] >= 3 and stock["forwards"] == 0, name
     for name in MOVED:
-        stock, r3, r2 = (found[name][kind] for kind in ("stock", "R3", "R2"))
-        for replayed in (r3, r2):
-            # The second update of a batch keeps the routes that it was sampled with, where the model would choose others.
-            assert replayed["parameters"] != stock["parameters"], name
-            assert replayed["mismatch"][0] == replayed["mismatch"][2] == 0.0, name
-            assert min(replayed["mismatch"][1], replayed["mismatch"][3]) > 0.05, name
-        assert r3["losses"] == pytest.approx(r2["losses"], abs=1e-6), name
+        stock, r2 = (found[name][kind] for kind in ("stock", "R2"))
+        # The second update of a batch keeps the routes that it was recorded with, where the model would choose others.
+        assert r2["parameters"] != stock["parameters"], name
+        assert r2["mismatch"][0] == r2["mismatch"][2] == 0.0, name
+        assert min(r2["mismatch"][1], r2["mismatch"][3]) > 0.05, name
     reference = found["reference"]
-    assert reference["R3 reference"]["parameters"] == reference["R2 reference"]["parameters"]
     # Once the policy has moved, its routes are not the reference's own.
-    assert reference["R3 reference"]["parameters"] != reference["R3"]["parameters"]
-    assert reference["R3 reference"]["mismatch"] == [0.0] * 3
+    assert reference["R2 reference"]["parameters"] != reference["R2"]["parameters"]
+    assert reference["R2 reference"]["mismatch"] == [0.0] * 3
 
 
 def test_adapters_and_their_reference(run: Run, moe: Path, tmp_path: Path) -> None:
     found = run(scenarios.lora, model=moe, out=tmp_path).expect()
-    for name, result in found.items():
-        assert result["mismatch"] == [0.0] * 3 and result["forwards"] == (6 if "True" in name else 3), name
-    r3, r2 = found["R3, reference False"], found["R2, reference False"]
-    assert r3["parameters"] == r2["parameters"] != found["R3, reference True"]["parameters"]
+    # With vLLM, TRL takes a pass for the old log-probabilities too.
+    passes = {"R3, reference True": 9, "R3, reference False": 6, "R2, reference False": 3}
+    assert {name: result["forwards"] for name, result in found.items()} == passes
+    assert all(result["mismatch"] == [0.0] * 3 for result in found.values())
+    assert found["R3, reference True"]["parameters"] != found["R3, reference False"]["parameters"]
 
 
 def test_evaluation_is_replayed_and_counted_apart(run: Run, moe: Path, tmp_path: Path) -> None:
@@ -77,11 +72,6 @@ def test_a_batch_that_fails_does_not_spoil_the_next(run: Run, moe: Path, tmp_pat
     assert found["outside"] == 0.0  # a pass over tokens of one's own, between batches, is routed by the model
 
 
-def test_completions_of_a_prompt_share_its_routes(run: Run, moe: Path, tmp_path: Path) -> None:
-    # Eight completions of two prompts: the prompts' routes are stored twice, whoever recorded them.
-    assert run(scenarios.shared, model=moe, out=tmp_path).expect() == {"R3": 2, "R2": 2}
-
-
 def test_agreement_sees_routes_that_do_not_follow_their_samples(run: Run, moe: Path, tmp_path: Path) -> None:
     # What test_replay_of_the_models_own_routes_changes_no_bit would miss if agreement did not look.
     assert run(scenarios.misplaced, model=moe, out=tmp_path, kind="routes").expect()["mismatch"][0] > 0.1
@@ -95,15 +85,15 @@ def test_routes_follow_their_tokens_or_the_batch_is_refused(run: Run, moe: Path,
 
 
 def test_other_tokens_in_the_loss_are_routed_by_the_model(run: Run, moe: Path, tmp_path: Path) -> None:
-    for mode, found in run(scenarios.other_tokens, model=moe, out=tmp_path, timeout=600).expect().items():
-        first, second = found["seen"]
-        # The second update's routes are those of the weights before: its passes tell which of them are replayed.
-        assert first["moved"] < 1e-5 and second["moved"] > 1e-3, mode
-        for seen in (first, second):
-            assert seen["altered"] == seen["holes"] == 0.0, (mode, seen)
-            assert max(seen["order"], seen["some"], seen["wider"]) < 1e-5, (mode, seen)
-        assert found["others"] == [2.0, 2.0] and found["plain others"] == [0.0, 0.0], mode
-        assert found["parameters"][0] == found["parameters"][1], mode  # what is scored beside the loss changes nothing
+    found = run(scenarios.other_tokens, model=moe, out=tmp_path, timeout=600).expect()
+    first, second = found["seen"]
+    # The second update's routes are those of the weights before: its passes tell which of them are replayed.
+    assert first["moved"] < 1e-5 and second["moved"] > 1e-3
+    for seen in (first, second):
+        assert seen["altered"] == seen["holes"] == 0.0, seen
+        assert max(seen["order"], seen["some"], seen["wider"]) < 1e-5, seen
+    assert found["others"] == [2.0, 2.0] and found["plain others"] == [0.0, 0.0]
+    assert found["parameters"][0] == found["parameters"][1]  # what is scored beside the loss changes nothing
 
 
 def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Run, moe: Path, tmp_path: Path) -> None:

@@ -71,11 +71,10 @@ def test_a_step_without_a_fault_is_taken(tools: Any) -> None:
 
 # What a rollout_func does wrong, by what it is called.
 OWN = {
-    "settings": ["rollout_func asked vLLM for temperature=0.5, and the trainer scores with 0.8"],
-    "none said": ["none log-probabilities", r"SamplingParams\(logprobs=0\)"],
     "rendered again": [r"completion 0: turn 1 was given another token than is trained on: token 0 of the completion"],
     "no mask": [r"completion 0: token \d of the completion \(id \d+\) counts as the policy's, but no call"],
-    "another engine": ["routing.mode='R3' with a rollout_func whose tokens the trainer's engine has not sampled"],
+    "vLLM itself": ["vllm_generation.generate has not sampled", "generate with it", "trainer.vllm_generation.llm"],
+    "another engine": ["vllm_generation.generate has not sampled", "generate with it", "an engine of your own"],
 }
 
 
@@ -87,7 +86,7 @@ def functions(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.numeric
 def test_a_function_that_asks_the_engine_agrees_in_float32(functions: Any) -> None:
-    # By TRL's wrapper, then by vLLM itself in a second training, whose first weights TRL by itself does not send.
+    # The second training's first weights TRL by itself does not send.
     history, batches = functions["history"], functions["batches"]
     expect_float32(history, functions["errors"])
     assert len(history) == 2 and len(batches) == 3  # the second training's log begins anew
