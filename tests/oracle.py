@@ -83,7 +83,8 @@ def watch_float32_error(trainer: Any) -> list[float]:
             torch.cat([batch[f"prompt_{name}"] * keep, batch[f"completion_{name}"]], 1)
             for name, keep in (("ids", 1), ("mask", 1), ("mask", 0))
         )
-        errors.append(float32_error(trainer.accelerator.unwrap_model(trainer.model), ids, attention, counted))
+        if counted.any():  # TRL can leave out all responses that were cut at the longest length
+            errors.append(float32_error(trainer.accelerator.unwrap_model(trainer.model), ids, attention, counted))
         return batch
 
     trainer._generate_and_score_completions = measured

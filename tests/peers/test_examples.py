@@ -122,16 +122,6 @@ def test_the_loop_with_sglang(tmp_path: Path) -> None:
     assert stub_uses(log)["called"] == 0
 
 
-def test_the_loop_is_short() -> None:
-    lines = (ROOT / "examples/loop.py").read_text("utf-8").splitlines()
-    first, last = lines.index("    # loop"), lines.index("    # end of loop")
-    loop = [line for line in lines[first + 1 : last] if line.strip()]
-    assert 20 < len(loop) <= 30 and not [line for line in loop if ";" in line]
-    # All of a run's verbs are in it, once at least.
-    verbs = ("batch", "score", "reference", "measure", "correct", "kl", "step", "send", "log")
-    assert all(f"run.{verb}(" in "\n".join(loop) for verb in verbs)
-
-
 def test_callback_only_with_a_model_of_ones_own(dense: Path, tmp_path: Path) -> None:
     block = json.dumps({"lr": {"period": 1}, "monitor": {"alarms": {"entropy": {"above": 0.0, "patience": 1}}}})
     own = ("--model_name_or_path", dense, "--max_steps", "3", "--learning_rate", "1e-5", "--report_to", "none")

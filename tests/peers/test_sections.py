@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.peers.scenarios import Run, named
-from tests.peers.section_cases import CASES, HOSTS, names, page
-from tests.peers.sections import PAGE
+from tests.peers.section_cases import CASES, HOSTS, names
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_sections as in_trl
@@ -67,7 +66,3 @@ def test_fsdp1_with_a_fused_head_takes_what_fsdp2_takes(run: Run, dense: Path, m
     for case, one in verl.items():
         if "refused" not in one:
             assert one["error"] < 1e-4 and one["effect"] > 1e-3, (case, one)
-
-
-def test_the_page_is_what_the_hosts_do(found: Any) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(found), "run `python -m tests.peers.sections`"

@@ -48,7 +48,7 @@ class Draw:
 
     @property
     def block(self) -> dict[str, Any]:
-        """Every section; the rate is halved from the third step on."""
+        """Every section; the rate is halved after every second step."""
         return {
             "precision": {"dtype": "float32"},
             "correction": {"preset": self.preset},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -212,15 +211,3 @@ def test_gradients_of_float16_are_summed_in_float32_unless_told_otherwise(moe_ru
     for rank in moe_runs:
         said = rank["reduced 2"]["refused"]
         assert said.startswith("PrecisionAuditError") and "gradient reduction: expected float32, found float16" in said
-
-
-def test_the_page_says_what_was_run() -> None:
-    page = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
-    table = page.partition("| section | ZeRO-2 | ZeRO-3 |")[2].partition("\n\n")[0]
-    rows = {
-        name: cells for name, *cells in re.findall(r"^\| `([\w.]+)`[^|]* \| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
-    }
-    assert set(rows) == {"precision", "correction", "kl", "routing", "sampling_mask", "lr", "monitor", "monitor.doctor"}
-    for name, cells in rows.items():
-        refused = [("doctor" if name == "monitor.doctor" else name, stage) in REFUSED for stage in STAGES]
-        assert [cell.startswith("refused") for cell in cells] == refused, name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,6 @@ from mismatch_ext.adapters.trl.lora import check_base
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.test_everything import BALANCED, EVERYTHING
@@ -24,7 +21,6 @@ else:
     scenarios = named("tests.peers.trl.scenarios_lora")
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
-ROOT = Path(__file__).resolve().parents[3]
 # The doctor examines one thing at a time: it does not go with masks.
 BLOCK = EVERYTHING | {"sampling_mask": {}, "monitor": {"default_alarms": False}}
 
@@ -59,12 +55,3 @@ def test_a_quantised_base_is_refused(dense: Path) -> None:
     base.weight = torch.nn.Parameter((base.weight * 99).to(torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"Linear.weight holds torch.int8.*Load the base in bfloat16"):
         check_base(adapted)
-
-
-def test_the_page_has_a_row_for_each_section() -> None:
-    page = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
-    table = page.partition("| section | LoRA | QLoRA |")[2].partition("\n\n")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, re.MULTILINE))
-    sections = {field.name for field in fields(MismatchConfig)} - {"level"}
-    assert rows.keys() == sections
-    assert all(said.startswith("runs") for said in rows.values()) and sections == BLOCK.keys()
