@@ -83,27 +83,7 @@ def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
 def test_no_module_imports_one_that_imports_it() -> None:
     modules = product_modules()
     graph = {name: edges(name, file.read_text(encoding="utf-8"), modules) for name, file in modules.items()}
-    assert len(graph) > 150 and sum(map(len, graph.values())) > 500
-    assert "mismatch_ext.monitor.rules" in graph["mismatch_ext.config.monitor"]
     assert circle(graph) == []
-
-
-def test_the_search_for_circles_sees_imports_in_functions_and_packages() -> None:
-    sources = {
-        "one": "from two.inner import f",
-        "two": "",
-        "two.inner": "def g():\n    import three",
-        "three": "if TYPE_CHECKING:\n    import one",
-    }
-    assert circle({name: edges(name, text, sources) for name, text in sources.items()}) == []
-    sources["three"] = "def h():\n    from one import x"
-    assert set(circle({name: edges(name, text, sources) for name, text in sources.items()})) == {
-        "one",
-        "two.inner",
-        "three",
-    }
-    sources |= {"three": "", "two": "from two.inner import g\nimport one"}
-    assert set(circle({name: edges(name, text, sources) for name, text in sources.items()})) == {"one", "two"}
 
 
 # Run where a peer cannot be imported: what is said, and by which exception.
@@ -158,19 +138,6 @@ def test_no_module_imports_from_a_higher_layer(folder: str) -> None:
     assert not {name: names for name, names in wrong.items() if names}
 
 
-@pytest.mark.parametrize(
-    ("source", "layer"),
-    [
-        ("import mismatch_ext.adapters.trl", 0),
-        ("from mismatch_ext import patches", 0),
-        ("def f():\n    from mismatch_ext.adapters import vllm", 1),
-        ("import examples.demo", 2),
-    ],
-)
-def test_the_direction_check_can_fail(source: str, layer: int) -> None:
-    assert upward(source, layer)
-
-
 def loaded_peers(statements: str) -> list[str]:
     """Run statements in a fresh interpreter and return the peers that they loaded."""
     code = (
@@ -191,7 +158,3 @@ for path in sorted(pathlib.Path('mismatch_ext').rglob('*.py')):
 
 def test_the_core_imports_no_trainer_and_no_engine() -> None:
     assert loaded_peers(EVERY_CORE_MODULE) == []
-
-
-def test_the_hygiene_check_can_fail() -> None:
-    assert "transformers" in loaded_peers("import mismatch_ext, transformers")
