@@ -17,7 +17,7 @@ else:
     scenarios = named("tests.peers.verl.scenarios_megatron_engine")
 
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from mismatch_ext.rundata import read_run
 from tests.peers.verl.main_ppo import lasting, run_verl
 from tests.peers.verl.test_main_ppo import FLOAT32_K3, FSDP1, TOOLS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 # All sections but the doctor, which scores without masks.
 SECTIONS = (
