@@ -17,7 +17,7 @@ from torch import Tensor
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace, storage_dtype
 from mismatch_ext.routing.tokens import Proof, token_rows
-from tests.trace_files import traces_nbytes
+from tests.traces import traces_nbytes
 
 
 def routes(rows: int, layers: int = 2, top_k: int = 3, experts: int = 8, seed: int = 0) -> Tensor:

@@ -40,7 +40,7 @@ from mismatch_ext.routing import (
     agreement,
     share_prompts,
 )
-from tests.trace_files import load_traces, save_traces, traces_nbytes
+from tests.traces import traces_nbytes
 
 COMMON: dict[str, Any] = {
     "vocab_size": len(VOCABULARY), "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -486,9 +486,6 @@ def faults(out: str) -> dict[str, Any]:
         return lambda: traces_of(changed, layout, **options)
 
     (good, *_) = traces_of(outputs, layout, version=4)
-    path = Path(out) / "traces.npz"
-    save_traces(path, traces_of(outputs, layout))
-    path.write_bytes(path.read_bytes()[:-200])
     short = copy(outputs[1])
     short.outputs = [copy(outputs[1].outputs[0])]
     short.outputs[0].token_ids = list(short.outputs[0].token_ids)[:-1]
@@ -515,7 +512,6 @@ def faults(out: str) -> dict[str, Any]:
         "flag off": of(spoiled(lambda _: None)),
         "wrong version": lambda: good.expect_version(5),
         "another model's layers": lambda: good.expect_model(layers=(0, 1, 3), num_experts=16, top_k=4),
-        "truncated file": lambda: load_traces(path),
     }
     swapped, whole = (traces_of(rows, layout)[1] for rows in (spoiled(lambda ids: ids[:, [3, 1, 2, 0]]), outputs))
     results: dict[str, Any] = {"agreement with swapped layers": agreement(whole, swapped).by_layer()}

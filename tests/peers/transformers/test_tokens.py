@@ -16,7 +16,6 @@ from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.routing import RoutingTrace, align, align_packed
 from tests.oracles.routing.passes import another, backward, equal, forward, run
 from tests.peers.transformers.cases import FAMILIES, QWEN, case
-from tests.trace_files import load_traces, save_traces
 
 CASES = 240
 LAYOUTS = ("left", "right", "right without mask", "packed")
@@ -184,7 +183,7 @@ def test_inputs_that_are_no_tokens_are_proven_by_nobody() -> None:
         assert run(model).same(plain)
 
 
-def test_a_trace_of_unknown_tokens_has_to_be_told_them(tmp_path: Any) -> None:
+def test_a_trace_of_unknown_tokens_has_to_be_told_them() -> None:
     model, own, plain = case(QWEN)
     unknown = RoutingTrace(parts=own.parts, layers=own.layers, num_experts=own.num_experts)
     with (
@@ -195,6 +194,5 @@ def test_a_trace_of_unknown_tokens_has_to_be_told_them(tmp_path: Any) -> None:
     assert own.tokens is not None
     rows = [unknown.slice(first, first + 12) for first in (0, 12)]
     told = [replace(row, start=0).of_tokens(own.tokens[12 * i : 12 * i + 12]) for i, row in enumerate(rows)]
-    save_traces(tmp_path / "traces.npz", [align(told, torch.ones(2, 12))[0]])
-    with replay_routing(model, load_traces(tmp_path / "traces.npz")[0]):
+    with replay_routing(model, align(told, torch.ones(2, 12))[0]):
         assert run(model).same(plain)
