@@ -121,9 +121,3 @@ def test_marker_is_on_the_replacement_only_while_applied(upstream: Any) -> None:
             assert getattr(owner, MARKER) == patch.name
             replacement = owner
         assert not hasattr(replacement, MARKER)
-
-
-def test_target_module_is_imported_when_needed(upstream: Any) -> None:
-    with applied(upstream.patch("upst.user:build")):
-        assert upstream.load("user").build() == "!stock"
-    assert upstream.load("user").build() == "stock"

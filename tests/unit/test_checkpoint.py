@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mismatch_ext.checkpoint import (
     STATE_FILE,
@@ -21,13 +20,6 @@ from mismatch_ext.checkpoint import (
 )
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import RecordError, RunDirectoryError
-from mismatch_ext.host_names import TRL, VERL
-from mismatch_ext.kl import KlController
-from mismatch_ext.lr import LrState
-from mismatch_ext.monitor import Monitor
-from mismatch_ext.weight_sync import SyncObservation, WeightSyncChecker
-
-RECORDED = Path(__file__).resolve().parents[1] / "data/state"
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -162,66 +154,3 @@ def test_a_file_that_cannot_be_written_or_read_is_an_error_that_names_it(tmp_pat
     unreadable = Path("/proc/self/mem")  # its first page is mapped nowhere
     with pytest.raises(RecordError, match="/proc/self/mem cannot be read: .*Resume from another checkpoint"):
         read_state(unreadable)
-
-
-@pytest.fixture(scope="module")
-def recorded() -> dict[str, dict[str, Any]]:
-    """Return what earlier builds have written."""
-    found = {}
-    for path in sorted(RECORDED.glob("*.json")):
-        state = read_state(path)
-        assert state is not None
-        found[path.stem] = state
-    return found
-
-
-def test_files_of_earlier_builds_hold_what_each_host_goes_on_with(recorded: dict[str, dict[str, Any]]) -> None:
-    everything = {"schema", "config", "recorder", "weight_version", "weight_sync", "kl", "lr", "routing", "monitor"}
-    assert {name: set(state) for name, state in recorded.items()} == {
-        "trl": everything,
-        "verl_driver": everything - {"weight_version", "weight_sync", "lr"} | {"log"},
-        "verl_worker": {"schema", "loss_scale", "lr", "routing"},
-    }
-
-
-@pytest.mark.parametrize("name", ["trl", "verl_driver"])
-def test_every_part_of_an_earlier_builds_file_is_taken_over(recorded: dict[str, dict[str, Any]], name: str) -> None:
-    state = recorded[name]
-    config = MismatchConfig.parse(state["config"])
-    assert config is not None and config.kl is not None
-    assert changed_settings(state["config"], config.to_dict()) is None
-    controller = KlController(config.kl.coef, config.kl.controller)
-    assert controller.load_state_dict(state["kl"]) is None
-    assert controller.coef == state["kl"]["coef"] != config.kl.coef
-    # A function of a scenario is not imported here: that rule is another, and begins anew.
-    called = [metric for metric, alarm in config.monitor.alarms.items() if alarm.call is not None]
-    plain = {
-        metric: alarm if alarm.call is None else dataclasses.replace(alarm, action=None, call=None)
-        for metric, alarm in config.monitor.alarms.items()
-    }
-    monitor = Monitor(dataclasses.replace(config.monitor, alarms=plain), VERL if name == "verl_driver" else TRL)
-    assert monitor.load_state_dict(state["monitor"]) == called
-    expected = {m: part for m, part in state["monitor"]["alarms"].items() if m not in called}
-    found = json.loads(json.dumps(monitor.state_dict()))["alarms"]
-    assert {metric: found[metric] for metric in expected} == expected
-    generator = random.Random(5)
-    load_random_state(generator, state["routing"]["random"])
-    assert random_state(generator) == state["routing"]["random"]
-
-
-def test_an_earlier_builds_weight_check_judges_on(recorded: dict[str, dict[str, Any]]) -> None:
-    kept = recorded["trl"]["weight_sync"]
-    checker = WeightSyncChecker(kept["dtype"])
-    checker.load_state_dict(kept)
-    assert json.loads(json.dumps(checker.state_dict())) == kept
-    engine = torch.tensor(kept["engine"], dtype=torch.float64)
-    moved = torch.tensor(kept["anchor"], dtype=torch.float64) + 0.1
-    seen = SyncObservation(engine_logprobs=engine, trainer_logprobs=moved, trainer_changed=True)
-    verdict = checker.observe(seen)
-    assert verdict.status == "stale" and verdict.message.startswith(f"weight update {kept['observations'] + 1}: ")
-
-
-@pytest.mark.parametrize("name", ["trl", "verl_worker"])
-def test_an_earlier_builds_rate_goes_on(recorded: dict[str, dict[str, Any]], name: str) -> None:
-    state = recorded[name]["lr"]["control"]
-    assert json.loads(json.dumps(LrState.from_dict(state).to_dict())) == state and state["step"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -120,27 +119,6 @@ def draw(seed: int, rows: int = 9, length: int = 70, scale: float = 0.3) -> tupl
     return old - scale * torch.randn(rows, length, generator=generator), old, mask
 
 
-KINDS = [
-    ResolvedCorrection(level="token", upper=1.3),
-    ResolvedCorrection(level="token", bound="clip", lower=0.9, upper=1.1),
-    ResolvedCorrection(level="token", bound="icepop", lower=0.5, upper=1.5),
-    ResolvedCorrection(level="token", bound="mask", lower=0.7),
-    ResolvedCorrection(
-        level="sequence", upper=2.0, rules=parse_rules("token_k1,token_k2,token_k3,seq_mean_k2", "0.5_2,0.1,0.1,0.2")
-    ),
-    ResolvedCorrection(rules=parse_rules("token_k3", 0.05), compat=frozenset({"verl_inverse_k1"})),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", range(len(KINDS)))
-@pytest.mark.parametrize("scale", [0.3, 15.0])
-def test_the_two_implementations_agree(kind: int, scale: float) -> None:
-    chosen = KINDS[kind]
-    for seed in range(12):
-        rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(seed, scale=scale))
-        same_scans(chosen, rollout, old, mask)
-
-
 @pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
 def test_metrics_agree_with_a_float64_oracle(scale: float) -> None:
     rollout, old, mask = draw(4, rows=32, length=400, scale=scale)
@@ -235,16 +213,6 @@ def test_nothing_is_read_under_the_mask_and_rows_are_independent(
         assert other.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
-@pytest.mark.parametrize(
-    ("preset", "dtype"), list(itertools.product(SOME, [torch.float32, torch.float16, torch.bfloat16]))
-)
-def test_huge_log_ratios_stay_finite(preset: str, dtype: torch.dtype) -> None:
-    old = torch.tensor([[-1e4, -1.0, 0.0], [-1.0, -1e4, -2.0]], dtype=dtype)
-    rollout = torch.tensor([[-1.0, -1e4, 0.0], [-1.0, -1.0, -1e4]], dtype=dtype)
-    found = correct(rollout, old, torch.ones(2, 3), PRESETS[preset])
-    assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
-
-
 def same_scans(chosen: ResolvedCorrection, rollout: Tensor, old: Tensor, mask: Tensor) -> None:
     """Check every field of both implementations."""
     found = []
@@ -274,6 +242,8 @@ MORE_KINDS = {
         compat=frozenset({"verl_inverse_k1", "verl_empty_rows"}),
     ),
     "unscored": ResolvedCorrection(level="token", upper=1.5, compat=frozenset({"unscored_is_one"})),
+    "token clip": ResolvedCorrection(level="token", bound="clip", lower=0.9, upper=1.1),
+    "token mask from below": ResolvedCorrection(level="token", bound="mask", lower=0.7),
     "beyond e^20": ResolvedCorrection(level="token", bound="mask", upper=1e12),
 }  # fmt: skip
 

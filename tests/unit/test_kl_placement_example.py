@@ -1,10 +1,9 @@
-"""The KL example: its exact optimum, the ranking that it shows, and a page that loads nothing."""
+"""The KL example: its exact optimum, which policies reach it, and its page."""
 
 from __future__ import annotations
 
 import io
 import itertools
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,37 +11,18 @@ import torch
 from rich.console import Console
 
 from examples.kl_placement import (
-    COLOURS,
     LENGTH,
     TOKENS,
     Optimum,
     Result,
     Toy,
-    loss_of,
     optimum,
     print_table,
-    ranking,
     run,
-    settings,
     write_page,
 )
 
 BETA = 0.05
-LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
-
-
-class Page(HTMLParser):
-    """Tags and whatever a browser would load."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.feed(source)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attributes if name in LOADING]
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +59,6 @@ def test_the_optimum_is_one(best: Optimum) -> None:
     assert gradient.abs().max().item() < 1e-12
 
 
-def test_policies_of_other_seeds_are_no_baseline() -> None:
-    """The gradient of one seed is the same beside any other."""
-    toy = Toy.make()
-    config = next(setting.config for setting in settings() if setting.name == "K1 reward, leave-one-out")
-    gradients = []
-    for other in (toy.ref, 3 * toy.ref):
-        logits = torch.stack([toy.ref * 1.5, other]).requires_grad_()
-        # Noise is drawn row by row, so the first policy's responses do not depend on the second.
-        loss = loss_of(toy, logits, config, BETA, 8, torch.Generator().manual_seed(0))
-        gradients.append(torch.autograd.grad(loss, logits)[0][0])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
-
-
-def test_every_estimator_has_every_placement(results: dict[str, Result]) -> None:
-    nine = {f"{estimator} {placement}" for estimator in ("K1", "K2", "K3") for placement in ("reward", "loss", "both")}
-    assert set(results) == nine | {"K1 reward, leave-one-out", "K1 reward, rewards path", "none"}
-    assert set(results) == set(COLOURS) and len(set(COLOURS.values())) == len(COLOURS)
-
-
 @pytest.mark.parametrize(
     "name", ["K1 reward", "K1 reward, leave-one-out", "K1 reward, rewards path", "K1 both", "K3 both"]
 )
@@ -106,53 +67,15 @@ def test_unbiased_configurations_reach_the_optimum(name: str, results: dict[str,
     assert results[name].final_kl == pytest.approx(best.kl, rel=0.15)
 
 
-def test_noise_ranks_the_unbiased(results: dict[str, Result]) -> None:
-    order = ["K1 reward, rewards path", "K1 reward, leave-one-out", "K1 reward", "K3 both"]
-    spread = [results[name].gradient_std for name in order]
-    assert spread == sorted(spread) and spread[0] < 1e-6 < 0.01 < spread[1]
-    assert results[order[0]].final_j > results[order[1]].final_j + 0.0005
-    assert results[order[0]].final_j > results[order[3]].final_j + 0.002
-
-
-def test_k3_in_the_loss_is_stable_but_elsewhere(results: dict[str, Result], best: Optimum) -> None:
-    loss, both = results["K3 loss"], results["K3 both"]
-    assert results["none"].final_j + 0.05 < loss.final_j < both.final_j - 0.01
-    assert loss.final_kl < 1.5 * best.kl
-
-
 def test_k1_in_the_loss_regularises_nothing(results: dict[str, Result]) -> None:
     assert results["K1 loss"].final_j == pytest.approx(results["none"].final_j, abs=0.02)
     assert results["K1 loss"].final_kl == pytest.approx(results["none"].final_kl, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["K2 reward", "K3 reward", "K1 loss", "none"])
-def test_the_kl_runs_away_while_the_reward_rises(name: str, results: dict[str, Result], best: Optimum) -> None:
-    assert results[name].final_kl > 1.5 * best.kl
-    assert results[name].final_j < results["K3 loss"].final_j - 0.05
-    assert results[name].reward[-1].mean() > best.reward
-
-
-def test_the_sentence_follows_from_the_numbers(best: Optimum) -> None:
-    def result(name: str, j: float, kl: float) -> Result:
-        values = torch.tensor([[j - 1e-4, j + 1e-4]])
-        return Result(
-            name=name, placement=None, steps=[1], j=values, reward=values, kl=torch.full((1, 2), kl), gradient_std=0.0
-        )
-
-    sentence = ranking([result("a", 0.2, 4 * best.kl), result("b", 0.4, best.kl), result("c", 0.4001, best.kl)], best)
-    assert "c 0.400 ≈ b 0.400 > a 0.200" in sentence
-    assert sentence.endswith(": a.")
-    assert ranking([result("b", 0.4, best.kl)], best).endswith("nobody.")
-
-
 def test_page_and_table(results: dict[str, Result], best: Optimum, tmp_path: Path) -> None:
     path = tmp_path / "new" / "page.html"
     write_page(path, list(results.values()), best, BETA)
-    source = path.read_text(encoding="utf-8")
-    page = Page(source)
-    assert page.links == [] and "link" not in page.tags and "iframe" not in page.tags
-    assert source.count("plotly.js v") == 1
-    assert '"modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]]' in source
+    assert path.read_text(encoding="utf-8").count("plotly.js v") == 1
     console = Console(width=120, file=io.StringIO(), record=True)
     print_table(list(results.values()), best, BETA, console)
     text = console.export_text()

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.monitor import DEFAULTS, Alarm, Monitor
-from mismatch_ext.monitor.defaults import table
 from mismatch_ext.report import closing_lines
 from mismatch_ext.rundata import read_run
 from mismatch_ext.stream import RunStream
@@ -109,29 +108,26 @@ def test_an_alarm_is_raised_and_over_after_its_patience(
 def test_what_an_alarm_says() -> None:
     monitor = Monitor(section(default_alarms=True))
     alarms = [a for step in (10, 20, 30) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0042})]
-    assert [alarm.to_dict() for alarm in alarms] == [
-        {
-            "metric": "mismatch/k3_kl",
-            "step": 30,
-            "value": 0.0042,
-            "threshold": 0.001,
-            "side": "above",
-            "action": "warn",
-            "status": "raised",
-            "first_step": 10,
-            "message": "mismatch/k3_kl is 0.0042 at step 30, above 0.001 for 3 logs in a row, since step 10 (k3 estimate of "
-            "KL(mu||pi) per token; never negative), which means that the rollout policy is further from the trainer's than in "
-            "healthy runs; give both sides one precision, correct by importance weights, or with experts replay their routing.",
-        }
-    ]
+    (said,) = [alarm.to_dict() for alarm in alarms]
+    message = said.pop("message")
+    assert said == {
+        "metric": "mismatch/k3_kl",
+        "step": 30,
+        "value": 0.0042,
+        "threshold": 0.001,
+        "side": "above",
+        "action": "warn",
+        "status": "raised",
+        "first_step": 10,
+    }
+    for part in ("mismatch/k3_kl is 0.0042 at step 30", "above 0.001", "since step 10", "healthy", "one precision"):
+        assert part in message
     assert monitor.raised == ["mismatch/k3_kl"] and alarms[0].level == "warning" and not alarms[0].stops
     over = [a for step in (40, 50, 60) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0008})]
     assert [(a.status, a.step, a.first_step, a.threshold, a.level) for a in over] == [
         ("cleared", 60, 10, 0.001, "info")
     ]
-    assert over[0].message == (
-        "mismatch/k3_kl is 0.0008 at step 60, back for 3 logs in a row; it was above 0.001 since step 10, and that alarm is over."
-    )
+    assert "0.0008 at step 60" in over[0].message
     assert monitor.raised == []
 
 
@@ -189,26 +185,6 @@ def test_trl_s_own_gap_is_watched_where_ours_is_not_logged() -> None:
 
 
 # The built-in rules and what a block changes of them.
-
-
-def test_the_built_in_rules() -> None:
-    assert {name: (rule.above, rule.below, rule.patience) for name, rule in DEFAULTS.items()} == {
-        "mismatch/k3_kl": (1e-3, None, 3),
-        "mismatch/k3_growth_low": (2.0, None, 3),
-        "mismatch/logp_abs_diff_mean": (0.1, None, 3),
-        "mismatch/log_ppl_abs_diff": (0.1, None, 3),
-        "mismatch/ess_token": (None, 0.3, 3),
-        "mismatch/phantom_clip_frac": (0.03, None, 3),
-        "mismatch/routing/set_mismatch_frac": (0.2, None, 3),
-        "mismatch/overflow_streak": (4, None, 1),
-        "sampling/sampling_logp_difference/mean": (0.1, None, 3),
-        "grad_norm": (None, None, 3),
-        "loss": (None, None, 1),
-    }
-    for name, rule in DEFAULTS.items():
-        assert rule.source.endswith(".") and rule.meaning and rule.advice, name
-        assert f"| `{name}` |" in table()
-    assert {rule.action for rule in Monitor(MonitorConfig()).rules.values()} == {"warn"}
 
 
 def test_healthy_logs_raise_nothing_and_broken_ones_do() -> None:
@@ -320,6 +296,7 @@ RULES = {
 }
 
 
+@settings(max_examples=50)
 @given(TRACES, st.data())
 def test_resuming_anywhere_gives_the_same_alarms(trace: list[dict[str, float]], data: st.DataObject) -> None:
     def texts(monitor: Monitor, start: int, logs: list[dict[str, float]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mismatch_ext.adapters.transformers.routing import record_routing
-from mismatch_ext.adapters.trl.replay import rows_of
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from examples.arithmetic.tokenizer import encode
@@ -53,12 +49,6 @@ def test_the_float64_pass_is_float64_throughout_and_leaves_the_model_as_it_was(k
     assert 0 < (moved - double).abs().max() < 1e-9
     assert torch.equal(again, single)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_model_that_is_not_float32_is_refused(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("dense", tmp_path / "model")).bfloat16()
-    with pytest.raises(ValueError, match="only a float32 model.*bfloat16"), in_float64(model):
-        pass
 
 
 def listening(batches: list[dict[str, Any]]) -> SequenceSums:
@@ -113,48 +103,6 @@ def test_ratios_are_of_what_they_say() -> None:
     assert times_larger(doubled, kept, "eval/familiar", "abs").value == pytest.approx(2, rel=1e-3)
     rounding = {split: {**by, "rounding/abs": by["native/abs"]} for split, by in kept.items()}
     assert of_float32_rounding(rounding, "eval/familiar", "abs").value == pytest.approx(1 / 2, rel=1e-3)
-
-
-def test_flips_are_counted_by_response_without_replay_only(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("moe", tmp_path / "model")).eval()
-    ids = torch.tensor([[0, 0, *encode("386+47=")], encode("12+386+47")])
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    passes = 0
-
-    def score(output: dict[str, Any]) -> Tensor:
-        nonlocal passes
-        passes += 1
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return logits[:, -4:, 0]
-
-    with record_routing(model) as recording:
-        score({})
-    routes = [
-        route.slice(0, route.rows - 1) for route in rows_of(recording.trace, mask)
-    ]  # no engine routes the last token
-    experts = routes[1].experts.clone()
-    experts[3, 0] = torch.tensor([e for e in range(routes[1].num_experts) if e not in experts[3, 0].tolist()])[
-        : routes[1].top_k
-    ].to(experts.dtype)
-    experts[5, 0] = experts[5, 0].flip(0)  # the same set in another order
-    routes[1] = replace(routes[1], parts=(experts,))
-    trainer = SimpleNamespace(
-        _log=SimpleNamespace(observe=None),
-        _generate_and_score_completions=None,
-        _score_again=score,
-        _routing=None,
-        _eval_split="eval/familiar",
-        model=model,
-    )
-    sums = SequenceSums(trainer)
-    output = {"routing": routes, "prompt_mask": mask[:, :-4], "completion_mask": mask[:, -4:]}
-    assert torch.equal(trainer._score_again(output), score({}))
-    assert sums.sums == {"eval/familiar": {"flips": [0.0, 1.0]}}
-    trainer._routing = object()  # with replay
-    trainer._score_again(output)
-    assert len(sums.sums["eval/familiar"]["flips"]) == 2 and passes == 4
 
 
 def heavy(flipping: float, *, undone: float = 1.0, count: int = 3000) -> Sums:

@@ -368,7 +368,7 @@ almost_lines = st.fixed_dictionaries(
 ).map(lambda line: json.dumps(line).encode())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(garbage=st.lists(st.binary(max_size=40) | almost_lines, max_size=6))
 def test_garbage_never_stops_the_reader(tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes]) -> None:
     run_dir = tmp_path_factory.mktemp("run")
