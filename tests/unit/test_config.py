@@ -94,8 +94,8 @@ def test_configuration_is_frozen() -> None:
             ["mismatch.precision.loss_scale.init_scale", "expected float", "'1e4'", "1.0e-3"],
         ),
         (
-            {"precision": {"dtype": "float16", "loss_scale": {"backoff_factor": 2}}},
-            ["mismatch.precision.loss_scale.backoff_factor", "2", "0 < x < 1"],
+            {"precision": {"dtype": "float16", "loss_scale": {"growth_interval": 0}}},
+            ["mismatch.precision.loss_scale.growth_interval", "0", "an integer >= 1"],
         ),
         (
             {"precision": {"dtype": "float16", "loss_scale": {"init_scale": float("inf")}}},
