@@ -18,7 +18,6 @@ SECTIONS = {
     "QuantizedConfig": "mismatch.precision.quantized",
     "CorrectionConfig": "mismatch.correction",
     "KlConfig": "mismatch.kl",
-    "KlControllerConfig": "mismatch.kl.controller",
     "RoutingConfig": "mismatch.routing",
     "SamplingMaskConfig": "mismatch.sampling_mask",
     "LrConfig": "mismatch.lr",

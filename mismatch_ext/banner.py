@@ -118,8 +118,8 @@ def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) 
         lines.append(f"  lr         {rule_of(block.lr)}   [{integration.lr}]")
     if block.kl is not None:
         kl = block.kl
-        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{integration.kl}]"
-        lines.append(f"  kl         {f'{kl.preset.upper()}, unchanged   [native]' if kl.preset else form}")
+        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}"
+        lines.append(f"  kl         {form}   [{integration.kl}]")
     return lines
 
 

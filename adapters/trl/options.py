@@ -34,7 +34,7 @@ class GrpoOptions(_Host):
         if kl.coef is not None and self.beta not in (0.0, kl.coef):
             raise ConfigError(f"beta={self.beta} contradicts mismatch.kl.coef={kl.coef}; remove one of the two.")
         self.beta = self.beta if kl.coef is None else kl.coef
-        if kl.preset is not None or kl.reward_path == "surrogate":
+        if kl.reward_path == "surrogate":
             return
         if kl.ratio != "none":
             raise ConfigError(

@@ -12,7 +12,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {f"dtype: {name}": {"dtype": name} for name in ("float16", "bfloat16", "float32")},
     "correction": {f"preset: {name}": {"preset": name} for name in PRESETS},
     "kl": {
-        "preset: trl": {"preset": "trl", "coef": 0.3},
         **{f"estimator: {name}": {"estimator": name, "coef": 0.3} for name in ("k1", "k2", "k3", "abs", "full")},
         "reward_path: rewards": {"reward_path": "rewards", "coef": 0.3},
     },

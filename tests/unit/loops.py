@@ -85,7 +85,7 @@ KL = {"kl": {"coef": 0.1}}
 
 EVERYTHING: dict[str, Any] = {
     "correction": {"preset": "slime_mis"},
-    "kl": {"coef": 0.05, "controller": {"target_kl": 0.01}},
+    "kl": {"coef": 0.05, "target_kl": 0.01},
     "lr": {
         "period": 1,
         "count_from": "surge",

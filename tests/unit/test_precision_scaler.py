@@ -306,7 +306,10 @@ def test_bad_states_are_refused_and_change_nothing(change: dict[str, Any] | None
 
 @pytest.mark.parametrize(
     ("init_scale", "tolerated", "message"),
-    [(2.0**40, 20, "in 21 steps in a row, more than 20: loss scale 524288 "), (4.0, 2, "scale is below 1: loss scale 0.5 ")],
+    [
+        (2.0**40, 20, "in 21 steps in a row, more than 20: loss scale 524288 "),
+        (4.0, 2, "scale is below 1: loss scale 0.5 "),
+    ],
 )
 def test_endless_overflows_are_an_error_that_names_scale_and_streak(
     init_scale: float, tolerated: int, message: str

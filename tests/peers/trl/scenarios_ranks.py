@@ -185,7 +185,7 @@ def replay(model: str, out: str) -> dict[str, Any]:
 
 def metrics(model: str, out: str) -> dict[str, Any]:
     """Train with routing and a KL term whose coefficient adapts, listen to what each rank measures, and evaluate."""
-    block = {"routing": R2, "kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}}}
+    block = {"routing": R2, "kl": {"coef": 0.05, "target_kl": 1e-3}}
     trainer = build(model, out, block, per_device_eval_batch_size=8)
     heard = listen(trainer)
     result = outcome(trainer)
@@ -212,7 +212,7 @@ def resumed(model: str, dense: str, out: str) -> dict[str, Any]:
     found = {}
     blocks = {
         "routing": (model, {"routing": R2}),
-        "kl": (dense, {"kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}}}),
+        "kl": (dense, {"kl": {"coef": 0.05, "target_kl": 1e-3}}),
     }
     for name, (path, block) in blocks.items():
         given = {"save_strategy": "steps", "save_steps": 2, **({"model_init_kwargs": None} if path == dense else {})}
