@@ -15,7 +15,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         **{f"estimator: {name}": {"estimator": name, "coef": 0.3} for name in ("k1", "k2", "k3", "abs", "full")},
         "reward_path: rewards": {"reward_path": "rewards", "coef": 0.3},
     },
-    "routing": {f"mode: {name}": {"mode": name, "agreement_rate": 1.0} for name in ("R2", "R3")},
+    "routing": {f"mode: {name}": {"mode": name, "measured": 1.0} for name in ("R2", "R3")},
     "lr": {
         "period: 1": {"period": 1},
         **{f"trigger: {name}": {"trigger": name} for name in TRIGGERS},

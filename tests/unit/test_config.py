@@ -103,14 +103,7 @@ def test_configuration_is_frozen() -> None:
         ),
         ({"routing": {"mode": "R4"}}, ["mismatch.routing.mode", "'R4'", "'R2', 'R3'"]),
         ({"routing": {}}, ["mismatch.routing", "missing key 'mode'"]),
-        (
-            {"routing": {"mode": "R3", "agreement_rate": 1.5}},
-            ["mismatch.routing.agreement_rate", "1.5", "0 <= x <= 1"],
-        ),
-        (
-            {"routing": {"mode": "R2", "native_gap_rate": 0.5}},
-            ["mismatch.routing.native_gap_rate", "0.5", "mode='R2'", "leave it out"],
-        ),
+        ({"routing": {"mode": "R3", "measured": 1.5}}, ["mismatch.routing.measured", "1.5", "0 <= x <= 1"]),
         ({"monitor": {"profile_every": 0}}, ["mismatch.monitor.profile_every", "0", ">= 1"]),
         ({"monitor": {"profile_every": True}}, ["mismatch.monitor.profile_every", "expected int", "bool"]),
         ({"monitor": {"weight_sync": "eror"}}, ["'eror'", "'error', 'warn', 'off'", "Did you mean 'error'?"]),

@@ -53,7 +53,7 @@ class Draw:
             "precision": {"dtype": "float32"},
             "correction": {"preset": self.preset},
             **({} if (kl := KL[self.kl]) is None else {"kl": {**kl, "coef": COEF}}),
-            "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
+            "routing": {"mode": "R3", "measured": 1.0},
             "lr": {"period": 2},
             "monitor": {"default_alarms": False},
         }

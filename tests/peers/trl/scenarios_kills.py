@@ -19,7 +19,7 @@ from tests.peers.trl.scenarios_training import arguments, digest_of, graded, row
 def block(mode: str) -> dict[str, Any]:
     """Return a block in which every section that has a state has one that moves in each step."""
     return {
-        "routing": {"mode": mode, "agreement_rate": 0.5},
+        "routing": {"mode": mode, "measured": 0.5},
         "kl": {"coef": 0.05, "target_kl": 1e-3},
         # Any gradient norm above the first is a surge, so that detector, multiplier and counters move.
         "lr": {

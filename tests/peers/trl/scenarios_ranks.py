@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 from mismatch_ext.rundata import read_run
 from tests.peers.trl.scenarios_training import arguments, graded, rows
 
-R3, R2 = {"mode": "R3", "agreement_rate": 1.0}, {"mode": "R2", "agreement_rate": 1.0}
+R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
 # Grouped products of experts do not come out the same in every process.
 EAGER = {"experts_implementation": "eager"}
 SHARDED = "ACCELERATE_USE_FSDP" in os.environ

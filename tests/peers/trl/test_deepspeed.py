@@ -173,7 +173,7 @@ def test_steps_that_deepspeed_skips_are_not_counted(dense_runs: dict[str, Any]) 
 @pytest.fixture(scope="module")
 def moe_runs(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each of two processes found with experts, an engine for each."""
-    replays = {**FLOAT32, "routing": {"mode": "R3", "agreement_rate": 1.0}, "kl": {"coef": 0.05}}
+    replays = {**FLOAT32, "routing": {"mode": "R3", "measured": 1.0}, "kl": {"coef": 0.05}}
     runs: dict[str, Any] = {f"R3 {stage}": {"model": moe, "stage": stage, "block": replays} for stage in STAGES}
     masked = {**FLOAT32, "routing": {"mode": "R2"}, "sampling_mask": {}}
     runs["R2 3"] = {"model": moe, "stage": 3, "block": masked, "overrides": {"top_k": 8}}

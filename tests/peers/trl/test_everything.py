@@ -22,8 +22,8 @@ EVERYTHING: dict[str, Any] = {
     "precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0, "growth_interval": 2}},
     "correction": {"preset": "decoupled_geo_rs_token_tis"},
     "kl": {"coef": 0.05, "target_kl": 0.01},
-    # The gap without replay is measured in one of these steps, which a resumed run must find.
-    "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 0.5},
+    # The gap without replay is measured in some of these steps, which a resumed run must find.
+    "routing": {"mode": "R3", "measured": 0.5},
     "lr": {"period": 2},
     "monitor": {
         # A reward of this random model is always above: raised at the third step, whenever the run was killed.

@@ -36,8 +36,8 @@ PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
 TOKENS = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
 LAYERS, EXPERTS, TOP_K = 2, 16, 4
 OFF = {"monitor": {"weight_sync": "off"}}
-R3 = {"routing": {"mode": "R3", "agreement_rate": 1.0}, **OFF}
-R2 = {"routing": {"mode": "R2", "agreement_rate": 1.0}, **OFF}
+R3 = {"routing": {"mode": "R3", "measured": 1.0}, **OFF}
+R2 = {"routing": {"mode": "R2", "measured": 1.0}, **OFF}
 LED = {"lr": {"period": 2}, **OFF}
 OPTIM = "actor_rollout_ref.actor.optim"
 CONSTANT = (
@@ -281,7 +281,7 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
         "recomputed": (f"{recompute}granularity=full", f"{recompute}method=uniform", f"{recompute}num_layers=1"),
     }.items():
         rate = 1.0 if name != "dynamic" else 0.0
-        built = worker(model, {"routing": {"mode": "R3", "agreement_rate": rate}, **OFF}, *overrides)
+        built = worker(model, {"routing": {"mode": "R3", "measured": rate}, **OFF}, *overrides)
         ran = both(built, batch(routed_experts=given))
         passes = sum(len(call) for call in ran["seen"][0]) / sum(TOKENS)
         found[name] = {

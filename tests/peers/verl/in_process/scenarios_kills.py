@@ -15,7 +15,7 @@ from tests.peers.death import Death, plain
 from tests.peers.verl.in_process.workers import batch, parameters, scored, update, worker
 
 BLOCK = {
-    "routing": {"mode": "R2", "agreement_rate": 0.5},
+    "routing": {"mode": "R2", "measured": 0.5},
     "lr": {
         "period": 1,
         "count_from": "surge",
