@@ -111,7 +111,7 @@ def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) 
             )
         lines.append(f"  routing    {block.routing.mode}: {done}   [{integration.trainer}]")
     if block.sampling_mask is not None:
-        where = "old-logprob pass, update" + (", reference" if block.sampling_mask.reference else "")
+        where = "old-logprob pass, update, reference"
         done = "not replayed" if block.level == "observe" else f"of {sampler}, replayed in {where}"
         lines.append(f"  sampling   masks {done}   [{integration.trainer}]")
     if block.lr is not None:
