@@ -21,7 +21,6 @@ SECTIONS = {
     "RoutingConfig": "mismatch.routing",
     "SamplingMaskConfig": "mismatch.sampling_mask",
     "LrConfig": "mismatch.lr",
-    "SurgeConfig": "mismatch.lr.surge",
     "MonitorConfig": "mismatch.monitor",
     "AlarmConfig": "mismatch.monitor.alarms.<metric>",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.lr.controller import PERIOD_FACTOR
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.rundata import read_run
@@ -141,8 +142,5 @@ def print_closing(run_dir: Path) -> None:
 
 def rule_of(lr: LrConfig) -> str:
     """Return in a few words by which rule the learning rate is lowered."""
-    watched = f"a surge of {lr.trigger}"
-    every = (
-        f"every {lr.period} steps" if lr.period is not None else f"every {lr.period_factor:g} x the step of {watched}"
-    )
-    return f"times {lr.decay:g} {every}, counted from {lr.count_from}, floor {lr.floor:g}"
+    every = f"{PERIOD_FACTOR:g} x the step of a surge of {lr.trigger}" if lr.period is None else f"{lr.period} steps"
+    return f"times {lr.decay:g} every {every}, counted from the end of warm-up, floor {lr.floor:g}"

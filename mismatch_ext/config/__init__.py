@@ -7,7 +7,7 @@ or YAML string, the path of a JSON or YAML file, or a ready dataclass.
 from mismatch_ext.config.block import MismatchConfig
 from mismatch_ext.config.correction import CorrectionConfig
 from mismatch_ext.config.kl import KlConfig
-from mismatch_ext.config.lr import LrConfig, SurgeConfig, Trigger
+from mismatch_ext.config.lr import LrConfig, Trigger
 from mismatch_ext.config.monitor import AlarmConfig, MonitorConfig
 from mismatch_ext.config.precision import LossScaleConfig, PrecisionConfig, QuantizedConfig
 from mismatch_ext.config.routing import RoutingConfig
@@ -27,6 +27,5 @@ __all__ = [
     "QuantizedConfig",
     "RoutingConfig",
     "SamplingMaskConfig",
-    "SurgeConfig",
     "Trigger",
 ]

@@ -48,7 +48,7 @@ def test_kl_ablation(tmp_path: Path) -> None:
 
 def test_lr_control(tmp_path: Path) -> None:
     """`examples/lr_control.py` finds a surge of lengths at the second step, and halves the rate four steps later."""
-    block = json.dumps({"lr": {"surge": {"baseline_window": 2, "smoothing": 1}}})
+    block = json.dumps({"lr": {"baseline_window": 2}})
     steps = ("--max_steps", "6", "--warmup_steps", "0", "--grow_at", "2", "--lr_scheduler_type", "constant")
     rows = example("lr_control", tmp_path, *BATCH, *steps, "--learning_rate", "1e-5", "--mismatch", block)
     # A surge at step 2: halved every round(1.8 * 2) = 4 steps.

@@ -19,7 +19,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "lr": {
         "period: 1": {"period": 1},
         **{f"trigger: {name}": {"trigger": name} for name in TRIGGERS},
-        "count_from: surge": {"count_from": "surge"},
     },
     "monitor": {"defaults": {}, "alarms": {"alarms": {"loss": {"above": -1e9, "patience": 1}}}},
 }

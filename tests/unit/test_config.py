@@ -208,8 +208,6 @@ def test_a_section_without_its_required_key_names_it(written: Callable[[str], ob
 
 
 def test_a_part_of_a_section_with_nothing_after_it() -> None:
-    surge = MismatchConfig.parse("lr:\n  surge:\n")
-    assert surge is not None and surge.lr == LrConfig()
     alarms = MismatchConfig.parse("monitor:\n  alarms:\n    k3_kl:\n")
     assert alarms is not None and alarms.monitor.alarms == {"k3_kl": AlarmConfig()}
     assert MismatchConfig.parse("monitor:\n  alarms:\n") == MismatchConfig()
@@ -220,9 +218,9 @@ def test_a_part_of_a_section_with_nothing_after_it() -> None:
 def test_none_is_off_where_nobody_has_written_it_and_a_value_where_it_is_one() -> None:
     block = MismatchConfig(lr=None, kl=None)
     assert block == MismatchConfig() and block.to_dict().keys() == {"monitor"}
-    lengths = MismatchConfig.parse({"lr": {"surge": {"least": None}}, "kl": {"coef": None}})
+    lengths = MismatchConfig.parse({"lr": {"period": None}, "kl": {"coef": None}})
     assert lengths is not None and lengths.lr is not None and lengths.kl is not None
-    assert lengths.lr.surge.least is None and lengths.kl.coef is None
+    assert lengths.lr.period is None and lengths.kl.coef is None
     assert MismatchConfig.parse(lengths.to_dict()) == lengths
 
 
@@ -253,8 +251,8 @@ def test_a_key_that_is_given_twice_is_named(text: str, words: list[str], tmp_pat
 
 
 def test_a_merged_mapping_may_be_overridden() -> None:
-    block = MismatchConfig.parse("lr: {surge: &calm {ratio: 3.0, smoothing: 7}}\n")
-    merged = MismatchConfig.parse("lr: {surge: {<<: {ratio: 9.0, smoothing: 7}, ratio: 3.0}}\n")
+    block = MismatchConfig.parse("lr: {surge_ratio: 3.0, decay: 0.7}\n")
+    merged = MismatchConfig.parse("lr: {<<: {surge_ratio: 9.0, decay: 0.7}, surge_ratio: 3.0}\n")
     assert block == merged
 
 

@@ -23,11 +23,10 @@ def block(mode: str) -> dict[str, Any]:
         "kl": {"coef": 0.05, "target_kl": 1e-3},
         # Any gradient norm above the first is a surge, so that detector, multiplier and counters move.
         "lr": {
-            "period": 1,
-            "count_from": "surge",
             "trigger": "grad_norm",
             "decay": 0.9,
-            "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+            "baseline_window": 1,
+            "surge_ratio": 1.0001,
         },
         "monitor": {"alarms": {"reward": {"above": 1e-9, "patience": 4}}},
     }

@@ -246,13 +246,12 @@ class Grow(TrainerCallback):
 
 def rate(dense: str, out: str) -> dict[str, Any]:
     """Control the rate while responses grow on rank 1 alone, at first by too little for a surge of the mean."""
-    surge = {"baseline_window": 2, "smoothing": 1, "ratio": 2.0}
-    block = {"lr": {"period_factor": 1.0, "count_from": "start", "decay": 0.5, "surge": surge}, "kl": {"coef": 0.01}}
+    block = {"lr": {"baseline_window": 2, "warmup_steps": 0}, "kl": {"coef": 0.01}}
     trainer = build(
         dense, out, block, max_steps=6, lr_scheduler_type="cosine", warmup_steps=2, model_init_kwargs=None,
         per_device_train_batch_size=4,
     )  # fmt: skip
-    grow = Grow([[4] * 6, [4, 4, 4, 8, 16, 16]])
+    grow = Grow([[4] * 6, [4, 4, 8, 16, 16, 16]])
     grow.trainer = trainer
     trainer.add_callback(grow)
     heard = listen(trainer)

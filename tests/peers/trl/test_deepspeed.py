@@ -29,7 +29,7 @@ BUILT = Path(sys.prefix) / "torch_extensions"
 STAGES = (2, 3)
 FLOAT32 = {"precision": {"dtype": "float32"}}
 FP16 = {"precision": {"dtype": "float16"}}
-PERIOD = {"period": 2, "count_from": "start"}
+PERIOD = {"period": 2, "warmup_steps": 0}
 # The model is small, and its loss at DeepSpeed's first scale overflows.
 SMALL_SCALE = {"fp16": {"enabled": "auto", "initial_scale_power": 8}}
 DENSE: dict[str, dict[str, Any]] = {

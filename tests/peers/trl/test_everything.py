@@ -140,7 +140,7 @@ def test_a_callback_alone_controls_and_survives_kill_9(run: Run, dense: Path, tm
     # Logged lengths are of the step before: grown at step 3, they surge at 4, and the period is round(1.8 * 4) = 7, unless a
     # measurement is lost on the way.
     block = {
-        "lr": {"surge": {"baseline_window": 3, "smoothing": 1}, "count_from": "start"},
+        "lr": {"baseline_window": 3, "warmup_steps": 0},
         "monitor": {"alarms": {"completions/mean_length": {"above": 0.5, "patience": 4}}, "default_alarms": False},
     }
     given = {"model": dense, "block": block, **SAVING, "max_steps": 9}
@@ -164,7 +164,8 @@ def test_a_callback_finds_a_surge_in_the_logs(run: Run, dense: Path, tmp_path: P
     # Any gradient norm at or above 1.0001 of the first surges.
     lr = {
         "trigger": "grad_norm",
-        "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+        "baseline_window": 1,
+        "surge_ratio": 1.0001,
     }
     given = {"model": dense, "out": tmp_path}
     found = run(scenarios.by_callback, block={"lr": lr}, max_steps=6, **given).expect()

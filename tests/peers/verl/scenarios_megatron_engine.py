@@ -381,17 +381,12 @@ def surge(model: str) -> dict[str, Any]:
     """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
     from mismatch_ext.adapters.verl.worker.lr import MegatronRate
 
-    section = {
-        "period_factor": 1.0,
-        "count_from": "start",
-        "floor": 0.5,
-        "surge": {"baseline_window": 2, "smoothing": 1},
-    }
+    section = {"warmup_steps": 0, "floor": 0.5, "baseline_window": 1}
     built = worker(model, {"lr": section, **OFF}, *CONSTANT)
     data, found = scored(built, batch()), {}
     found["without"] = refused(update, built, data)
     found["answers"], found["logged"] = [], []
-    for length in (10.0, 10.0, 30.0, 30.0):
+    for length in (10.0, 30.0, 30.0, 30.0):
         found["answers"].append(built.mismatch_update_lr(response_length=length))
         found["logged"] += update(built, data)["lr"]
     found["metrics"] = built.mismatch_metrics()
@@ -416,7 +411,7 @@ def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]
     led, seen = kind(block.lr, inner, schedule), [[] for _ in inner]
     for one, rates in zip(inner, seen, strict=True):
         one.register_step_pre_hook(lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"]))
-    for length in (10.0, 10.0, 30.0, 30.0):
+    for length in (10.0, 30.0, 30.0, 30.0):
         led.collect(response_length=length)
         led.lead()
         for one in inner:
