@@ -89,8 +89,9 @@ def banner(
         lines.append(f"  precision  uniform {block.precision.dtype}{but}: {done}{set_by}")
     lines += _mitigations(block, integration, integration.sampler if engine is None else engine["engine"])
     if engine is not None:
-        passes = "prefill, decode" if block.monitor.weight_sync_decode_tokens else "prefill"
-        lines.append(f"  monitor    gap measured {measured}; weight sync check ({passes}): {block.monitor.weight_sync}")
+        lines.append(
+            f"  monitor    gap measured {measured}; weight sync check (prefill, decode): {block.monitor.weight_sync}"
+        )
     lines += monitor_lines(monitor, run_dir)
     return "\n".join(lines + [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]])
 

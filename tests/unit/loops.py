@@ -87,7 +87,6 @@ EVERYTHING: dict[str, Any] = {
     "correction": {"preset": "slime_mis"},
     "kl": {"coef": 0.05, "target_kl": 0.01},
     "lr": {"baseline_window": 2, "surge_ratio": 1.001},
-    "monitor": {"profile_every": 2},
 }
 
 

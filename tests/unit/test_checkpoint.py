@@ -109,7 +109,7 @@ def test_every_section_that_is_given_or_taken_out_is_named() -> None:
 
 
 def test_the_same_settings_and_those_of_another_release_say_nothing() -> None:
-    present = MismatchConfig.parse({"kl": {"coef": 0.1}, "lr": {"period": 5}, "monitor": {"profile_every": 3}})
+    present = MismatchConfig.parse({"kl": {"coef": 0.1}, "lr": {"period": 5}, "monitor": {"default_alarms": False}})
     assert present is not None
     saved = block(kl={"coef": 0.1}, lr={"period": 5})
     assert changed_settings(saved, present.to_dict()) is None
