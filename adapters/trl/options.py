@@ -83,11 +83,6 @@ class GrpoOptions(_Host):
         """Refuse settings that our own weights would silently ignore; the number of processes must be known."""
         if native_options(settings) is not None:
             return
-        if settings.compat & {"unscored_is_one"}:
-            raise ConfigError(
-                "mismatch.correction.compat='unscored_is_one': rollouts without a log-probability are refused before they are "
-                "corrected; remove it."
-            )
         if settings.normalize and (settings.loss == "reinforce" or self.world_size > 1):
             raise ConfigError(
                 "mismatch.correction.normalize: weights would be divided by the mean of a micro-batch or of one process, "

@@ -98,7 +98,7 @@ def test_an_alarm_has_one_batch_examined_and_others_wait_their_steps(tmp_path: P
     assert doctor.due  # both were raised too soon after the last one, and may ask again
     doctor.examine(53, lambda: found)
     folders = sorted(path.name for path in tmp_path.glob("doctor_*"))
-    assert folders == ["doctor_step_53", "doctor_step_2"]
+    assert folders == ["doctor_step_2", "doctor_step_53"]
     because = json.loads((tmp_path / "doctor_step_53/doctor.json").read_text(encoding="utf-8"))["run"]["because"]
     assert because == "two"
 
