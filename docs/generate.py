@@ -18,11 +18,9 @@ SECTIONS = {
     "QuantizedConfig": "mismatch.precision.quantized",
     "CorrectionConfig": "mismatch.correction",
     "KlConfig": "mismatch.kl",
-    "KlControllerConfig": "mismatch.kl.controller",
     "RoutingConfig": "mismatch.routing",
     "SamplingMaskConfig": "mismatch.sampling_mask",
     "LrConfig": "mismatch.lr",
-    "SurgeConfig": "mismatch.lr.surge",
     "MonitorConfig": "mismatch.monitor",
     "AlarmConfig": "mismatch.monitor.alarms.<metric>",
 }

@@ -29,9 +29,9 @@ from tqdm import tqdm
 from examples.arithmetic.task import reward
 
 SETTINGS = {
-    "TRL k3 loss": {"preset": "trl"},
-    "k1 reward": {"estimator": "k1", "placement": "reward"},
-    "k3 both": {"estimator": "k3", "placement": "both"},
+    "TRL k3 loss": {},  # without a kl section TRL's own term stays
+    "k1 reward": {"kl": {"estimator": "k1", "placement": "reward"}},
+    "k3 both": {"kl": {"estimator": "k3", "placement": "both"}},
 }
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/kl_ablation",
@@ -71,7 +71,7 @@ def main() -> None:
     folders = {name: Path(config.output_dir, name.replace(" ", "-")) for name in SETTINGS}
     for name, folder in tqdm(folders.items(), unit="setting"):
         tqdm.write(name)
-        block = json.dumps({**config.mismatch, "kl": SETTINGS[name]})  # mismatch-ext
+        block = json.dumps({**config.mismatch, **SETTINGS[name]})  # mismatch-ext
         own = ["--only", name, "--output_dir", str(folder), "--mismatch", block]
         subprocess.run([sys.executable, *sys.argv, *own], check=True)
     report(folders)

@@ -196,7 +196,6 @@ def settings() -> list[Setting]:
     def config(estimator: str, placement: str, *, baseline: str = "none", path: str = "surrogate") -> KlConfig:
         # Name every field, so that a change of defaults does not change what is compared here.
         return KlConfig(
-            preset=None,
             estimator=estimator,  # type: ignore[arg-type]
             placement=placement,  # type: ignore[arg-type]
             target="sequence",
@@ -204,7 +203,7 @@ def settings() -> list[Setting]:
             coef=None,
             reward_path=path,  # type: ignore[arg-type]
             baseline=baseline,  # type: ignore[arg-type]
-            controller=None,
+            target_kl=None,
         )
 
     found = [

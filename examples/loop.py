@@ -40,7 +40,7 @@ from mismatch_ext.records import SamplingSettings
 from mismatch_ext.weight_sync import SyncVerdict
 
 BLOCK = {
-    "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
+    "routing": {"mode": "R3", "measured": 1.0},
     "correction": {"preset": "tis"},
     "kl": {"coef": 0.02},
     "lr": {},

@@ -30,13 +30,13 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 1,
     "mismatch": {"lr": {}},  # mismatch-ext
 }
-# For the small model. The detector's defaults (a baseline of 50 batches, a median of 5) are for runs of hundreds of steps.
+# For the small model. The default baseline of 50 batches is for runs of hundreds of steps.
 SMALL: dict[str, Any] = {
     "max_steps": 24,
     "warmup_steps": 2,
     "lr_scheduler_type": "cosine",
     "grow_at": 5,
-    "mismatch": {"lr": {"surge": {"baseline_window": 4, "smoothing": 1}}},
+    "mismatch": {"lr": {"baseline_window": 4}},
 }
 EXPECTATION = """
 The multiplier is max(0.5^floor(t / period), 0.1), with t counted from the end of warm-up and period = 1.8 times the step at

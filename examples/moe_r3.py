@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/moe_r3",
     "use_vllm": True,
     # For the comparison, every batch is also scored without replay. By default, no batch is.
-    "mismatch": {"routing": {"mode": "R3", "native_gap_rate": 1.0, "agreement_rate": 1.0}},  # mismatch-ext
+    "mismatch": {"routing": {"mode": "R3", "measured": 1.0}},  # mismatch-ext
 }
 # For the small model.
 SMALL: dict[str, Any] = {"max_steps": 8, "eval_prompts": 256}

@@ -28,7 +28,7 @@ from examples.sequences import MEASURES, left_by_replay, read_sequences
 from mismatch_ext.rundata import RunData, read_run
 
 CONFIG = "examples/configs/arithmetic.yaml"
-MEASURED = {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0}
+MEASURED = {"mode": "R3", "measured": 1.0}
 COLUMNS = (
     ("mean|Δlogp|", "logp_abs_diff_mean", ".2e"),
     ("max|Δlogp|", "logp_abs_diff_max", ".3f"),

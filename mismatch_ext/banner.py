@@ -10,6 +10,7 @@ from typing import Any
 
 from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.lr.controller import PERIOD_FACTOR
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.rundata import read_run
@@ -88,8 +89,9 @@ def banner(
         lines.append(f"  precision  uniform {block.precision.dtype}{but}: {done}{set_by}")
     lines += _mitigations(block, integration, integration.sampler if engine is None else engine["engine"])
     if engine is not None:
-        passes = "prefill, decode" if block.monitor.weight_sync_decode_tokens else "prefill"
-        lines.append(f"  monitor    gap measured {measured}; weight sync check ({passes}): {block.monitor.weight_sync}")
+        lines.append(
+            f"  monitor    gap measured {measured}; weight sync check (prefill, decode): {block.monitor.weight_sync}"
+        )
     lines += monitor_lines(monitor, run_dir)
     return "\n".join(lines + [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]])
 
@@ -111,15 +113,15 @@ def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) 
             )
         lines.append(f"  routing    {block.routing.mode}: {done}   [{integration.trainer}]")
     if block.sampling_mask is not None:
-        where = "old-logprob pass, update" + (", reference" if block.sampling_mask.reference else "")
+        where = "old-logprob pass, update, reference"
         done = "not replayed" if block.level == "observe" else f"of {sampler}, replayed in {where}"
         lines.append(f"  sampling   masks {done}   [{integration.trainer}]")
     if block.lr is not None:
         lines.append(f"  lr         {rule_of(block.lr)}   [{integration.lr}]")
     if block.kl is not None:
         kl = block.kl
-        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}   [{integration.kl}]"
-        lines.append(f"  kl         {f'{kl.preset.upper()}, unchanged   [native]' if kl.preset else form}")
+        form = f"{kl.estimator} in {kl.placement}, target {kl.target}, ratio {kl.ratio}"
+        lines.append(f"  kl         {form}   [{integration.kl}]")
     return lines
 
 
@@ -141,8 +143,5 @@ def print_closing(run_dir: Path) -> None:
 
 def rule_of(lr: LrConfig) -> str:
     """Return in a few words by which rule the learning rate is lowered."""
-    watched = f"a surge of {lr.trigger}"
-    every = (
-        f"every {lr.period} steps" if lr.period is not None else f"every {lr.period_factor:g} x the step of {watched}"
-    )
-    return f"times {lr.decay:g} {every}, counted from {lr.count_from}, floor {lr.floor:g}"
+    every = f"{PERIOD_FACTOR:g} x the step of a surge of {lr.trigger}" if lr.period is None else f"{lr.period} steps"
+    return f"times {lr.decay:g} every {every}, counted from the end of warm-up, floor {lr.floor:g}"

@@ -23,6 +23,10 @@ from mismatch_ext.stream import METRICS_FILE, RunStream
 
 logger = logging.getLogger(__name__)
 
+PROFILE_EVERY = 5
+"""Logs of the trainer between two records of the per-position and per-probability profiles."""
+SCATTER_SAMPLES = 500
+"""Tokens kept per profile record for the rollout-vs-trainer scatter."""
 PROCESSES = 32
 """Number of low bits of a seed that tell processes apart."""
 
@@ -229,7 +233,7 @@ class RunRecorder:
             return {}
         count = self._flushes.get(split, 0)
         self._flushes[split] = count + 1
-        if split != "train" or count % self.monitor.profile_every == 0:
+        if split != "train" or count % PROFILE_EVERY == 0:
             self._write_profiles(split, step, summary)
         scalars = {PREFIX + name: value for name, value in summary.scalars.items()}
         if native is not None:
@@ -251,13 +255,9 @@ class RunRecorder:
             accumulator = self._merged([state for state in states if state is not None])
         return None if accumulator is None or accumulator.is_empty else accumulator.compute()
 
-    def follow_versions(self, least: int) -> None:
-        """From now on, separate drift from numerics in the train split; either all ranks must call this or none.
-
-        Args:
-            least: This many tokens of one version are enough for a figure.
-        """
-        self._stale = StaleGap(sampling=self.sampling, least=least)
+    def follow_versions(self) -> None:
+        """From now on, separate drift from numerics in the train split; either all ranks must call this or none."""
+        self._stale = StaleGap(sampling=self.sampling)
 
     @property
     def stale(self) -> StaleGap | None:
@@ -268,12 +268,12 @@ class RunRecorder:
         """Return what all ranks measured about stale rollouts since the last flush."""
         if self._stale is None:
             return {}
-        mine, self._stale = self._stale, StaleGap(sampling=self.sampling, least=self._stale.least)
+        mine, self._stale = self._stale, StaleGap(sampling=self.sampling)
         if self._world_size > 1:
             assert self._gather is not None
-            merged = StaleGap(sampling=self.sampling, least=mine.least)
+            merged = StaleGap(sampling=self.sampling)
             for state in self._gather([mine.state_dict()]):
-                part = StaleGap(sampling=self.sampling, least=mine.least)
+                part = StaleGap(sampling=self.sampling)
                 part.load_state_dict(state)
                 merged.merge(part)
             mine = merged
@@ -285,7 +285,7 @@ class RunRecorder:
         Each process adds its number to the seed; `merge` takes the states afterwards.
         """
         self._created += 1
-        return {"scatter_samples": self.monitor.scatter_samples, "seed": self._created << PROCESSES}
+        return {"scatter_samples": SCATTER_SAMPLES, "seed": self._created << PROCESSES}
 
     def merge(self, split: str, state: dict[str, Any], *, native: bool = False) -> None:
         """Add what another process has measured on a batch.
@@ -360,7 +360,7 @@ class RunRecorder:
         self._created += 1
         return MismatchAccumulator(
             sampling=self.sampling,
-            scatter_samples=self.monitor.scatter_samples,
+            scatter_samples=SCATTER_SAMPLES,
             seed=self._created * self._world_size + self._rank,
         )
 

@@ -22,7 +22,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutRecord
-from mismatch_ext.run.doctor import rows_within
+from mismatch_ext.run.doctor import EXAMINED_TOKENS, rows_within
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
@@ -96,7 +96,7 @@ class ExaminingMixin(_Host):
             head="float32" if getattr(self.args, "cast_lm_head_to_fp32", False) else "",
         )
         assert self._block is not None
-        rows = rows_of(output, gap, records, self._block.monitor.doctor_tokens)
+        rows = rows_of(output, gap, records, EXAMINED_TOKENS)
         copy = copy_of(sent.take(), class_of(policy), policy.config, self.accelerator.device)
         return examine_batch(rows, computing, copy, self._scored_again())
 

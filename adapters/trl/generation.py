@@ -117,7 +117,7 @@ class CheckedGeneration:
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
         self._sending = engine.Sending()
-        probes = draw_probes(vocabulary, monitor, rollout.longest)
+        probes = draw_probes(vocabulary, rollout.longest)
         self.verifier = WeightVerifier(
             trainer, Named(rollout, self._engine_failures_named), monitor, probes, dtype=self.reading.model_dtype,
             trainer_dtype=trainer.compute_dtype, event=trainer.event,

@@ -34,7 +34,7 @@ class GrpoOptions(_Host):
         if kl.coef is not None and self.beta not in (0.0, kl.coef):
             raise ConfigError(f"beta={self.beta} contradicts mismatch.kl.coef={kl.coef}; remove one of the two.")
         self.beta = self.beta if kl.coef is None else kl.coef
-        if kl.preset is not None or kl.reward_path == "surrogate":
+        if kl.reward_path == "surrogate":
             return
         if kl.ratio != "none":
             raise ConfigError(
@@ -83,11 +83,6 @@ class GrpoOptions(_Host):
         """Refuse settings that our own weights would silently ignore; the number of processes must be known."""
         if native_options(settings) is not None:
             return
-        if settings.compat & {"unscored_is_one"}:
-            raise ConfigError(
-                "mismatch.correction.compat='unscored_is_one': rollouts without a log-probability are refused before they are "
-                "corrected; remove it."
-            )
         if settings.normalize and (settings.loss == "reinforce" or self.world_size > 1):
             raise ConfigError(
                 "mismatch.correction.normalize: weights would be divided by the mean of a micro-batch or of one process, "

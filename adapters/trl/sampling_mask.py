@@ -170,7 +170,7 @@ class SamplingMaskMixin(RoutingMixin):
             ReplayError: TRL scored without its fused head, or other tokens than it was given.
         """
         host, rows = super()._get_per_token_logps_and_entropies, (input_ids, attention_mask, logits_to_keep)
-        if self._masking is None or (self._is_reference(model) and not self._masking.reference):
+        if self._masking is None:
             return host(model, *rows, *args, **options)
         masks = self._masks_at_hand()
         if masks is None or not fit(masks, *rows):

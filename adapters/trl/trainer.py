@@ -110,7 +110,7 @@ class MismatchTrainerMixin(
         self._open_log(config.output_dir)
         self._masking = self._acting.sampling_mask
         self._saved_step = 0
-        if self._acting.kl is not None and self._acting.kl.preset is None:
+        if self._acting.kl is not None:
             self._kl = KlTerm(self._acting.kl, config.beta)
             if self._acting.kl.has_baseline and config.per_device_train_batch_size == 1:
                 warnings.warn(
@@ -153,7 +153,7 @@ class MismatchTrainerMixin(
         if block.correction is not None:
             with self._verdicts.checking("correction"):
                 self._watched_correction = CorrectionTerm(resolve(block.correction), self._ranks)
-        if block.kl is not None and block.kl.preset is None and (coef := block.kl.coef or config.beta):
+        if block.kl is not None and (coef := block.kl.coef or config.beta):
             self._watched_kl = KlTerm(block.kl, coef)
 
     def _tell_what_enforce_sets(self, config: Any) -> None:

@@ -31,7 +31,7 @@ MULTIPLIERS = (1.0, 0.5, 0.25, 0.125, 0.1)
 
 def settings_of(engine: str, rate: str, seed: int, args: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Return what decides a run."""
-    block: dict[str, Any] = {"monitor": {"weight_sync": "warn", "profile_every": 1000}}
+    block: dict[str, Any] = {"monitor": {"weight_sync": "warn"}}
     if rate == "on":
         block["lr"] = {"period": max(1, args.steps // len(MULTIPLIERS))}
     flat = sum(MULTIPLIERS) / len(MULTIPLIERS) if rate == "flat" else 1.0

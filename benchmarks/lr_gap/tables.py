@@ -19,7 +19,7 @@ from benchmarks.lr_gap.analysis import (
     spread,
     surge_step,
 )
-from mismatch_ext.lr import LrConfig, SurgeConfig
+from mismatch_ext.lr import LrConfig
 from mismatch_ext.rundata import RunData, read_run
 
 CONTROL = "trainer"
@@ -186,10 +186,10 @@ def triggers(results: Results) -> str:
     """Return in how many runs without control a rule that waits for a surge would have found one."""
     # As many measurements in the baseline as a run of this length can spare.
     rollouts = len(results.runs[results.engines[0], "off", 0].series["reward"].steps)
-    surge = SurgeConfig(baseline_window=max(2, rollouts // 4), smoothing=min(3, max(2, rollouts // 4)))
+    window = max(2, rollouts // 4)
     rules: dict[str, LrConfig] = {
-        "response length": LrConfig(surge=surge),
-        "mismatch KL": LrConfig(trigger="mismatch_kl", surge=surge),
+        "response length": LrConfig(baseline_window=window),
+        "mismatch KL": LrConfig(trigger="mismatch_kl", baseline_window=window),
     }
     rows = []
     for engine in results.engines:

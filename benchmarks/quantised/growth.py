@@ -73,7 +73,7 @@ def train(arm: str, out: Path) -> None:
         beta=0.0,
         seed=0,
         # The engine's weights are not the trainer's, on purpose.
-        mismatch={"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "off", "profile_every": 1000}},
+        mismatch={"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "off"}},
     )
     rows = Dataset.from_list(make_dataset(16 * STEPS, seed=5))
     trainer = MismatchGRPOTrainer(model=str(FOLDER / "dense"), reward_funcs=even, args=config, train_dataset=rows)

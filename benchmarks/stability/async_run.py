@@ -45,7 +45,7 @@ def train(arm: AsyncArm, seed: int, model: Path, server: str, out: Path) -> dict
     language = Language(512, "cpu")
     rows = language.sample(STEPS * PROMPTS, PROMPT, torch.Generator().manual_seed(1000 + seed), end=False)
     texts = [" ".join(f"t{n}" for n in row) for row in rows.tolist()]
-    block: dict[str, Any] = {"monitor": {"profile_every": 1000}}
+    block: dict[str, Any] = {}
     block |= {} if arm.preset is None else {"correction": {"preset": arm.preset}}
     block |= {} if arm.precision is None else {"precision": {"dtype": arm.precision}}
     config = MismatchAsyncGRPOConfig(

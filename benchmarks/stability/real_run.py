@@ -98,7 +98,7 @@ def train(arm: RealArm, seed: int, out: Path) -> dict[str, list[float]]:
         disable_tqdm=True,
         seed=seed,
         # The engine's weights are not the trainer's, on purpose.
-        mismatch={"correction": {"preset": arm.preset}, "monitor": {"weight_sync": "off", "profile_every": 1000}},
+        mismatch={"correction": {"preset": arm.preset}, "monitor": {"weight_sync": "off"}},
     )
     trainer = MismatchGRPOTrainer(
         model=str(folder), reward_funcs=Shorter(NEW), args=config, train_dataset=Dataset.from_dict({"prompt": texts})

@@ -6,8 +6,8 @@ or YAML string, the path of a JSON or YAML file, or a ready dataclass.
 
 from mismatch_ext.config.block import MismatchConfig
 from mismatch_ext.config.correction import CorrectionConfig
-from mismatch_ext.config.kl import KlConfig, KlControllerConfig
-from mismatch_ext.config.lr import LrConfig, SurgeConfig, Trigger
+from mismatch_ext.config.kl import KlConfig
+from mismatch_ext.config.lr import LrConfig, Trigger
 from mismatch_ext.config.monitor import AlarmConfig, MonitorConfig
 from mismatch_ext.config.precision import LossScaleConfig, PrecisionConfig, QuantizedConfig
 from mismatch_ext.config.routing import RoutingConfig
@@ -19,7 +19,6 @@ __all__ = [
     "AlarmConfig",
     "CorrectionConfig",
     "KlConfig",
-    "KlControllerConfig",
     "LossScaleConfig",
     "LrConfig",
     "MismatchConfig",
@@ -28,6 +27,5 @@ __all__ = [
     "QuantizedConfig",
     "RoutingConfig",
     "SamplingMaskConfig",
-    "SurgeConfig",
     "Trigger",
 ]

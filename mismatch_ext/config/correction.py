@@ -35,5 +35,3 @@ class CorrectionConfig:
     """Drop a sequence that has any token with ratio below this."""
     off_policy_threshold: float | None = None
     """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
-    compat: str | None = None
-    """Quirks of hosts that are wanted, comma-separated: `verl_inverse_k1`, `verl_empty_rows`, `unscored_is_one`."""

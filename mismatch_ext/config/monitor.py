@@ -27,12 +27,9 @@ class AlarmConfig:
     does not count. The alarm is over, and may be raised again, after as many logs in a row that are back by a fifth: at
     0.8 * `above` or `below` / 0.8 (of negative bounds `above` / 0.8 and 0.8 * `below`); where both bounds are set, no further
     than midway between them."""
-    action: Literal["warn", "stop", "call", "off"] | None = None
-    """`stop` ends training after the step, with a checkpoint (the alarm begins anew if that is resumed); `call` calls a function;
-    `off` switches a built-in rule off; None is `warn`. All but `off` warn and are written to the metrics file."""
-    call: str | None = None
-    """`package.module:function` of `action: call`, or `__main__:function` of the script. The main process calls it with the
-    `mismatch_ext.monitor.Alarm` when the alarm is raised and when it is over, see its `status`."""
+    action: Literal["warn", "stop", "off"] | None = None
+    """`stop` ends training after the step, with a checkpoint (the alarm begins anew if that is resumed); `off` switches
+    a built-in rule off; None is `warn`. All but `off` warn and are written to the metrics file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +45,9 @@ class MonitorConfig:
     weight_sync: Action = "error"
     """What to do when, after a weight update, the engine computes with stale or garbled weights: its prefill with others than the
     trainer, or its decode with others than its prefill."""
-    weight_sync_probes: int = 8
-    """Number of probe sequences that both sides score after each weight update, the engine as a prompt, by prefill."""
-    weight_sync_probe_length: int = 32
-    """Tokens per probe sequence."""
-    weight_sync_decode_tokens: int = 8
-    """Tokens that the engine samples in the place of the last ones of each probe sequence after each weight update, the first by
-    prefill and the others by its decode. Their log-probabilities are held to its own prefill of them: captured graphs, packed
-    copies and caches with old weights show there alone. 0 leaves the decode unchecked."""
-    profile_every: int = 5
-    """Logs of the trainer between two records of the per-position and per-probability profiles."""
-    scatter_samples: int = 500
-    """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
-    numerics_tokens: int = 256
-    """Tokens of one version, sampled and scored by the same weights, that are enough for a step's figure of numerics where
-    rollouts may be of older weights (docs/drift.md). With fewer in the batch, finished rollouts in the buffer are scored too."""
     keep_weights: int = 0
     """Older versions of the trainer's weights, 0 to 2, that verl's asynchronous modes keep in host memory: a copy of each rank's
-    shards for each of them, and one of the present weights. A share of the stale tokens, about `numerics_tokens` of each version,
+    shards for each of them, and one of the present weights. A share of the stale tokens, about 256 of each version,
     is then scored by the weights that sampled it: numerics of stale tokens, and the one measure of drift. 0 keeps none."""
     stall_timeout: float = 7200.0
     """Seconds that one phase of a step (sampling, a scoring pass, an update, a weight update, a validation) may take under verl,
@@ -80,31 +62,8 @@ class MonitorConfig:
     """When a batch of the run is examined for why its two sides differ: the first one, or the next one after an alarm was raised,
     once for each metric; None examines none. It needs a copy of the weights in the main process while it looks; see
     docs/doctor.md."""
-    doctor_tokens: int = 4096
-    """Response tokens of a batch that are examined at most, in whole responses of the main process, two in any case; below 2,000
-    there are no shares."""
-    doctor_every: int = 50
-    """Steps that have to lie between two batches that are examined by `on_alarm`."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("weight_sync_probes", 1),
-            ("weight_sync_probe_length", 2),
-            ("profile_every", 1),
-            ("scatter_samples", 0),
-            ("numerics_tokens", 1),
-            ("doctor_tokens", 2),
-            ("doctor_every", 1),
-        ):
-            value = getattr(self, name)
-            _require(value >= least, f"mismatch.monitor.{name}", value, f"an integer >= {least}")
-        decoded, length = self.weight_sync_decode_tokens, self.weight_sync_probe_length
-        _require(
-            decoded == 0 or 2 <= decoded < length,
-            "mismatch.monitor.weight_sync_decode_tokens",
-            decoded,
-            f"0, or at least 2 (the first is prefill's) and less than weight_sync_probe_length ({length})",
-        )
         _require(0 <= self.keep_weights <= 2, "mismatch.monitor.keep_weights", self.keep_weights, "0, 1 or 2")
         _require(self.stall_timeout >= 0, "mismatch.monitor.stall_timeout", self.stall_timeout, "a number >= 0")
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.

@@ -15,35 +15,13 @@ class LossScaleConfig:
 
     init_scale: float = 2.0**16
     """First loss scale; a power of two keeps scaling exact."""
-    growth_factor: float = 2.0
-    """Factor after `growth_interval` steps without overflow."""
-    backoff_factor: float = 0.5
-    """Factor after a step whose gradients overflowed."""
     growth_interval: int = 400
     """Steps without overflow before the scale grows."""
-    min_scale: float = 1.0
-    """The run stops with an error when the scale would fall below this."""
-    max_overflow_streak: int = 20
-    """The run stops with an error after this many overflowing steps in a row."""
 
     def __post_init__(self) -> None:
         section = "mismatch.precision.loss_scale"
         _require(self.init_scale >= 1, f"{section}.init_scale", self.init_scale, "a number >= 1")
-        _require(self.growth_factor > 1, f"{section}.growth_factor", self.growth_factor, "a number > 1")
-        _require(0 < self.backoff_factor < 1, f"{section}.backoff_factor", self.backoff_factor, "0 < x < 1")
         _require(self.growth_interval >= 1, f"{section}.growth_interval", self.growth_interval, "an integer >= 1")
-        _require(
-            0 < self.min_scale <= self.init_scale,
-            f"{section}.min_scale",
-            self.min_scale,
-            f"0 < x <= init_scale ({self.init_scale:g})",
-        )
-        _require(
-            self.max_overflow_streak >= 1,
-            f"{section}.max_overflow_streak",
-            self.max_overflow_streak,
-            "an integer >= 1",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

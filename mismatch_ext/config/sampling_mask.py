@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingMaskConfig:
-    """Log-probabilities over the tokens that top_p, top_k and min_p left to sample from (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Log-probabilities over the tokens that top_p, top_k and min_p left to sample from (DeepSeek-V3.2, arXiv 2512.02556).
+
+    The reference is scored over the same tokens, so that the KL of equal models is 0.
+    """
 
     max_support: int | None = None
     """Most tokens per position that the engine is asked for; where more were left, the run ends. Absent, twice `top_k` and 8, for
     ties."""
-    reference: bool = True
-    """Score the reference over the same tokens, so that the KL of equal models is 0."""
 
     def __post_init__(self) -> None:
         if self.max_support is not None:

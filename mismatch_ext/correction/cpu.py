@@ -74,7 +74,6 @@ class _Scanner:
             if rule.over == "token"
         ]
         self.squares = any(rule.estimator == "k2" for rule in settings.rules)
-        self.forgiving = "unscored_is_one" in settings.compat
         self.high = settings.upper if settings.upper is not None else math.inf
         self.low = low_mark(settings)
 
@@ -93,8 +92,6 @@ class _Scanner:
                 old, rollout = (old[:count], rollout[:count]) if whole else (old[flags], rollout[flags])
                 d, x, own = difference[:count], excess[:count], narrow[:count]
                 np.subtract(old, rollout, out=own)
-                if self.forgiving:
-                    own[np.isnan(rollout)] = 0.0
                 high, low = float(np.maximum.reduce(own)), float(np.minimum.reduce(own))
                 np.copyto(d, own)
                 total = np.add.reduce(d)

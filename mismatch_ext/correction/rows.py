@@ -160,8 +160,6 @@ def _scan_block(
     full = bool(mask.all())
     empty = ~mask
     narrow = torch.sub(old, rollout) if old.dtype == rollout.dtype == torch.float32 else old.double() - rollout.double()
-    if "unscored_is_one" in settings.compat:
-        narrow = narrow.masked_fill(rollout.isnan(), 0.0)
     rows.d_max[index] = (narrow if full else narrow.masked_fill(empty, float("-inf"))).amax(1).double()
     rows.d_min[index] = (narrow if full else narrow.masked_fill_(empty, float("inf"))).amin(1).double()
     d = narrow.double() if full else narrow.masked_fill_(empty, 0.0).double()
@@ -242,12 +240,11 @@ def _scan_rule(stat: Tensor, mask: Tensor, sums: RuleSums, index: Tensor, bounds
     return ~(above | below)
 
 
-def offender(rollout: Tensor, old: Tensor, mask: Tensor, forgiving: bool) -> Exception:
+def offender(rollout: Tensor, old: Tensor, mask: Tensor) -> Exception:
     """Return the error that names the first value that is not finite, for rows whose sums are not finite."""
-    scored = mask & ~rollout.isnan() if forgiving else mask
     return (
-        not_finite("rollout_logprobs", rollout, scored)
-        or not_finite("old_logprobs", old, scored)
+        not_finite("rollout_logprobs", rollout, mask)
+        or not_finite("old_logprobs", old, mask)
         or RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
     )
 

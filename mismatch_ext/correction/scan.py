@@ -29,5 +29,5 @@ def scan(
     passed = scan_cpu if mask.device.type == "cpu" else scan_blocks
     rows = passed(rollout, old, mask, settings, weights, kept)
     if not bool(torch.isfinite(rows.d).all() & torch.isfinite(rows.old).all()):
-        raise offender(rollout, old, mask, "unscored_is_one" in settings.compat)
+        raise offender(rollout, old, mask)
     return rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +23,6 @@ RULES = (
 COMPAT = {
     "verl_inverse_k1": "k1 rules compare 1/rho with the bounds, so that they keep 1/upper <= rho <= 1/lower",
     "verl_empty_rows": "rows without tokens count in means over sequences, as sequences of ratio 1 and perplexity 1",
-    "unscored_is_one": "tokens whose rollout log-probability is NaN get the ratio 1 instead of an error, as in TRL",
 }
 
 
@@ -238,8 +236,6 @@ def resolve(config: CorrectionConfig) -> ResolvedCorrection:
         given["rules"] = parse_rules(config.reject, config.reject_threshold)
     elif config.reject_threshold is not None:
         raise ConfigError("mismatch.correction.reject_threshold without reject; name the rule that it belongs to.")
-    if config.compat is not None:
-        given["compat"] = frozenset(filter(None, re.split(r"[,\s]+", config.compat)))
     if config.preset is None and not given:
         raise ConfigError(f"mismatch.correction is empty; name a preset ({', '.join(PRESETS)}) or set its keys.")
     settings = dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)

@@ -173,15 +173,14 @@ def _on_policy(
     metrics: dict[str, float],
 ) -> Tensor:
     """Return which rows DeepSeek-V3.2's mask keeps `[B]`: those with advantage >= 0, or mean log(mu/pi) <= threshold."""
-    threshold, forgiving = settings.off_policy_threshold or 0.0, "unscored_is_one" in settings.compat
+    threshold = settings.off_policy_threshold or 0.0
     if advantages is None:
         raise RecordError("off_policy_threshold needs advantages: only sequences of negative advantage are dropped.")
     drift = -rows.d
     if logprobs is not None:
-        scored = mask & ~rollout.isnan() if forgiving else mask
-        if error := not_finite("logprobs", logprobs, scored):
+        if error := not_finite("logprobs", logprobs, mask):
             raise error
-        drift = torch.where(scored, rollout.double() - logprobs.double(), 0.0).sum(1)
+        drift = torch.where(mask, rollout.double() - logprobs.double(), 0.0).sum(1)
     advantage = advantages if advantages.dim() == 1 else torch.where(mask, advantages, 0.0).sum(1)
     keep = (advantage >= 0) | (drift / rows.count.clamp(min=1) <= threshold)
     metrics["off_policy_masked_fraction"] = float((~keep).sum() / max(int((rows.count > 0).sum()), 1))

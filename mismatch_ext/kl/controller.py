@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch_ext.config import KlControllerConfig
 from mismatch_ext.errors import ConfigError, RecordError
 
 STATE_VERSION = 1
+PROPORTIONAL = 0.1  # a choice: with errors at their clip, 2 % of the coefficient in the direction of the error
+INTEGRAL = 0.05  # a choice: at most 1 % of the coefficient a step
+MAX_ERROR = 0.2  # Ziegler et al. 2019
+MIN_COEF, MAX_COEF = 1e-6, 10.0  # a choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,32 +34,30 @@ class KlControllerState:
 class KlController:
     """Constant coefficient, or a PI controller with anti-windup in the logarithm of the coefficient.
 
-        e = clip(measured / target_kl - 1, +-max_error)             relative error, as in Ziegler et al. 2019
-        integral += integral_gain * e                               undone if e pushes log coef below further out of bounds
-        log coef = log initial + integral + proportional * e        then clipped to [min_coef, max_coef]
+        e = clip(measured / target_kl - 1, +-MAX_ERROR)   relative error, as in Ziegler et al. 2019
+        integral += INTEGRAL * e                          undone if e pushes log coef below further out of bounds
+        log coef = log initial + integral + PROPORTIONAL * e   then clipped to [MIN_COEF, MAX_COEF]
 
     Because the integral does not grow at a bound, the first error of the other sign takes the coefficient off the bound, however
-    long it was there. With the default gains and errors at their clip, the integral moves the coefficient by at most 1 % a
-    step, and the proportional part by 2 % in the direction of the error.
+    long it was there.
 
     Args:
         initial: First coefficient, > 0.
-        config: The controller's settings; None keeps the coefficient constant.
+        target_kl: Wanted KL, nats per token; None keeps the coefficient constant.
 
     Raises:
         ConfigError: `initial` is not a positive number, or lies outside the controller's bounds.
     """
 
-    def __init__(self, initial: float, config: KlControllerConfig | None = None) -> None:
+    def __init__(self, initial: float, target_kl: float | None = None) -> None:
         if not (math.isfinite(initial) and initial > 0):
             raise ConfigError(f"mismatch.kl.coef: {initial!r} is not allowed to start from; allowed: a number > 0.")
-        if config is not None and not config.min_coef <= initial <= config.max_coef:
+        if target_kl is not None and not MIN_COEF <= initial <= MAX_COEF:
             raise ConfigError(
-                f"mismatch.kl.coef: {initial!r} lies outside the controller's bounds; allowed: "
-                f"{config.min_coef:g} to {config.max_coef:g}, or change min_coef and max_coef."
+                f"mismatch.kl.coef: {initial!r} is not allowed with target_kl; allowed: {MIN_COEF:g} to {MAX_COEF:g}."
             )
         self.initial = initial
-        self.config = config
+        self.target_kl = target_kl
         self.state = KlControllerState(coef=initial)
 
     @property
@@ -80,19 +81,18 @@ class KlController:
                 f"the measured KL is {measured_kl} after {state.steps} measurements; a coefficient cannot be led by it. "
                 "Look for broken weights or an overflow in the log-probabilities."
             )
-        if self.config is None:
+        if self.target_kl is None:
             return KlControllerState(coef=state.coef, integral=state.integral, steps=state.steps + 1), state.coef
-        config = self.config
-        error = min(max(measured_kl / config.target_kl - 1, -config.max_error), config.max_error)
-        low, high = math.log(config.min_coef), math.log(config.max_coef)
-        integral = state.integral + config.integral * error
-        wanted = math.log(self.initial) + integral + config.proportional * error
+        error = min(max(measured_kl / self.target_kl - 1, -MAX_ERROR), MAX_ERROR)
+        low, high = math.log(MIN_COEF), math.log(MAX_COEF)
+        integral = state.integral + INTEGRAL * error
+        wanted = math.log(self.initial) + integral + PROPORTIONAL * error
         if (wanted > high and error > 0) or (wanted < low and error < 0):
             integral = state.integral
         if wanted >= high:
-            coef = config.max_coef
+            coef = MAX_COEF
         else:
-            coef = math.exp(wanted) if wanted > low else config.min_coef
+            coef = math.exp(wanted) if wanted > low else MIN_COEF
         return KlControllerState(coef=coef, integral=integral, steps=state.steps + 1), coef
 
     def update(self, measured_kl: float) -> float:
@@ -136,14 +136,12 @@ class KlController:
                     f"a KL controller's state holds {key}={value!r}, which cannot be; is the file damaged?"
                 )
         before, reached = float(numbers["initial"]), float(numbers["coef"])
-        if self.config is not None and before != self.initial:
+        if self.target_kl is not None and before != self.initial:
             self.state = KlControllerState(coef=self.initial)
             return (
                 f"mismatch.kl.coef was {before:g} and is {self.initial:g}: the KL controller, which had come to {reached:g}, "
                 f"begins anew from {self.initial:g}."
             )
-        coef = self.initial
-        if self.config is not None:
-            coef = min(max(reached, self.config.min_coef), self.config.max_coef)
+        coef = self.initial if self.target_kl is None else reached
         self.state = KlControllerState(coef=coef, integral=float(numbers["integral"]), steps=int(numbers["steps"]))
         return None if coef == reached else f"the KL coefficient was {reached:g} in the checkpoint and is {coef:g} now."

@@ -117,7 +117,7 @@ def kl_full_surrogate(
     """
     if config.estimator != "full":
         raise ConfigError(f"mismatch.kl.estimator={config.estimator!r}: this term is for 'full'; use kl_surrogate.")
-    # "k1" lets a sampled estimator's checks run here too: ratio, coefficient, preset.
+    # "k1" lets a sampled estimator's checks run here too: ratio, coefficient.
     coef = checked_coef(replace(config, estimator="k1"), coef, behavior_logprobs)
     tokens = checked_tokens(logprobs, logprobs.detach(), mask, behavior_logprobs)
     exact = kl_full(logits, ref_logits, mask=tokens.mask, temperature=temperature).double()

@@ -88,13 +88,9 @@ def checked_coef(config: KlConfig, coef: float | None, behavior_logprobs: Tensor
     """Check what a configuration needs, and return its coefficient.
 
     Raises:
-        ConfigError: A preset leaves the KL term to the host, the estimator is not one for sampled tokens, there is no
-            coefficient, or there is an importance ratio without `behavior_logprobs`.
+        ConfigError: The estimator is not one for sampled tokens, there is no coefficient, or there is an importance ratio
+            without `behavior_logprobs`.
     """
-    if config.preset is not None:
-        raise ConfigError(
-            f"mismatch.kl.preset={config.preset!r} leaves the KL term to the host; there is nothing to compute here."
-        )
     require_estimator(config.estimator)
     if config.ratio != "none" and behavior_logprobs is None:
         raise ConfigError(

@@ -29,7 +29,7 @@ class KlTerm:
     policy sampled.
 
     Args:
-        config: The `kl` section, without a preset.
+        config: The `kl` section.
         coef: First coefficient.
 
     Raises:
@@ -38,7 +38,7 @@ class KlTerm:
 
     def __init__(self, config: KlConfig, coef: float) -> None:
         self.config = config
-        self.controller = KlController(coef, config.controller)
+        self.controller = KlController(coef, config.target_kl)
         self._coef_of_batch: float | None = None
         self._collected: list[tuple[float, float]] = []
 
@@ -50,11 +50,11 @@ class KlTerm:
     @property
     def adaptive(self) -> bool:
         """Whether the coefficient follows a target."""
-        return self.config.controller is not None
+        return self.config.target_kl is not None
 
     def reset(self) -> None:
         """Go back to the first coefficient, for a training that starts again."""
-        self.controller = KlController(self.controller.initial, self.config.controller)
+        self.controller = KlController(self.controller.initial, self.config.target_kl)
         self._collected = []
         self.begin()
 

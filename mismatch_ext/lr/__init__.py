@@ -1,6 +1,6 @@
 """Learning-rate control: lowers the rate when responses (or another statistic) grow, on top of the host's own schedule."""
 
-from mismatch_ext.config import LrConfig, SurgeConfig
+from mismatch_ext.config import LrConfig
 from mismatch_ext.lr.control import LrControl
 from mismatch_ext.lr.controller import LrController
 from mismatch_ext.lr.rate import RateControl, ShadowRate
@@ -21,7 +21,6 @@ __all__ = [
     "LrState",
     "RateControl",
     "ShadowRate",
-    "SurgeConfig",
     "gap_statistics",
     "leading_statistics",
     "length_statistics",

@@ -10,14 +10,19 @@ from mismatch_ext.errors import RecordError
 from mismatch_ext.lr.state import LrState
 from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
 
+PERIOD_FACTOR = 1.8
+"""Period over the step of the surge (arXiv 2602.01826)."""
+
 
 class LrController:
     """The paper's rule for the multiplier of the learning rate (arXiv 2602.01826): decay every `period` steps down to a floor.
 
         multiplier(t) = max(decay^floor(t / period), floor),   period = round(1.8 * T_surge) unless given
 
-    t counts from the start, the end of warm-up or the surge. Until a surge that is needed is found, the multiplier is 1. Only one
-    surge is looked for. The multiplier is a function of step, period and surge, so no error accumulates over steps.
+    t counts from the end of warm-up. The paper leaves open where; counted from the surge, the first decay would come after the
+    collapse that it shows for a constant rate (surge at about 110, collapse at about 300). Until a surge that is needed is found,
+    the multiplier is 1. Only one surge is looked for. The multiplier is a function of step, period and surge, so no error
+    accumulates over steps.
 
     A step is an optimizer step that changes the weights; its number is how many steps came before it. Call `update` for a batch
     of rollouts, with the batch's statistics. Call `advance` for a step without a new batch (another optimizer step on the same
@@ -39,7 +44,7 @@ class LrController:
     def __init__(self, config: LrConfig, warmup_steps: int = 0) -> None:
         self.config = config
         self.warmup_steps = warmup_steps if config.warmup_steps is None else config.warmup_steps
-        self.detector = SurgeDetector(config.surge, config.trigger) if config.watches else None
+        self.detector = SurgeDetector(config) if config.watches else None
 
     def initial_state(self, step: int = 0) -> LrState:
         """Return the state before a first step.
@@ -55,10 +60,9 @@ class LrController:
     def multiplier(self, state: LrState) -> float:
         """Return the multiplier of the state's step."""
         period = self.period(state)
-        origin = {"start": 0, "warmup_end": self.warmup_steps, "surge": state.surge_step}[self.config.count_from]
-        if period is None or origin is None:
+        if period is None:
             return 1.0
-        return max(self.config.decay ** (max(state.step - origin, 0) // period), self.config.floor)
+        return max(self.config.decay ** (max(state.step - self.warmup_steps, 0) // period), self.config.floor)
 
     def advance(self, state: LrState, *, step: int) -> tuple[LrState, float]:
         """Return state and multiplier of a step that has no new batch of rollouts.
@@ -158,7 +162,7 @@ class LrController:
         """Return the steps per decay; None before the surge that decides them."""
         if self.config.period is not None or state.surge_step is None:
             return self.config.period
-        return max(1, round(self.config.period_factor * state.surge_step))
+        return max(1, round(PERIOD_FACTOR * state.surge_step))
 
     def _measured(self, state: LrState, measurement: Measurement, detector: SurgeDetector) -> LrState:
         if state.surge_step is not None:

@@ -94,11 +94,11 @@ class RateControl:
 
         self._new = new
         self._begin()
-        window = self.config.surge.baseline_window
+        window = self.config.baseline_window
         if self.config.watches and 0 < steps <= window:
             logger.warning(
                 "mismatch.lr waits for a surge over a baseline of %d batches, and this training has %d steps: the rate will not "
-                "be lowered. Set mismatch.lr.surge.baseline_window, or give mismatch.lr.period.",
+                "be lowered. Set mismatch.lr.baseline_window, or give mismatch.lr.period.",
                 window,
                 steps,
             )

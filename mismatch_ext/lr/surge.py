@@ -6,10 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from statistics import median
 
-from mismatch_ext.config import SurgeConfig, Trigger
+from mismatch_ext.config import LrConfig, Trigger
 
 LEAST: dict[Trigger, float] = {"response_length": 1.0, "mismatch_kl": 1e-3, "grad_norm": 0.0, "f_tau": 0.01}
-"""Least value of a surge per trigger, if the settings name none."""
+"""Least value of a surge per trigger: 1e-3 nats of mismatch KL are NeMo RL's limit of a healthy run, the others are a choice."""
+SMOOTHING = 5
+"""Measurements in the median that is compared, no more than the baseline has; fewer than half of them out of line change nothing.
+A choice: with batches of 8 responses or more no flat length fires, with 4 it does in about one of 20 runs of 1,000 batches."""
+NOISE_MARGIN = 4.0
+"""Robust standard deviations above the baseline that a surge has at least; a choice."""
 TRUNCATED_RISE = 0.5
 """Rise of the fraction of truncated responses over its baseline that is a surge of lengths."""
 MAD_TO_STD = 1.4826
@@ -66,26 +71,32 @@ class SurgeState:
 
 
 class SurgeDetector:
-    """Tells at which step a statistic surged; see `SurgeConfig` for the rule.
+    """Tells at which step a statistic surged. The paper shows surges but gives no detector: all of this is a choice.
+
+    It surges when the median of its last `SMOOTHING` measurements reaches the largest of `surge_ratio` * baseline, baseline +
+    `NOISE_MARGIN` * (robust standard deviation of the baseline's measurements), and `LEAST`. The baseline is the median of the
+    first measurements of the run, so that slow growth counts once it is large; a measurement is one batch of rollouts. Lengths
+    surge as well when the fraction of truncated responses rises by `TRUNCATED_RISE` over its baseline: with half of them at the
+    limit the mean cannot show growth.
 
     Args:
-        config: The rule.
-        trigger: The statistic; it decides the least value, and whether truncated responses count.
+        config: The `lr` section.
     """
 
-    def __init__(self, config: SurgeConfig, trigger: Trigger) -> None:
+    def __init__(self, config: LrConfig) -> None:
         self.config = config
-        self.least = LEAST[trigger] if config.least is None else config.least
-        self.counts_truncated = trigger == "response_length"
+        self.least = LEAST[config.trigger]
+        self.smoothing = min(SMOOTHING, config.baseline_window)
+        self.counts_truncated = config.trigger == "response_length"
 
     def threshold(self, baseline: Level) -> float:
         """Return the smoothed value from which on there is a surge over a baseline; 0 means that no value is a surge."""
-        margin = self.config.noise_margin * baseline.spread
-        return max(self.config.ratio * baseline.center, baseline.center + margin, self.least)
+        margin = NOISE_MARGIN * baseline.spread
+        return max(self.config.surge_ratio * baseline.center, baseline.center + margin, self.least)
 
     def truncated_threshold(self, baseline: Level) -> float:
         """Return the smoothed truncated fraction from which on there is a surge; above 1 means that no fraction is one."""
-        return baseline.center + max(TRUNCATED_RISE, self.config.noise_margin * baseline.spread)
+        return baseline.center + max(TRUNCATED_RISE, NOISE_MARGIN * baseline.spread)
 
     def observe(self, state: SurgeState, new: Measurement) -> tuple[SurgeState, int | None]:
         """Take a measurement, and return the new state and the step of the surge, if there is one.
@@ -98,7 +109,7 @@ class SurgeDetector:
             new: The measurement.
         """
         state = self._remember(state, new)
-        recent = state.history[-self.config.smoothing :]
+        recent = state.history[-self.smoothing :]
         if state.baseline is None:
             return state, None
         threshold = self.threshold(state.baseline)
@@ -114,15 +125,14 @@ class SurgeDetector:
         return state, None
 
     def _remember(self, state: SurgeState, new: Measurement) -> SurgeState:
-        config = self.config
         history = (*state.history, new)
         if state.baseline is not None:
-            return dataclasses.replace(state, history=history[-config.smoothing :])
-        if len(history) < config.baseline_window:
+            return dataclasses.replace(state, history=history[-self.smoothing :])
+        if len(history) < self.config.baseline_window:
             return dataclasses.replace(state, history=history)
         cut = [m.truncated for m in history if m.truncated is not None]
         return SurgeState(
-            history=history[-config.smoothing :],
+            history=history[-self.smoothing :],
             baseline=Level.of([m.value for m in history]),
             truncated_baseline=Level.of(cut) if self.counts_truncated and len(cut) == len(history) else None,
         )

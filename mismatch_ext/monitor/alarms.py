@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +11,11 @@ from typing import Any, Literal
 from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.metrics.growth import GROWTH_MEASURES
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.monitor.rules import Alarms, Rule, Side, WatchAction, import_function, logged_names, resolve
+from mismatch_ext.monitor.rules import Alarms, Rule, Side, WatchAction, logged_names, resolve
 from mismatch_ext.monitor.state import Watch, read_state, state_of
 from mismatch_ext.routing.agreement import ROUTING_MEASURES
 
-logger = logging.getLogger(__name__)
-
-Status = Literal["raised", "cleared", "failed call"]
+Status = Literal["raised", "cleared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class Alarm:
         threshold: The bound that was passed; None if the value was not finite.
         side: On which side it was out of bounds.
         action: Action of the rule.
-        status: `raised`, `cleared`, or `failed call` if the user's function raised an error.
+        status: `raised` or `cleared`.
         first_step: Step of the first log out of bounds.
         message: One sentence for a person.
     """
@@ -77,25 +74,23 @@ class Monitor:
         names: The host's names of its own metrics; None if it logs them under their roles' names.
 
     Raises:
-        ConfigError: A function to call cannot be imported or is not callable; or two alarms name the same metric of this host.
+        ConfigError: Two alarms name the same metric of this host.
     """
 
     def __init__(self, config: Alarms, names: HostNames | None = None) -> None:
         self.names = HostNames() if names is None else names
         self.rules = resolve(config, self.names)
-        self._functions = {metric: import_function(rule) for metric, rule in self.rules.items()}
         self._watches = {metric: Watch() for metric in self.rules}
-        self._call_failed: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
-        """Take one log of training, call the functions that are due, and return what changed.
+        """Take one log of training, and return what changed.
 
         Args:
             step: Number of finished optimizer steps.
             metrics: The logged values by name. If a metric is absent or not a number, its alarm stays as it is.
 
         Returns:
-            Alarms that were raised or cleared, and calls that failed; the caller warns, writes and stops.
+            Alarms that were raised or cleared; the caller warns, writes and stops.
         """
         alarms = []
         for metric, rule in self.rules.items():
@@ -107,7 +102,6 @@ class Monitor:
             alarm = _advance(rule, watch, step, name, value)
             if alarm is not None:
                 alarms.append(alarm)
-                alarms += self._call(rule, alarm)
         return alarms
 
     def unwatched(self, metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -192,23 +186,6 @@ class Monitor:
                 return name, value
         return None, None
 
-    def _call(self, rule: Rule, alarm: Alarm) -> list[Alarm]:
-        function = self._functions[rule.metric]
-        if function is None:
-            return []
-        try:
-            function(alarm)
-        except Exception as error:  # whatever a user's function raises, training goes on
-            message = (
-                f"{rule.call}, called because the alarm on {alarm.metric} was {alarm.status} at step {alarm.step}, failed with "
-                f"{type(error).__name__}: {error}; training goes on, and the function is called again at the next alarm."
-            )
-            if rule.metric not in self._call_failed:
-                self._call_failed.add(rule.metric)
-                logger.warning(message, exc_info=error)
-            return [dataclasses.replace(alarm, status="failed call", message=message)]
-        return []
-
 
 def _names(rule: Rule, names: HostNames, metrics: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names under which a rule's metric may be in this log."""
@@ -253,7 +230,7 @@ def _advance(rule: Rule, watch: Watch, step: int, name: str, value: float) -> Al
     return alarm
 
 
-def _alarm(rule: Rule, watch: Watch, step: int, name: str, value: float, status: Literal["raised", "cleared"]) -> Alarm:
+def _alarm(rule: Rule, watch: Watch, step: int, name: str, value: float, status: Status) -> Alarm:
     assert watch.side is not None and watch.first_step is not None
     message = _raised if status == "raised" else _cleared
     return Alarm(

@@ -101,7 +101,7 @@ DEFAULTS: dict[str, DefaultRule] = {
     PREFIX + "overflow_streak": DefaultRule(
         above=4,
         patience=1,
-        source="A choice: the scale starts too high for a few steps at most; max_overflow_streak stops the run later.",
+        source="A choice: the scale starts too high for a few steps at most; the scaler stops the run after 20.",
         meaning="optimizer steps were skipped one after another because float16 gradients overflowed",
         advice="look at loss and gradient norm, and lower init_scale or the learning rate",
     ),

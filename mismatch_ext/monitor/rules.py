@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import operator
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,10 +13,9 @@ from mismatch_ext.monitor.defaults import DEFAULTS, PATIENCE, DefaultRule, bound
 from mismatch_ext.strict import require
 
 Side = Literal["above", "below", "non-finite"]
-WatchAction = Literal["warn", "stop", "call"]
+WatchAction = Literal["warn", "stop"]
 HEALTHY_SHARE = 0.8
 SECTION = "mismatch.monitor.alarms"
-_CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class Asked(Protocol):
@@ -32,9 +28,7 @@ class Asked(Protocol):
     @property
     def patience(self) -> int | None: ...
     @property
-    def action(self) -> Literal["warn", "stop", "call", "off"] | None: ...
-    @property
-    def call(self) -> str | None: ...
+    def action(self) -> Literal["warn", "stop", "off"] | None: ...
 
 
 class Alarms(Protocol):
@@ -58,7 +52,6 @@ class Rule:
         clear_below: An alarm of `below` may clear at values from this on, if they are in bounds.
         patience: Number of logs in a row that raise the alarm, and that clear it.
         action: What the alarm does.
-        call: Function that the action `call` calls.
         named: Whether the block names the metric.
         default: The built-in rule that this one is or refines.
     """
@@ -70,7 +63,6 @@ class Rule:
     clear_below: float | None
     patience: int
     action: WatchAction
-    call: str | None
     named: bool
     default: DefaultRule | None
 
@@ -99,15 +91,14 @@ class Rule:
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON-able data, the settings that must be the same for a saved state to fit."""
-        names = ("above", "below", "clear_above", "clear_below", "patience", "action", "call")
+        names = ("above", "below", "clear_above", "clear_below", "patience", "action")
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
         """Return the rule in a few words: "k3_kl > 0.001 (3 logs in a row): warn"."""
         bounds = bounds_text(self.above, self.below)
         logs = "1 log" if self.patience == 1 else f"{self.patience} logs in a row"
-        action = f"call {self.call}" if self.action == "call" else self.action
-        return f"{self.metric.removeprefix(PREFIX)} {bounds} ({logs}): {action}"
+        return f"{self.metric.removeprefix(PREFIX)} {bounds} ({logs}): {self.action}"
 
 
 def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
@@ -152,28 +143,6 @@ def resolve(config: Alarms, names: HostNames | None = None) -> dict[str, Rule]:
     return rules
 
 
-def import_function(rule: Rule) -> Callable[[Any], object] | None:
-    """Import and return the function that a rule calls; return None if the rule calls none.
-
-    Raises:
-        ConfigError: The function cannot be imported, or is not callable.
-    """
-    if rule.call is None:
-        return None
-    key = f"{SECTION}.{rule.metric.removeprefix(PREFIX)}.call"
-    module, _, name = rule.call.partition(":")
-    try:
-        function = operator.attrgetter(name)(importlib.import_module(module))
-    except Exception as error:  # the user's module runs here, and may raise anything
-        raise ConfigError(
-            f"{key}: {rule.call!r} cannot be imported: {type(error).__name__}: {error}. Give package.module:function of a "
-            "module on the Python path."
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"{key}: {rule.call!r} is {type(function).__name__} {function!r}, not a function.")
-    return function  # type: ignore[no-any-return]
-
-
 def _canonical(name: str, host: HostNames) -> str:
     """Return the built-in rules' name for a metric; the name itself if they have none."""
     if not name or name.startswith("eval_"):
@@ -190,13 +159,13 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
     above, below = (default.above, default.below) if default else (None, None)
     patience = default.patience if default else PATIENCE
     if alarm is None:
-        action, call = None, None
+        action = None
     else:
         _check(f"{SECTION}.{name}", alarm)
         above = above if alarm.above is None else alarm.above
         below = below if alarm.below is None else alarm.below
         patience = patience if alarm.patience is None else alarm.patience
-        action, call = alarm.action, alarm.call
+        action = alarm.action
     if action == "off":
         return None
     if default is None and above is None and below is None:
@@ -217,7 +186,6 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
         clear_below=clear_below,
         patience=patience,
         action=action or "warn",
-        call=call,
         named=alarm is not None,
         default=default,
     )
@@ -228,14 +196,6 @@ def _check(key: str, alarm: Asked) -> None:
         value = getattr(alarm, name)
         require(value is None or math.isfinite(value), f"{key}.{name}", value, "a finite number")
     require(alarm.patience is None or alarm.patience >= 1, f"{key}.patience", alarm.patience, "an integer >= 1")
-    if alarm.action == "call":
-        form = "'package.module:function', which the action 'call' needs"
-        require(alarm.call is not None and bool(_CALL.fullmatch(alarm.call)), f"{key}.call", alarm.call, form)
-    elif alarm.call is not None:
-        raise ConfigError(
-            f"{key}.call: {alarm.call!r} has no effect with action={alarm.action or 'warn'!r}; set action 'call', or leave call "
-            "out."
-        )
 
 
 def _clear_levels(above: float | None, below: float | None) -> tuple[float | None, float | None]:

@@ -21,6 +21,9 @@ STATE_KEY = "mismatch_ext"
 STATE_VERSION = 1
 _COUNTERS = ("steps", "overflow_steps", "overflow_streak", "longest_overflow_streak")
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5  # torch.amp.GradScaler's own, which arXiv 2510.26788's code keeps
+MIN_SCALE = 1.0  # a smaller one no longer scales up
+MAX_OVERFLOW_STREAK = 20  # a choice: from 2^16 the scale falls below MIN_SCALE after 17 in a row
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -37,12 +40,8 @@ class LossScaler(torch.amp.GradScaler):
     Args:
         device: Device type that gradients live on, for example "cuda" or "cpu".
         init_scale: First loss scale; a power of two keeps scaling exact.
-        growth_factor: Factor after `growth_interval` steps in a row without overflow.
-        backoff_factor: Factor after an overflow.
         growth_interval: Steps in a row without overflow before the scale grows (400 in arXiv 2510.26788's
             code).
-        min_scale: The scale must not fall below this.
-        max_overflow_streak: Longest run of overflowing steps that is tolerated.
         process_group: Ranks that step together; None is all of them.
 
     Raises:
@@ -54,28 +53,20 @@ class LossScaler(torch.amp.GradScaler):
         device: str | torch.device,
         *,
         init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval: int = 400,
-        min_scale: float = 1.0,
-        max_overflow_streak: int = 20,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         kind = torch.device(device).type
         for name, value, good, allowed in (
-            ("growth_factor", growth_factor, growth_factor > 1, "a number > 1"),
-            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "0 < x < 1"),
             ("growth_interval", growth_interval, growth_interval >= 1, "an integer >= 1"),
-            ("min_scale", min_scale, 0 < min_scale <= init_scale, f"0 < x <= init_scale ({init_scale:g})"),
-            ("init_scale", init_scale, math.isfinite(init_scale), "a finite number"),
-            ("max_overflow_streak", max_overflow_streak, max_overflow_streak >= 1, "an integer >= 1"),
+            ("init_scale", init_scale, MIN_SCALE <= init_scale < math.inf, f"a finite number >= {MIN_SCALE:g}"),
         ):
             if not good:
                 raise LossScaleError(f"{name}={value!r} is not allowed for the loss scaler; allowed: {allowed}.")
         with warnings.catch_warnings():
             # torch only warns when it disables itself; the error below replaces that warning.
             warnings.simplefilter("ignore")
-            super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled=True)
+            super().__init__(kind, init_scale, GROWTH_FACTOR, BACKOFF_FACTOR, growth_interval, enabled=True)
         if not self.is_enabled():
             raise LossScaleError(
                 f"torch disables the loss scaler for device {kind!r}, which is not available to this "
@@ -83,8 +74,6 @@ class LossScaler(torch.amp.GradScaler):
                 "or train in bfloat16 or float32."
             )
         self.init_scale = init_scale
-        self.min_scale = min_scale
-        self.max_overflow_streak = max_overflow_streak
         self.process_group = process_group
         self.steps = 0
         self.overflow_steps = 0
@@ -178,7 +167,7 @@ class LossScaler(torch.amp.GradScaler):
         """Adapt the scale after all optimizers have stepped, and count overflows.
 
         Raises:
-            LossScaleError: The streak of overflows is too long, or the scale fell below `min_scale`.
+            LossScaleError: The streak of overflows is too long, or the scale fell below `MIN_SCALE`.
         """
         overflow = any(
             bool(value.item())
@@ -195,10 +184,10 @@ class LossScaler(torch.amp.GradScaler):
 
     def _refuse_endless_overflow(self) -> None:
         scale = self.get_scale()
-        if self.overflow_streak > self.max_overflow_streak:
-            reason = f"more than max_overflow_streak={self.max_overflow_streak}"
-        elif scale < self.min_scale:
-            reason = f"and the scale is below min_scale={self.min_scale:g}"
+        if self.overflow_streak > MAX_OVERFLOW_STREAK:
+            reason = f"more than {MAX_OVERFLOW_STREAK}"
+        elif scale < MIN_SCALE:
+            reason = f"and the scale is below {MIN_SCALE:g}"
         else:
             return
         raise LossScaleError(
@@ -243,10 +232,10 @@ class LossScaler(torch.amp.GradScaler):
                 "that run trained without loss scaling. Delete it to start from init_scale."
             )
         scale = float(state_dict["scale"])
-        if not math.isfinite(scale) or scale < self.min_scale:
+        if not math.isfinite(scale) or scale < MIN_SCALE:
             raise LossScaleError(
-                f"the loss-scaler state holds scale={scale!r}; allowed: a finite number >= min_scale "
-                f"({self.min_scale:g}). Resume from an earlier checkpoint, or lower min_scale."
+                f"the loss-scaler state holds scale={scale!r}; allowed: a finite number >= {MIN_SCALE:g}. Resume from an "
+                "earlier checkpoint."
             )
         ours = state_dict.get(STATE_KEY, {"version": STATE_VERSION, **dict.fromkeys(_COUNTERS, 0)})
         if ours.get("version") != STATE_VERSION or any(name not in ours for name in _COUNTERS):

@@ -111,7 +111,6 @@ def _alarms(run: RunData) -> list[str]:
     lines: list[str] = []
     for metric, events in histories.items():
         raised = [e for e in events if e.data.get("status") == "raised"]
-        failed = [e for e in events if e.data.get("status") == "failed call"]
         ends = [e for e in events if e.data.get("status") in ("raised", "cleared")]
         parts = []
         if raised:
@@ -119,8 +118,6 @@ def _alarms(run: RunData) -> list[str]:
         if ends:
             last = ends[-1]
             parts.append("still raised" if last.data["status"] == "raised" else f"cleared at step {last.step}")
-        if failed:
-            parts.append(f"the call failed {_times(len(failed))}")
         if parts:
             lines.append(_line("" if lines else "alarms", f"{metric}: {', '.join(parts)}"))
     return lines

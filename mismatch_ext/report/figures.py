@@ -53,19 +53,19 @@ def sections(runs: Mapping[str, RunData]) -> list[Section]:
             id="position",
             title="Gap by position in the response",
             figures=_profile(runs, "position"),
-            absent="No per-position profile was recorded (`mismatch.monitor.profile_every`).",
+            absent="No per-position profile was recorded.",
         ),
         Section(
             id="probability",
             title="Gap by token probability",
             figures=_profile(runs, "probability"),
-            absent="No per-probability profile was recorded (`mismatch.monitor.profile_every`).",
+            absent="No per-probability profile was recorded.",
         ),
         Section(
             id="scatter",
             title="Rollout against trainer, token by token",
             figures=_scatter(runs),
-            absent="No token samples were recorded (`mismatch.monitor.scatter_samples`).",
+            absent="No token samples were recorded.",
         ),
     ]
 

@@ -175,11 +175,11 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
             )
     if not any(run.series(Role.REWARD, split)[0] for split in run.splits):
         texts.append(f"no reward was recorded (by this host's name for it, `{run.names.reward}`).")
-    for kind, option in (("position", "profile_every"), ("probability", "profile_every")):
+    for kind in ("position", "probability"):
         if not any(kind in record.profiles for record in run.profiles):
-            texts.append(f"no {kind} profile was recorded (`mismatch.monitor.{option}`).")
+            texts.append(f"no {kind} profile was recorded.")
     if not run.scatters:
-        texts.append("no token sample was recorded (`mismatch.monitor.scatter_samples`).")
+        texts.append("no token sample was recorded.")
     texts += [f"the header has no {key!r} block." for key in ("trainer", "engine", "versions") if not _has(run, key)]
     return texts
 

@@ -94,11 +94,11 @@ class MeasuredPasses:
 
     def agreement(self) -> bool:
         """Draw whether the model's own choice is measured in a replayed pass."""
-        return self._random.random() < self._config.agreement_rate
+        return self._random.random() < self._config.measured
 
     def native_gap(self) -> bool:
-        """Draw whether a rollout batch is also scored without replay."""
-        return self._random.random() < self._config.native_gap_rate
+        """Draw whether a rollout batch is also scored without replay; never under R2, whose recorded pass is without."""
+        return self._random.random() < self._config.measured and self._config.mode == "R3"
 
     def comparison(self) -> bool:
         """Draw whether a batch without replay is scored once more to compare routes; the first batch always is."""

@@ -18,6 +18,10 @@ from mismatch_ext.terminal import say
 
 logger = logging.getLogger(__name__)
 
+EXAMINED_TOKENS = 4096
+"""Response tokens of a batch that are examined at most, in whole responses, two in any case; below 2,000 there are no shares."""
+EVERY = 50
+"""Steps between two batches that are examined by `on_alarm`; a choice."""
 FIRST_BATCH = "the first batch"
 EVENT = "doctor"
 """Name of the events that say what was found, or why a batch could not be examined."""
@@ -51,7 +55,7 @@ class RunDoctor:
         """Take note of an alarm; the first alarm on a metric asks for an examination, unless there was one a few steps ago."""
         if self._monitor.doctor != "on_alarm" or alarm.metric in self._examined:
             return
-        if self.due or (self._last is not None and alarm.step - self._last < self._monitor.doctor_every):
+        if self.due or (self._last is not None and alarm.step - self._last < EVERY):
             return  # this alarm does not count as the metric's first: its next one may ask again
         self._why = alarm.metric
 

@@ -47,11 +47,6 @@ def check_block(block: MismatchConfig) -> None:
             "mismatch.sampling_mask in a loop of one's own, which scores its batches itself: it takes log-probabilities over the "
             "masks with mismatch_ext.sampling_mask.support_logprobs (docs/sampling-mask.md); remove the section."
         )
-    if block.kl is not None and block.kl.preset is not None:
-        raise ConfigError(
-            f"mismatch.kl.preset={block.kl.preset!r} leaves the KL term to a host, and a loop of one's own has none; allowed: an "
-            "estimator."
-        )
     if block.kl is not None and block.kl.coef is None:
         raise ConfigError(
             "mismatch.kl.coef is not given, and a loop of one's own has no coefficient of a host; set it."

@@ -49,7 +49,7 @@ class Weights:
                 warnings.warn(message, stacklevel=6)
 
         with self._verdicts.checking("weight_sync"):
-            probes = draw_probes(self._trainer.vocabulary(), monitor, rollout.longest)
+            probes = draw_probes(self._trainer.vocabulary(), rollout.longest)
             engine = rollout.reading().model_dtype
             verifier = WeightVerifier(
                 self._trainer, rollout, monitor, probes, dtype=engine, trainer_dtype=dtype, event=wrong

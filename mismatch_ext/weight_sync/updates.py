@@ -13,9 +13,8 @@ from mismatch_ext.config import MonitorConfig
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.weight_sync.checker import SyncVerdict
-from mismatch_ext.weight_sync.verifier import Sampled, WeightVerifier
+from mismatch_ext.weight_sync.verifier import DECODE_TOKENS, Sampled, WeightVerifier
 
-DECODE_TOKENS = MonitorConfig().weight_sync_decode_tokens
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
@@ -61,8 +60,15 @@ class VerifiedUpdates(ABC):
     ) -> None:
         self.parameters, self.score = parameters, score
         self.probes, self.dtype, self.version = probes, canonical(dtype), version
-        monitor = MonitorConfig(weight_sync_decode_tokens=decode_tokens)
-        self.verifier = WeightVerifier(self, rollout, monitor, probes, dtype=dtype, trainer_dtype=trainer_dtype)
+        self.verifier = WeightVerifier(
+            self,
+            rollout,
+            MonitorConfig(),
+            probes,
+            dtype=dtype,
+            trainer_dtype=trainer_dtype,
+            decode_tokens=decode_tokens,
+        )
         self.verifier.begin()
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Verifies weight updates: both sides score the same probes; a bad verdict writes an event and may raise (`monitor.weight_sync`).
 
-probes = draw_probes(vocabulary, monitor, longest=engine_context)
+probes = draw_probes(vocabulary, longest=engine_context)
 verifier = WeightVerifier(trainer, engine, monitor, probes, dtype="bfloat16")
 verifier.begin()                      # the engine holds the weights that training starts from
 ...                                   # an optimizer step; the weights are sent
@@ -27,6 +27,11 @@ from mismatch_ext.weight_sync.checker import (
 )
 from mismatch_ext.weight_sync.decoding import DecodeChecker, Decoded
 
+# Choices: enough places for the rules of `weight_sync/checker.py`, and 256 tokens are scored in one batch.
+PROBES, PROBE_LENGTH = 8, 32
+DECODE_TOKENS = 8
+"""Tokens that the engine samples in the place of the last ones of each probe, the first by prefill and the others by its decode.
+Captured graphs, packed copies and caches with old weights show there alone."""
 EVENT = "weight_sync"
 """Name of the event that says that an update went wrong."""
 
@@ -71,21 +76,19 @@ class Look:
     fingerprint: str
 
 
-def draw_probes(vocabulary: Tensor, monitor: MonitorConfig, longest: int | None = None) -> Tensor:
+def draw_probes(vocabulary: Tensor, longest: int | None = None) -> Tensor:
     """Draw the fixed probe sequences; all token ids are equally likely, so that rare embeddings are probed too.
 
     Args:
         vocabulary: Token ids `[V]` that probes may use, int64; the probes lie on its device.
-        monitor: The `monitor` section; it gives number and length of the probes.
         longest: The most tokens that the engine can score in one sequence; None for no limit.
 
     Returns:
-        Token ids `[N, T]`, int64, the same in every run with this vocabulary and section.
+        Token ids `[N, T]`, int64, the same in every run with this vocabulary.
     """
-    length = monitor.weight_sync_probe_length
-    length = length if longest is None else min(length, longest)
+    length = PROBE_LENGTH if longest is None else min(PROBE_LENGTH, longest)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(len(vocabulary), (monitor.weight_sync_probes, length), generator=generator)
+    rows = torch.randint(len(vocabulary), (PROBES, length), generator=generator)
     return vocabulary[rows.to(vocabulary.device)]
 
 
@@ -101,15 +104,18 @@ class WeightVerifier:
         trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer.
         event: Called with level, name and message when an update went wrong; None writes nothing.
         name: The engine's name in that message, when there are several engines.
+        decode_tokens: The engine decodes this many tokens instead of each probe's last ones, and they are compared with its
+            prefill; 0 for none.
 
     Attributes:
         checker: Judges the engine's prefill.
         decoding: Judges the engine's decode.
+        decoded: Number of tokens that the engine decodes after each prompt; 0 when decode is not checked.
         verdict: The last verdict; None before the first.
 
     Raises:
         PrecisionError: A name is not a compute dtype.
-        ConfigError: The section asks for decoded tokens, and the engine has no `decode`.
+        ConfigError: The engine has no `decode`, and `decode_tokens` is not 0.
     """
 
     def __init__(
@@ -123,18 +129,20 @@ class WeightVerifier:
         trainer_dtype: str | torch.dtype | None = None,
         event: Callable[[str, str, str], None] | None = None,
         name: str = "",
+        decode_tokens: int = DECODE_TOKENS,
     ) -> None:
         self.trainer, self.rollout, self.monitor, self.probes = trainer, rollout, monitor, probes
         self.checker = WeightSyncChecker(dtype, trainer_dtype=trainer_dtype)
         self.decoding = DecodeChecker(dtype)
+        self.decoded = min(decode_tokens, probes.shape[1] - 1)
         self.verdict: SyncVerdict | None = None
         self._event, self._name = event, name
         self._fingerprint: str | None = None
         self._before: Mapping[str, Any] = {}
         if self.decoded and not callable(getattr(rollout, "decode", None)):
             raise ConfigError(
-                f"mismatch.monitor.weight_sync_decode_tokens={monitor.weight_sync_decode_tokens}: {type(rollout).__name__} "
-                "cannot be asked to decode; give it the method `decode` of mismatch_ext.run.RolloutSide, or set it to 0."
+                f"mismatch.monitor.weight_sync={monitor.weight_sync!r}: {type(rollout).__name__} cannot be asked to decode; give "
+                "it the method `decode` of mismatch_ext.run.RolloutSide, or set weight_sync to 'off'."
             )
 
     def begin(self) -> None:
@@ -198,11 +206,6 @@ class WeightVerifier:
     def prompts(self) -> Tensor:
         """Prompts `[N, P]` after which the engine decodes: the probes without their last `decoded` tokens."""
         return self.probes[:, : self.probes.shape[1] - self.decoded]
-
-    @property
-    def decoded(self) -> int:
-        """Number of tokens that the engine decodes after each prompt; 0 when decode is not checked."""
-        return min(self.monitor.weight_sync_decode_tokens, self.probes.shape[1] - 1)
 
     def _ask(self) -> tuple[Tensor, tuple[Decoded, Tensor] | None]:
         """Return prefill's scores of the probes, and the decoded tokens with prefill's scores of them."""

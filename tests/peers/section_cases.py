@@ -12,15 +12,13 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {f"dtype: {name}": {"dtype": name} for name in ("float16", "bfloat16", "float32")},
     "correction": {f"preset: {name}": {"preset": name} for name in PRESETS},
     "kl": {
-        "preset: trl": {"preset": "trl", "coef": 0.3},
         **{f"estimator: {name}": {"estimator": name, "coef": 0.3} for name in ("k1", "k2", "k3", "abs", "full")},
         "reward_path: rewards": {"reward_path": "rewards", "coef": 0.3},
     },
-    "routing": {f"mode: {name}": {"mode": name, "agreement_rate": 1.0} for name in ("R2", "R3")},
+    "routing": {f"mode: {name}": {"mode": name, "measured": 1.0} for name in ("R2", "R3")},
     "lr": {
         "period: 1": {"period": 1},
         **{f"trigger: {name}": {"trigger": name} for name in TRIGGERS},
-        "count_from: surge": {"count_from": "surge"},
     },
     "monitor": {"defaults": {}, "alarms": {"alarms": {"loss": {"above": -1e9, "patience": 1}}}},
 }

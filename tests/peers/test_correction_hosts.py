@@ -240,20 +240,3 @@ def test_k1_rules_keep_ratios_within_their_bounds(verl: Any, rule: str) -> None:
         assert torch.equal(correct(rollout, old, mask, quirk).mask, kept.bool())
         differ += int(not torch.equal(right, kept.bool()))
     assert differ > 0
-
-
-def test_unscored_tokens_count_for_nothing_in_the_off_policy_mask() -> None:
-    """TRL takes a NaN of the rollout for a difference of 0; so do we with `unscored_is_one`, with and without `logprobs`."""
-    from trl import GRPOTrainer
-
-    settings = dataclasses.replace(PRESETS["opsm"], compat=frozenset({"unscored_is_one"}))
-    for seed in range(20):
-        rollout, old, mask = batch(seed)
-        generator = torch.Generator().manual_seed(seed)
-        current = old - 1.4 * torch.rand(old.shape, generator=generator, dtype=torch.float64)
-        rollout[torch.rand(old.shape, generator=generator) < 0.05] = math.nan
-        advantages = torch.randn(len(mask), generator=generator)
-        for policy, given in ((current, {"logprobs": current}), (current, {})):
-            theirs = GRPOTrainer.get_off_policy_mask(advantages[:, None], policy, rollout, mask.double(), 0.5)
-            ours = correct(rollout, old if given else current, mask, settings, advantages=advantages, **given).mask
-            assert torch.equal(ours, mask & theirs.bool()), (seed, sorted(given))

@@ -51,7 +51,7 @@ def test_the_hosts_take_what_they_are_documented_to_take(found: Any) -> None:
     active = {host: {case for case, one in found[host].items() if "refused" not in one} for host in HOSTS}
     assert set(names()) == active["TRL GRPO"]
     assert {case.partition("/")[0] for case in active["TRL RLOO"]} == {"precision", "routing", "lr", "monitor"}
-    assert set(names()) - active["verl"] == {"kl/preset: trl", "kl/estimator: full"}
+    assert set(names()) - active["verl"] == {"kl/estimator: full"}
     assert {case.partition("/")[0] for case in active["MismatchCallback"]} == {"lr", "monitor"}
     assert len(CASES["correction"]) == 31
 
@@ -62,7 +62,7 @@ def test_fsdp1_with_a_fused_head_takes_what_fsdp2_takes(run: Run, dense: Path, m
     only = ["precision", "kl", "routing", "lr"]
     verl = run(in_verl.every, dense=dense, moe=moe, out=tmp_path, only=only, env=host, timeout=600).expect()
     assert {case.partition("/")[0] for case in verl} == set(only)
-    assert {case for case, one in verl.items() if "refused" in one} == {"kl/preset: trl", "kl/estimator: full"}
+    assert {case for case, one in verl.items() if "refused" in one} == {"kl/estimator: full"}
     for case, one in verl.items():
         if "refused" not in one:
             assert one["error"] < 1e-4 and one["effect"] > 1e-3, (case, one)

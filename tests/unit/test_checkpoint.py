@@ -75,13 +75,13 @@ def block(**sections: Any) -> dict[str, Any]:
 
 
 def test_changed_settings_are_named_with_both_values() -> None:
-    before = block(kl={"coef": 0.1, "controller": {"target_kl": 1e-3}}, lr={"period": 5}, routing={"mode": "R3"})
-    now = block(kl={"coef": 0.3, "controller": {"target_kl": 1e-2}}, lr={"period": 5}, correction={"preset": "icepop"})
+    before = block(kl={"coef": 0.1, "target_kl": 1e-3}, lr={"period": 5}, routing={"mode": "R3"})
+    now = block(kl={"coef": 0.3, "target_kl": 1e-2}, lr={"period": 5}, correction={"preset": "icepop"})
     said = changed_settings(before, now)
     assert said is not None
     for change in (
         "mismatch.kl.coef was 0.1 and is 0.3",
-        "mismatch.kl.controller.target_kl was 0.001 and is 0.01",
+        "mismatch.kl.target_kl was 0.001 and is 0.01",
         "mismatch.routing was given and is absent",
         "mismatch.correction was absent and is given",
     ):
@@ -109,7 +109,7 @@ def test_every_section_that_is_given_or_taken_out_is_named() -> None:
 
 
 def test_the_same_settings_and_those_of_another_release_say_nothing() -> None:
-    present = MismatchConfig.parse({"kl": {"coef": 0.1}, "lr": {"period": 5}, "monitor": {"profile_every": 3}})
+    present = MismatchConfig.parse({"kl": {"coef": 0.1}, "lr": {"period": 5}, "monitor": {"default_alarms": False}})
     assert present is not None
     saved = block(kl={"coef": 0.1}, lr={"period": 5})
     assert changed_settings(saved, present.to_dict()) is None

@@ -210,10 +210,10 @@ def asked(**sections: Any) -> tuple[str, ...]:
     [
         (("dtype: str", "kind: str"), {"routing": {"mode": "R3"}}, "mismatch.routing.mode='R3'"),
         (("dtype: str", "kind: str"), {"routing": {"mode": "R2"}, "lr": {}}, None),
-        (("return model", "return 2 * model"), {"kl": {"preset": "trl"}, "lr": {}}, "mismatch.kl: "),
+        (("return model", "return 2 * model"), {"kl": {}, "lr": {}}, "mismatch.kl: "),
         (
             ("return model", "return 2 * model"),
-            {"correction": {}, "kl": {"preset": "trl"}},
+            {"correction": {}, "kl": {}},
             "mismatch.kl and mismatch.correction",
         ),
         (("return model", "return 2 * model"), {"precision": {"dtype": "float16"}, "lr": {}}, None),
@@ -266,8 +266,8 @@ def test_a_version_that_was_not_run_is_one_warning_with_the_number_of_seams(
     checked: Callable[..., dict[str, str]],
 ) -> None:
     with pytest.warns(UntestedVersionWarning) as told:
-        assert checked("1.5.0", kl={"preset": "trl"}) == {"upst": "1.5.0"}
-        checked("1.5.0", kl={"preset": "trl"})
+        assert checked("1.5.0", kl={}) == {"upst": "1.5.0"}
+        checked("1.5.0", kl={})
         versions.require("upst")
     assert [str(warning.message) for warning in told] == ["untested with upst 1.5.0; the 2 seams in use hold."]
 
@@ -277,11 +277,11 @@ def test_a_version_that_was_run_is_checked_without_a_word_and_refused_all_the_sa
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checked("1.4.0", kl={"preset": "trl"})
+        checked("1.4.0", kl={})
         edit(upst, "engine.py", "return model", "return None")
         checked("1.4.0", lr={})
         with pytest.raises(SeamError, match="mismatch.kl: upst 1.4.0 has changed upst/loss"):
-            checked("1.4.0", kl={"preset": "trl"})
+            checked("1.4.0", kl={})
 
 
 def test_an_engine_that_was_not_run_is_refused_where_weights_are_not_proven(
@@ -335,7 +335,7 @@ def test_all_seams_of_the_installed_peers_hold() -> None:
 
 
 def test_features_of_the_table_are_those_that_blocks_ask_for() -> None:
-    sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {}, "kl": {"preset": "trl"}}
+    sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {}, "kl": {}}
     sections["monitor"] = {"doctor": "first_batch"}
     sections["sampling_mask"] = {}
     both = {feature for mode in ("R2", "R3") for feature in asked(**sections, routing={"mode": mode})}

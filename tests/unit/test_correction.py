@@ -146,7 +146,6 @@ def test_metrics_agree_with_a_float64_oracle(scale: float) -> None:
         ({"reject": "token_k2", "reject_threshold": "0.1_0.2"}, ["'0.1_0.2' for token_k2", "a number > 0"]),
         ({"reject": "token_k1,token_k2,token_k3", "reject_threshold": "1,2"}, ["2 thresholds for 3 rules"]),
         ({"preset": "tis", "loss": "reinforce"}, ["needs mode='bypass'"]),
-        ({"preset": "tis", "compat": "verl_k1"}, ["verl_k1", "verl_inverse_k1"]),
     ],
 )
 def test_malformed_sections_are_refused(section: dict[str, Any], words: list[str]) -> None:
@@ -168,9 +167,6 @@ def test_what_is_not_finite_is_named(value: float, which: str) -> None:
     tensors[which][3, 5] = value
     with pytest.raises(NonFiniteLogprobError, match=rf"{which}\[3, 5\] is"):
         correct(**tensors, response_mask=mask, config=PRESETS["tis"])
-    if which == "rollout_logprobs" and value != value:  # TRL takes an unscored token's ratio for 1
-        forgiving = dataclasses.replace(PRESETS["tis"], compat=frozenset({"unscored_is_one"}))
-        assert correct(**tensors, response_mask=mask, config=forgiving).weights[3, 5] == 1
 
 
 def test_other_malformed_inputs_are_refused() -> None:
@@ -241,7 +237,6 @@ MORE_KINDS = {
         level="token", upper=2.0, rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD),
         compat=frozenset({"verl_inverse_k1", "verl_empty_rows"}),
     ),
-    "unscored": ResolvedCorrection(level="token", upper=1.5, compat=frozenset({"unscored_is_one"})),
     "token clip": ResolvedCorrection(level="token", bound="clip", lower=0.9, upper=1.1),
     "token mask from below": ResolvedCorrection(level="token", bound="mask", lower=0.7),
     "beyond e^20": ResolvedCorrection(level="token", bound="mask", upper=1e12),
@@ -357,15 +352,6 @@ def test_every_preset_stays_finite_at_1e4(preset: str, dtype: torch.dtype) -> No
     rollout = torch.tensor([[-1.0, -1e4, 0.0], [-1.0, -1.0, -1e4]], dtype=dtype)
     found = correct(rollout, old, torch.ones(2, 3), PRESETS[preset], advantages=torch.tensor([-1.0, 1.0]))
     assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
-
-
-def test_the_culprit_is_named_beside_a_forgiven_token() -> None:
-    # With `unscored_is_one` the NaN at [0, 1] is allowed; the infinity at [1, 2] is what stops the run.
-    rollout, old = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)
-    rollout[0, 1], old[1, 2] = math.nan, -math.inf
-    chosen = dataclasses.replace(PRESETS["tis"], compat=frozenset({"unscored_is_one"}))
-    with pytest.raises(NonFiniteLogprobError, match=r"old_logprobs\[1, 2\] is -inf"):
-        correct(rollout, old, torch.ones(2, 3), chosen)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig, KlControllerConfig
+from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm, kl_full_surrogate, kl_penalty, kl_surrogate
 
-LED = KlConfig(coef=0.1, controller=KlControllerConfig(target_kl=1e-3, proportional=0.5, integral=0.1))
+LED = KlConfig(coef=0.1, target_kl=1e-3)
 # As a run wrote it before this class was: TRL's checkpoints and verl's alike.
-SAVED = '{"version": 1, "initial": 0.1, "coef": 0.08869204367171575, "integral": -0.02, "steps": 1}'
+SAVED = '{"version": 1, "initial": 0.1, "coef": 0.09704455335485082, "integral": -0.01, "steps": 1}'
 
 
 def batch(seed: int = 0, rows: int = 4, length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +71,7 @@ def test_a_batch_has_one_coefficient_and_its_kl_counts_from_the_next() -> None:
     # Errors at their clip of +-0.2, of either sign.
     k1 = float((old.double() - ref.double())[mask.bool()].mean())
     error = math.copysign(0.2, k1 / 1e-3 - 1)
-    assert found == pytest.approx([0.1, 0.1 * math.exp(0.6 * error), 0.1 * math.exp(0.7 * error)])
+    assert found == pytest.approx([0.1, 0.1 * math.exp(0.15 * error), 0.1 * math.exp(0.2 * error)])
 
 
 def test_the_kl_is_that_of_the_tokens_of_all_ranks() -> None:
@@ -142,7 +142,7 @@ def test_a_state_that_is_already_saved_is_gone_on_from() -> None:
     old, ref, mask = batch()
     led = KlTerm(LED, 0.1)
     assert led.load_state_dict(json.loads(SAVED)) is None
-    assert led.coef == 0.08869204367171575 and led.state_dict() == json.loads(SAVED)
+    assert led.coef == 0.09704455335485082 and led.state_dict() == json.loads(SAVED)
     # In the middle of a batch as between two: the coefficient is the one that was saved.
     led.adapt(old, ref, mask)
     state = json.loads(json.dumps(led.state_dict()))
@@ -171,7 +171,6 @@ def test_a_training_that_begins_anew_has_the_first_coefficient() -> None:
         (KlConfig(baseline="none"), False, True, False),
         (KlConfig(reward_path="rewards"), True, False, False),
         (KlConfig(estimator="k3", reward_path="rewards"), True, True, False),
-        (KlConfig(preset="trl"), False, False, False),
     ],
 )
 def test_where_a_section_puts_its_parts(config: KlConfig, in_rewards: bool, in_loss: bool, has_baseline: bool) -> None:

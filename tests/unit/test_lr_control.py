@@ -15,11 +15,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as lrs
 
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.lr import LrConfig, LrControl, LrController, SurgeConfig
+from mismatch_ext.lr import LrConfig, LrControl, LrController
 from mismatch_ext.precision.scaler import LossScaler
 
 EVERY_5 = LrConfig(period=5)
-SURGE = LrConfig(surge=SurgeConfig(baseline_window=4, smoothing=3), warmup_steps=3)
+SURGE = LrConfig(baseline_window=4, warmup_steps=3)
 
 
 def warmup_cosine(optimizer: Optimizer) -> Any:
@@ -410,12 +410,12 @@ def test_the_step_by_which_torch_makes_an_optimizers_state_does_not_count() -> N
     assert control.state.step == 1
 
 
-def test_the_reported_rate_waits_for_the_scheduler() -> None:
+def test_the_reported_rate_waits_for_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mismatch_ext.lr.controller.PERIOD_FACTOR", 1.0)
     # Found between a step and the scheduler's: what is logged is still what that step applied.
     weights, optimizer = model()
     scheduler = SCHEDULES["exponential"](optimizer)
-    config = LrConfig(period_factor=1.0, surge=SurgeConfig(baseline_window=2, smoothing=1))
-    control = LrControl(optimizer, LrController(config), scheduler=scheduler)
+    control = LrControl(optimizer, LrController(LrConfig(baseline_window=2)), scheduler=scheduler)
     for _ in range(3):
         control.update(response_length=10.0)
         applied = step_of(weights, optimizer)

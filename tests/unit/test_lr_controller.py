@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.lr import LrConfig, LrController, LrState, SurgeConfig
+from mismatch_ext.lr import LrConfig, LrController, LrState
 from mismatch_ext.strict import build
 
-SMALL = SurgeConfig(baseline_window=4, smoothing=3, noise_margin=0.0)
+SMALL = LrConfig(baseline_window=4)
 
 
 def run(controller: LrController, lengths: list[float], state: LrState | None = None, start: int = 0) -> list[float]:
@@ -54,7 +54,7 @@ def test_a_surge_at_step_110_gives_a_period_of_198() -> None:
 
 def test_the_period_is_rounded_not_cut_off() -> None:
     # 1.8 n = 9 n / 5 is never halfway between integers, and cutting it off is one less for two n in five.
-    controller = LrController(LrConfig(surge=SMALL))
+    controller = LrController(SMALL)
     state = controller.initial_state()
     periods = [controller.period(dataclasses.replace(state, surge_step=n)) for n in range(5, 405)]
     assert periods == [(9 * n + 2) // 5 for n in range(5, 405)]
@@ -62,34 +62,27 @@ def test_the_period_is_rounded_not_cut_off() -> None:
 
 
 def test_where_the_count_starts() -> None:
-    # Surge at step 10: period 18. First decay at 18 from the start, at 18 + 4 from the end of warm-up, at 10 + 18 from the
-    # surge; the second 18 later.
+    # Surge at step 10: period 18. First decay 18 after the end of warm-up, the second 18 later.
     for config, warmup, first in (
-        (LrConfig(surge=SMALL, count_from="start"), 4, 18),
-        (LrConfig(surge=SMALL), 4, 22),
-        (LrConfig(surge=SMALL), 0, 18),
-        (LrConfig(surge=SMALL, warmup_steps=7), 4, 25),
-        (LrConfig(surge=SMALL, count_from="surge"), 4, 28),
+        (SMALL, 4, 22),
+        (SMALL, 0, 18),
+        (LrConfig(baseline_window=4, warmup_steps=7), 4, 25),
     ):
         got = run(LrController(config, warmup_steps=warmup), [100.0] * 10 + [400.0] * 50)
         assert [step for step in range(1, 60) if got[step] != got[step - 1]][:2] == [first, first + 18], config
 
 
-def test_a_given_period_needs_no_statistics_unless_it_counts_from_the_surge() -> None:
+def test_a_given_period_needs_no_statistics() -> None:
     controller = LrController(LrConfig(period=3, decay=0.2, floor=0.05))
     state, got = controller.initial_state(), []
     for step in range(8):
         state, multiplier = controller.update(state, step=step)
         got.append(multiplier)
     assert got == [1, 1, 1, 0.2, 0.2, 0.2, 0.05, 0.05]
-    waiting = LrController(LrConfig(period=3, count_from="surge", surge=SMALL))
-    assert run(waiting, [100.0] * 20) == [1.0] * 20
-    # Seen at 7 + 1, dated back to 7: decays at 10, 13.
-    assert run(waiting, [100.0] * 7 + [400.0] * 7) == [1.0] * 10 + [0.5] * 3 + [0.25]
 
 
 def test_a_surge_is_dated_back_to_its_first_large_measurement() -> None:
-    controller = LrController(LrConfig(surge=SurgeConfig(baseline_window=5, smoothing=5, noise_margin=0.0)))
+    controller = LrController(LrConfig(baseline_window=5))
     state = controller.initial_state()
     for step, length in enumerate([9.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0]):
         state, _ = controller.update(state, step=step, response_length=length)
@@ -109,7 +102,7 @@ def test_a_surge_is_dated_back_to_its_first_large_measurement() -> None:
     ],
 )
 def test_every_trigger_drives_the_rule(trigger: Any, low: float, high: float, nothing: float) -> None:
-    controller = LrController(LrConfig(trigger=trigger, surge=SMALL))
+    controller = LrController(LrConfig(trigger=trigger, baseline_window=4))
     for after, surges in ((high, 1), (nothing, 0)):
         state = controller.initial_state()
         for step in range(30):
@@ -119,7 +112,7 @@ def test_every_trigger_drives_the_rule(trigger: Any, low: float, high: float, no
 
 
 def test_a_step_is_measured_once_and_an_empty_batch_not_at_all() -> None:
-    controller = LrController(LrConfig(surge=SMALL))
+    controller = LrController(SMALL)
     state, _ = controller.update(controller.initial_state(), step=0, response_length=100.0)
     assert controller.update(state, step=0, response_length=900.0)[0] == state
     empty, _ = controller.update(state, step=1, responses=0, response_length=math.nan)
@@ -130,7 +123,7 @@ def test_a_step_is_measured_once_and_an_empty_batch_not_at_all() -> None:
 
 
 def test_steps_may_be_left_out_but_never_go_back() -> None:
-    controller = LrController(LrConfig(surge=SMALL))
+    controller = LrController(SMALL)
     state = controller.initial_state()
     for step in range(0, 80, 4):  # four optimizer steps per batch
         state, multiplier = controller.update(state, step=step, response_length=100.0 if step < 40 else 400.0)
@@ -171,11 +164,7 @@ def test_what_is_missing_or_too_large_is_named() -> None:
         lengths.update(state, step=1, response_length=5.0)
 
 
-CONFIGS = [
-    LrConfig(surge=SMALL),
-    LrConfig(surge=SMALL, count_from="surge"),
-    LrConfig(period=7),
-]
+CONFIGS = [SMALL, LrConfig(period=7)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -255,7 +244,7 @@ def test_a_missing_key_and_another_controllers_state_are_refused() -> None:
 def test_settings_may_change_on_resume() -> None:
     # The surge stays, the rule's numbers are the new ones.
     state = dataclasses.replace(LrController(LrConfig()).initial_state(), step=199, surge_step=100)
-    assert LrController(LrConfig(decay=0.2, period_factor=1.0)).multiplier(state) == pytest.approx(0.2)
+    assert LrController(LrConfig(decay=0.2)).multiplier(state) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -264,17 +253,11 @@ def test_settings_may_change_on_resume() -> None:
         ({"period": 0}, "mismatch.lr.period: 0"),
         ({"decay": 1.0}, "mismatch.lr.decay: 1.0"),
         ({"floor": 0.0}, "mismatch.lr.floor: 0.0"),
-        ({"period_factor": 0.0}, "mismatch.lr.period_factor"),
         ({"warmup_steps": -1}, "mismatch.lr.warmup_steps"),
-        ({"period": 3, "period_factor": 2.0}, "period_factor: 2.0 has no effect with period=3"),
         ({"period": 3, "trigger": "f_tau"}, "trigger: 'f_tau' has no effect with period=3"),
-        ({"period": 3, "surge": {"ratio": 3.0}}, "mismatch.lr.surge: .* has no effect with period=3"),
-        ({"count_from": "start", "warmup_steps": 3}, "warmup_steps: 3 has no effect with count_from='start'"),
-        ({"surge": {"smoothing": 9, "baseline_window": 8}}, "mismatch.lr.surge.smoothing: 9 .* <= baseline_window"),
-        ({"surge": {"ratio": 1.0}}, "mismatch.lr.surge.ratio"),
-        ({"surge": {"least": -1.0}}, "mismatch.lr.surge.least"),
-        ({"surge": {"noise_margin": -1.0}}, "mismatch.lr.surge.noise_margin"),
-        ({"surge": {"baseline_window": 0}}, "mismatch.lr.surge.baseline_window"),
+        ({"period": 3, "surge_ratio": 3.0}, "mismatch.lr.surge_ratio: 3.0 has no effect with period=3"),
+        ({"surge_ratio": 1.0}, "mismatch.lr.surge_ratio"),
+        ({"baseline_window": 0}, "mismatch.lr.baseline_window"),
         ({"triger": "f_tau"}, "Did you mean 'trigger'"),
     ],
 )
@@ -284,8 +267,8 @@ def test_the_section_refuses(block: dict[str, Any], message: str) -> None:
 
 
 def test_the_section_is_built_from_plain_data() -> None:
-    block = {"trigger": "mismatch_kl", "surge": {"ratio": 3}}
+    block = {"trigger": "mismatch_kl", "surge_ratio": 3}
     config = build(LrConfig, block, "mismatch.lr")
-    assert config.surge == SurgeConfig(ratio=3.0)
+    assert config.surge_ratio == 3.0
     assert build(LrConfig, dataclasses.asdict(config), "mismatch.lr") == config
     assert build(LrConfig, dataclasses.asdict(LrConfig(period=5)), "mismatch.lr") == LrConfig(period=5)

@@ -17,7 +17,6 @@ from mismatch_ext.lr import (
     LrConfig,
     RateControl,
     ShadowRate,
-    SurgeConfig,
     gap_statistics,
     leading_statistics,
 )
@@ -25,12 +24,17 @@ from mismatch_ext.metrics import mismatch_metrics
 
 HALVED = LrConfig(period=2)
 # A surge at step 2 makes a period of 2: halved from there on.
-SURGING = LrConfig(period_factor=1.0, floor=0.5, surge=SurgeConfig(baseline_window=2, smoothing=1))
+SURGING = LrConfig(floor=0.5, baseline_window=2)
 # A third of a surge's baseline: a batch of 10, 10 and then 30 tokens is one.
 GROWING = (10.0, 10.0, 30.0, 30.0)
 # What TRL's and verl's adapters saved before they shared this class, after three of the steps above with a fourth collected.
 OLD_FILES = json.loads((Path(__file__).parents[1] / "data/lr/states_of_the_first_release.json").read_text())
 CONTROL = OLD_FILES["trl"]["control"]
+
+
+@pytest.fixture(autouse=True)
+def period(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mismatch_ext.lr.controller.PERIOD_FACTOR", 1.0)
 
 
 def optimizer(rate: float = 1.0) -> SGD:
@@ -75,7 +79,7 @@ def test_what_is_collected_leads_the_step_and_what_it_applied_is_logged() -> Non
 
 
 def test_batches_of_a_step_are_averaged_by_weight_and_an_overflow_is_no_measurement() -> None:
-    rate = RateControl(LrConfig(trigger="grad_norm", surge=SurgeConfig(baseline_window=9)))
+    rate = RateControl(LrConfig(trigger="grad_norm", baseline_window=9))
     rate.attach(optimizer())
     rate.collect(1.0, grad_norm=2.0)
     rate.collect(3.0, grad_norm=6.0)
@@ -89,7 +93,7 @@ def test_batches_of_a_step_are_averaged_by_weight_and_an_overflow_is_no_measurem
 
 def test_a_batch_that_is_no_measurement_is_not_in_the_mean_of_the_others() -> None:
     given = optimizer()
-    rate = RateControl(LrConfig(trigger="mismatch_kl", surge=SurgeConfig(baseline_window=9)))
+    rate = RateControl(LrConfig(trigger="mismatch_kl", baseline_window=9))
     rate.attach(given)
     for statistics in ({"responses": 0.0}, {"mismatch_kl": 0.02}, {"responses": 0.0}, {"mismatch_kl": 0.04}):
         rate.collect(**statistics)
@@ -123,7 +127,7 @@ def test_updates_of_several_optimizer_steps_count_once_and_need_statistics() -> 
 def test_a_norm_that_is_known_after_the_step_leads_a_later_one() -> None:
     given = optimizer()
     schedule = lrs.LambdaLR(given, lambda step: 1.0)
-    rate = RateControl(LrConfig(trigger="grad_norm", surge=SurgeConfig(baseline_window=9)))
+    rate = RateControl(LrConfig(trigger="grad_norm", baseline_window=9))
     rate.attach(given, schedule, updates=lambda: schedule.last_epoch)
     for norm in (3.0, float("nan"), 7.0):
         rate.collect()

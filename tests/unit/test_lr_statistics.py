@@ -73,13 +73,13 @@ def test_what_is_no_length_is_refused(lengths: Tensor, truncated: Tensor | None,
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
-from mismatch_ext.lr import LrConfig, LrControl, LrController, SurgeConfig, length_statistics
+from mismatch_ext.lr import LrConfig, LrControl, LrController, length_statistics
 
 rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 generator = torch.Generator().manual_seed(rank)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-config = LrConfig(period_factor=1.0, floor=0.5, surge=SurgeConfig(baseline_window=5, smoothing=3))
+config = LrConfig(floor=0.5, baseline_window=5)
 control = LrControl(optimizer, LrController(config))
 multipliers = []
 for step in range(40):

@@ -7,14 +7,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mismatch_ext.lr import LrConfig, LrController, SurgeConfig, surge
-from mismatch_ext.lr.surge import Level, Measurement
+from mismatch_ext.lr import LrConfig, surge
+from mismatch_ext.lr.surge import Level, Measurement, SurgeDetector
 from tests.unit import lengths as sim
 
-DEFAULT = SurgeConfig()
+DEFAULT = LrConfig()
 
 
-def hits(curve: sim.Curve, config: SurgeConfig = DEFAULT, *, seeds: int, steps: int, responses: int = 64) -> list[int]:
+def hits(curve: sim.Curve, config: LrConfig = DEFAULT, *, seeds: int, steps: int, responses: int = 64) -> list[int]:
     """Return the steps of the surges that were found, one per run that fired."""
     found = []
     for seed in range(seeds):
@@ -41,8 +41,6 @@ def test_the_rate_of_false_alarms_is_measured_where_it_is_not_zero() -> None:
     # Batches of 4 responses are too noisy for the defaults: the test above would see it if the detector were as bad there.
     few = hits(sim.flat, seeds=40, steps=1000, responses=4)
     assert 0 < len(few) <= 8
-    assert hits(sim.flat, SurgeConfig(smoothing=11), seeds=40, steps=1000, responses=4) == []
-    assert len(hits(sim.flat, SurgeConfig(noise_margin=0.0), seeds=40, steps=1000, responses=4)) > len(few)
 
 
 @pytest.mark.parametrize(
@@ -83,18 +81,16 @@ def test_the_threshold_by_hand() -> None:
     # Median of 1..9 is 5, median deviation 2, so spread 2.9652; 2 * 5 = 10, 5 + 4 * 2.9652 = 16.86, least 1.
     level = Level.of([float(k) for k in range(1, 10)])
     assert (level.center, level.spread) == (5.0, pytest.approx(2.9652))
-    detector = LrController(LrConfig()).detector
-    assert detector is not None and detector.threshold(level) == pytest.approx(16.8608)
-    loose = LrController(LrConfig(surge=SurgeConfig(noise_margin=1.0))).detector
-    assert loose is not None and loose.threshold(level) == 10.0
-    least = LrController(LrConfig(surge=SurgeConfig(noise_margin=1.0, least=40.0))).detector
-    assert least is not None and least.threshold(level) == 40.0
+    detector = SurgeDetector(DEFAULT)
+    assert detector.threshold(level) == pytest.approx(16.8608)
+    assert SurgeDetector(LrConfig(surge_ratio=4.0)).threshold(level) == 20.0
+    assert detector.threshold(Level(center=0.1, spread=0.1)) == 1.0
 
 
 def test_a_baseline_of_zero_has_no_multiple() -> None:
-    config = SurgeConfig(baseline_window=3, smoothing=1, least=0.0)
-    assert sim.first_surge(config, series([0.0] * 5 + [1.0])) is None
-    assert sim.first_surge(SurgeConfig(baseline_window=3, smoothing=1), series([0.0] * 5 + [1.0])) == (5, 5)
+    values = series([0.0] * 5 + [1.0])
+    assert sim.first_surge(LrConfig(trigger="grad_norm", baseline_window=1), values) is None
+    assert sim.first_surge(LrConfig(baseline_window=1), values) == (5, 5)
 
 
 def test_a_surge_in_the_baseline_is_seen_from_its_second_half_on_only() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
-from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.monitor import DEFAULTS, Alarm, Monitor
+from mismatch_ext.errors import RecordError
+from mismatch_ext.monitor import DEFAULTS, Monitor
 from mismatch_ext.report import closing_lines
 from mismatch_ext.rundata import read_run
 from mismatch_ext.stream import RunStream
 from tests.unit import synthetic_runs
 
 NAN, INF = math.nan, math.inf
-CALLED: list[Alarm] = []
-
-
-def record(alarm: Alarm) -> None:
-    CALLED.append(alarm)
-
-
-def explode(alarm: Alarm) -> None:
-    raise KeyError(alarm.metric)
-
-
-NOT_A_FUNCTION = 3
-
-
-@pytest.fixture(autouse=True)
-def _this_module_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give this file the name that the rules call it by, whatever name pytest imported it under."""
-    monkeypatch.setitem(sys.modules, "alarm_functions", sys.modules[__name__])
-    CALLED.clear()
 
 
 def section(default_alarms: bool = False, **alarms: dict[str, Any]) -> MonitorConfig:
@@ -213,11 +192,6 @@ def test_healthy_logs_raise_nothing_and_broken_ones_do() -> None:
         ("ess_token", {"above": 2}, "ess_token > 2 or < 0.3 (3 logs in a row): warn"),
         ("grad_norm", {"above": 100}, "grad_norm > 100 (3 logs in a row): warn"),
         ("loss", {"action": "stop"}, "loss not finite (1 log): stop"),
-        (
-            "k3_kl",
-            {"action": "call", "call": "alarm_functions:record"},
-            "k3_kl > 0.001 (3 logs in a row): call alarm_functions:record",
-        ),
     ],
 )
 def test_only_the_given_keys_of_a_built_in_rule_change(name: str, given: dict[str, Any], text: str) -> None:
@@ -240,45 +214,6 @@ def test_the_section_survives_a_round_trip() -> None:
     again = MismatchConfig.parse(json.loads(json.dumps(block.to_dict())))
     assert again == block and again is not None and Monitor(again.monitor).rules == Monitor(block.monitor).rules
     assert hash(again) == hash(block)
-
-
-# Functions.
-
-
-def test_a_function_is_called_with_the_alarm_when_raised_and_when_over() -> None:
-    monitor = Monitor(section(x={"above": 1, "patience": 1, "action": "call", "call": "alarm_functions:record"}))
-    seen = [alarm for step, value in enumerate((2, 2, 0)) for alarm in monitor.observe(step, {"x": value})]
-    assert seen == CALLED and [(a.status, a.step) for a in CALLED] == [("raised", 0), ("cleared", 2)]
-
-
-def test_a_function_that_fails_is_recorded_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = Monitor(section(x={"above": 1, "patience": 1, "action": "call", "call": "alarm_functions:explode"}))
-    with caplog.at_level(logging.WARNING):
-        assert changes(monitor, [2, 0]) == [(1, "raised"), (1, "failed call"), (2, "cleared"), (2, "failed call")]
-    assert len(caplog.records) == 1
-    assert "alarm_functions:explode" in caplog.text and "KeyError: 'x'" in caplog.text
-    failed = monitor.observe(3, {"x": 2})[1]
-    assert (
-        "training goes on" in failed.message
-        and failed.level == "warning"
-        and failed.to_dict()["status"] == "failed call"
-    )
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("no_such_module:f", ["no_such_module:f", "ModuleNotFoundError"]),
-        ("alarm_functions:reccord", ["alarm_functions:reccord", "AttributeError"]),
-        ("alarm_functions:NOT_A_FUNCTION", ["int 3", "not a function"]),
-    ],
-)
-def test_a_function_that_is_not_there_is_an_error_before_the_first_step(call: str, words: list[str]) -> None:
-    config = section(x={"above": 1, "action": "call", "call": call})
-    with pytest.raises(ConfigError) as caught:
-        Monitor(config)
-    for word in ["mismatch.monitor.alarms.x.call", *words]:
-        assert word in str(caught.value)
 
 
 # Resuming.
@@ -430,7 +365,7 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
     stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16"))
     stream.step(3, {"reward": 1.0, "sampling/sampling_logp_difference/mean": 0.015})
     stream.step(4, {"sampling/sampling_logp_difference/mean": NAN})
-    for step, status in ((1, "raised"), (2, "failed call"), (3, "cleared")):
+    for step, status in ((1, "raised"), (3, "cleared")):
         stream.event(step, "warning", "alarm", "said", {"metric": "reward", "status": status})
     stream.end(4, "failed", "EngineError: gone")
     stream.close()
@@ -438,7 +373,7 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
     assert lines[:3] == [
         "mismatch-ext: training failed after 4 steps: EngineError: gone",
         "  gap        mean |Δlogp| 0.015 -> 0.015 nat per token, worst 0.015 at step 3, not finite in 1 log",
-        "  alarms     reward: raised once, at step 1, cleared at step 3, the call failed once",
+        "  alarms     reward: raised once, at step 1, cleared at step 3",
     ]
     assert [re.match(r"  (\w+)", line).group(1) for line in lines[3:]] == ["metrics", "report"]  # type: ignore[union-attr]
 

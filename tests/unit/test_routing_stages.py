@@ -22,7 +22,7 @@ def routes(seed: int, rows: int = 6, top_k: int = 2) -> Tensor:
 
 def compared(mode: str, recorded: Tensor, native: Tensor, mask: Tensor | None) -> dict[str, float]:
     """Return what is measured of one pass over both layers."""
-    found = RouteAgreement(RoutingConfig(mode=mode, agreement_rate=1.0), seed=1)  # type: ignore[arg-type]
+    found = RouteAgreement(RoutingConfig(mode=mode, measured=1.0), seed=1)  # type: ignore[arg-type]
     with found.batch():
         for at, layer in enumerate(LAYERS):
             found.compare(LAYERS, layer, recorded[:, at].to(torch.int16), native[:, at], mask, EXPERTS)
@@ -55,7 +55,7 @@ def test_rows_of_zeros_are_padding_where_recorded_routes_have_no_mask() -> None:
 
 
 def test_what_a_failed_pass_has_left_is_not_taken_for_the_next() -> None:
-    found, mask = RouteAgreement(RoutingConfig(mode="R3", agreement_rate=1.0), seed=1), torch.ones(6, dtype=torch.bool)
+    found, mask = RouteAgreement(RoutingConfig(mode="R3", measured=1.0), seed=1), torch.ones(6, dtype=torch.bool)
     with pytest.raises(ZeroDivisionError), found.batch():
         found.compare(LAYERS, 1, routes(1)[:, 0], routes(2)[:, 0], mask, EXPERTS)
         raise ZeroDivisionError
@@ -66,7 +66,7 @@ def test_what_a_failed_pass_has_left_is_not_taken_for_the_next() -> None:
 
 
 def test_a_resumed_run_compares_the_same_batches() -> None:
-    one, two = (RouteAgreement(RoutingConfig(mode="R3", agreement_rate=0.5), seed=seed) for seed in (1, 2))
+    one, two = (RouteAgreement(RoutingConfig(mode="R3", measured=0.5), seed=seed) for seed in (1, 2))
     for _ in range(3):
         with one.batch():
             pass

@@ -229,7 +229,6 @@ def test_an_unstarted_run_is_named(tmp_path: Path) -> None:
     [
         ({"kl": {}}, ConfigError, "mismatch.kl.coef is not given"),
         ({"monitor": {"keep_weights": 1}}, ConfigError, "mismatch.monitor.keep_weights=1: the rollouts of a loop"),
-        ({"kl": {"preset": "trl"}}, ConfigError, "mismatch.kl.preset='trl' leaves the KL term to a host"),
         ({"correction": {"preset": "tiss"}}, ConfigError, "unknown preset 'tiss'"),
         ({"routing": {"mode": "R3"}}, MismatchError, "no module of the model has experts"),
         ({"precision": {"dtype": "float16"}}, PrecisionAuditError, "engine dtype: expected float16, found float32"),
@@ -368,7 +367,7 @@ def test_each_batch_of_a_step_is_measured_and_corrected(tmp_path: Path) -> None:
 
 
 def test_the_kl_controller_moves_once_for_each_batch(tmp_path: Path) -> None:
-    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-3}}}
+    block = {"kl": {"coef": 0.1, "target_kl": 1e-3}}
     states = []
     for parts in ([(0, 16)], [(0, 5), (5, 16)]):
         trainer, rollout = sides()

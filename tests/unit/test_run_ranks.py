@@ -116,7 +116,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_saving_moves_the_kl_controller_on_every_rank(rank: int, tmp_path: Path) -> None:
     trainer, rollout = sides()
-    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-3}}}
+    block = {"kl": {"coef": 0.1, "target_kl": 1e-3}}
     with Run(block, trainer, rollout, tmp_path, ranks=Two(rank)).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():

@@ -31,7 +31,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_routes_are_replayed(mode: str, moe: Path, tmp_path: Path) -> None:
     trainer, rollout = moe_sides(moe, dtype="bfloat16")
-    block = {"routing": {"mode": mode, "agreement_rate": 1.0, "reference": True}, "kl": {"coef": 0.1}}
+    block = {"routing": {"mode": mode, "measured": 1.0, "reference": True}, "kl": {"coef": 0.1}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
         logs = learn(run, 2)
         assert run._parts.routes.replay is not None and run._parts.routes.replay.forwards == (6 if mode == "R3" else 4)
@@ -96,7 +96,7 @@ def test_float16_is_set_on_the_trainer_and_scaled(moe: Path, tmp_path: Path) -> 
 
 def test_passes_for_logits_are_replayed(moe: Path, tmp_path: Path) -> None:
     trainer, rollout = moe_sides(moe, dtype="bfloat16")
-    block = {"routing": {"mode": "R3", "agreement_rate": 0.0}, "kl": {"coef": 0.1, "estimator": "full"}}
+    block = {"routing": {"mode": "R3", "measured": 0.0}, "kl": {"coef": 0.1, "estimator": "full"}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         seen = []

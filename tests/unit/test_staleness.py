@@ -180,7 +180,7 @@ def recorder(folder: Path) -> RunRecorder:
 def test_the_recorder_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
     given = stream(numerics=2e-3, drift=5e-2)
     plain, followed = recorder(tmp_path / "a"), recorder(tmp_path / "b")
-    followed.follow_versions(least=1)
+    followed.follow_versions()
     for one in (plain, followed):
         one.observe("train", given.old, given.rollout, given.mask)
     assert plain.stale is None and followed.stale is not None

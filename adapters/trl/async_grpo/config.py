@@ -66,11 +66,6 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
 
     def _check_correction(self, correction: CorrectionConfig) -> None:
         settings = resolve(correction)
-        if settings.compat & {"unscored_is_one"}:
-            raise ConfigError(
-                "mismatch.correction.compat='unscored_is_one' with AsyncGRPO: rollouts without a log-probability are refused "
-                "before they are corrected; remove it."
-            )
         if settings.normalize:
             raise ConfigError(
                 "mismatch.correction.normalize=True with AsyncGRPO: weights would be divided by the mean of a micro-batch, whose "

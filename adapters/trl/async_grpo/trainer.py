@@ -50,6 +50,7 @@ from mismatch_ext.patching import described
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.records import SamplingSettings
+from mismatch_ext.staleness.gap import ENOUGH
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weight_sync import SyncVerdict
 from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
@@ -110,7 +111,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         """Ask the server what it runs with, audit both sides, and come between TRL and its rollout worker and weight transfer."""
         self._sampling: SamplingSettings = sampling_settings(config, None)
         self._log.sampled_with(self._sampling)
-        self._log.recorder.follow_versions(self._config.monitor.numerics_tokens)
+        self._log.recorder.follow_versions()
         if self._config.correction is not None:
             self._correction = resolve(self._config.correction)
         self.add_callback(self._alarms)
@@ -130,7 +131,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         self._fresh = FreshRollouts(
             self._remote,
             self._sampling,
-            tokens=self._config.monitor.numerics_tokens,
+            tokens=ENOUGH,
             length=config.max_completion_length,
         )
         self._follow(self._remote, config)
@@ -194,7 +195,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         monitor = self._config.monitor
         if monitor.weight_sync == "off":
             return None
-        probes = draw_probes(plain_vocabulary(self.processing_class, self.accelerator.device), monitor, remote.longest)
+        probes = draw_probes(plain_vocabulary(self.processing_class, self.accelerator.device), remote.longest)
         return WeightVerifier(
             self._trainer_side(),
             remote,

@@ -12,7 +12,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis
 from mismatch_ext.errors import RecordError
 from mismatch_ext.recorder import PREFIX
-from mismatch_ext.run.doctor import rows_within
+from mismatch_ext.run.doctor import EXAMINED_TOKENS, rows_within
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.watchdog import Watchdog
 
@@ -48,7 +48,7 @@ class ExaminingMixin(_Host):
     def _found(self, batch: Any) -> Diagnosis:
         assert self._measured is not None
         sampled = sampled_rows(batch)
-        rows = rows_within(self._measured.lengths.tolist(), self._block.monitor.doctor_tokens)
+        rows = rows_within(self._measured.lengths.tolist(), EXAMINED_TOKENS)
         answers = self.actor_rollout_wg.mismatch_doctor(
             [batch.keys[sampled[row]] for row in rows],
             batch.partition_id,

@@ -23,6 +23,7 @@ from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.lr import leading_statistics
 from mismatch_ext.metrics import GapGroups
+from mismatch_ext.recorder import SCATTER_SAMPLES
 from mismatch_ext.records import non_finite
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
@@ -127,7 +128,7 @@ class MeasuringMixin(_Host):
 
     def _added_up(self, batch: Any, answers: Sequence[PartMeasured]) -> tuple[GapGroups, list[PartMeasured]]:
         parts = sorted(answers, key=lambda part: part.part)
-        groups, first = GapGroups(scatter_samples=self._log.recorder.monitor.scatter_samples), 0
+        groups, first = GapGroups(scatter_samples=SCATTER_SAMPLES), 0
         for part in parts:
             if part.error is not None:
                 raise part.error

@@ -90,7 +90,7 @@ class PreflightMixin(_Host):
         """Draw the fixed probe sequences `[N, T]`."""
         rollout = self.config.actor_rollout_ref.rollout
         longest = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
-        return draw_probes(plain_vocabulary(self.tokenizer), self._block.monitor, longest - 1)
+        return draw_probes(plain_vocabulary(self.tokenizer), longest - 1)
 
     def _prepare_weights(self) -> None:
         """Prepare to verify weight updates, going on from the loaded checkpoint; do nothing where they are not verified."""

@@ -22,6 +22,7 @@ from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.lr import numerics_statistics
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import StaleGap
+from mismatch_ext.staleness.gap import ENOUGH
 from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class StalenessMixin(_Host):
     def _follow_versions(self) -> None:
         """Measure numerics and drift apart from here on, if rollouts may be of older weights and the trainer scores them."""
         if self.trainer_mode != SYNC and not self._bypasses():
-            self._log.recorder.follow_versions(self._block.monitor.numerics_tokens)
+            self._log.recorder.follow_versions()
 
     @property
     def _version(self) -> int:
@@ -73,7 +74,7 @@ class StalenessMixin(_Host):
         if self._log.recorder.stale is None:
             yield
             return
-        asked = {"part": part, "version": version, "least": self._block.monitor.numerics_tokens}
+        asked = {"part": part, "version": version, "least": ENOUGH}
         batch.extra_info[STALE] = {**asked, "replayed": self._replayed}
         try:
             yield

@@ -75,7 +75,7 @@ def _set_replay(config: DictConfig, routing: RoutingConfig) -> list[str]:
             OmegaConf.update(config, switch, True)
     return [
         f"{name}={routing.mode!r}: routing is replayed by verl's own Megatron engine; its routes are checked here, and compared "
-        f"with the model's own in {routing.agreement_rate:.0%} of the batches."
+        f"with the model's own in {routing.measured:.0%} of the batches."
     ]
 
 
@@ -88,8 +88,6 @@ def _check_block(block: MismatchConfig) -> None:
         ("mismatch.monitor.weight_sync", sync, sync != "off", "'off'", "the actor's weights are probed in FSDP2 models alone"),
         ("mismatch.routing.reference", True, routing is not None and routing.reference, "False",
          "verl never replays its reference engine"),
-        ("mismatch.routing.native_gap_rate", "> 0", routing is not None and routing.native_gap_rate > 0, "0",
-         "its Megatron engine has no pass of the actor without replay"),
     )  # fmt: skip
 
 

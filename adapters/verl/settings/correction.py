@@ -33,13 +33,8 @@ NOT_BY_ADVANTAGE = ("clip_cov", "kl_cov", "dro")
 def settings_of(section: CorrectionConfig) -> ResolvedCorrection:
     """Return the settings of a section; a preset with one of verl's names does what verl's own method of that name does."""
     settings = resolve(section)
-    if section.preset in VERL_PRESETS and section.compat is None and section.reject is None:
+    if section.preset in VERL_PRESETS and section.reject is None:
         settings = replace(settings, compat=QUIRKS)
-    if "unscored_is_one" in settings.compat:
-        raise ConfigError(
-            "mismatch.correction.compat='unscored_is_one': in verl rollouts without a log-probability are refused before they "
-            "are corrected; remove it."
-        )
     if settings.normalize and settings.mode == "bypass":
         raise ConfigError(
             "mismatch.correction.normalize with mode='bypass': the weights are those of the current policy, a micro-batch "
@@ -58,8 +53,6 @@ def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any] | 
     """
     threshold = _native_threshold(settings)
     if settings.level == "geometric" or settings.veto is not None or (settings.level != "none" and threshold is None):
-        return None
-    if "unscored_is_one" in settings.compat:
         return None
     inverse = "verl_inverse_k1" in settings.compat
     return {

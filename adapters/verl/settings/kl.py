@@ -52,11 +52,6 @@ def set_kl(config: DictConfig, section: KlConfig) -> list[str]:
 
 def _check(config: DictConfig, section: KlConfig) -> None:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    if section.preset is not None:
-        raise ConfigError(
-            f"mismatch.kl.preset={section.preset!r}: it leaves the KL term to TRL, and this is verl; leave out mismatch.kl to "
-            "leave it to verl."
-        )
     if section.estimator == "full":
         raise ConfigError(
             "mismatch.kl.estimator='full': it needs the logits of policy and reference for the same tokens in one process, and "

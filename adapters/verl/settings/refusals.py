@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, PeerVersionError
 from mismatch_ext.versions import base_version, require
+from mismatch_ext.weight_sync.verifier import PROBE_LENGTH
 
 SGLANG = ("0.5.12", "0.5.18")
 """Versions of SGLang that were run here with verl; verl asks for the first one."""
@@ -128,12 +129,10 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", why)
     if block.monitor.doctor is not None:
         _check_doctor(config, block.monitor.doctor)
-    length, limit = block.monitor.weight_sync_probe_length, config.actor_rollout_ref.rollout.max_model_len
-    if limit and length >= limit:
-        why = "a probe and one token have to fit"
-        raise refused(
-            "mismatch.monitor.weight_sync_probe_length", length, f"less than rollout.max_model_len ({limit})", why
-        )
+    limit = config.actor_rollout_ref.rollout.max_model_len
+    if limit and limit <= PROBE_LENGTH:
+        why = "a probe of the weight check and one token have to fit"
+        raise refused("actor_rollout_ref.rollout.max_model_len", limit, f"more than {PROBE_LENGTH}", why)
 
 
 def _check_doctor(config: DictConfig, when: str) -> None:

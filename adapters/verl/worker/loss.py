@@ -38,7 +38,7 @@ def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
         actor_config: verl's ActorConfig of this worker; its own is left alone, the loss gets a copy.
         block: The block of this run.
     """
-    kl = block.kl if block.kl is not None and block.kl.preset is None else None
+    kl = block.kl
     settings = None if block.correction is None else settings_of(block.correction)
     config = actor_config
     if kl is not None:
@@ -56,7 +56,7 @@ def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
         base=base,
         config=config,
         # The term has coefficient 1: each batch carries its own coefficient, which may follow a target.
-        kl=KlTerm(replace(kl, controller=None), 1.0) if kl is not None and kl.in_loss else None,
+        kl=KlTerm(replace(kl, target_kl=None), 1.0) if kl is not None and kl.in_loss else None,
         coef=None if kl is None else kl.coef if kl.coef is not None else float(actor_config.kl_loss_coef),
         off_policy=masked,
     )

@@ -32,7 +32,6 @@ class MaskMixin(_Host):
     """Overrides the methods of verl's engine that run its model; `super()` leads to this package's other mixins first."""
 
     block: MismatchConfig | None
-    _is_reference: bool
     _of_samples: list[TokenSupport] | None = None  # masks of the running mini-batch, by sample
     _of_rows: TokenSupport | None = None  # masks of the running micro-batch, by row of logits
     _scored = 0  # how many passes took log-probabilities over masks
@@ -49,17 +48,15 @@ class MaskMixin(_Host):
             RecordError: The masks are not those of a sample's tokens, on any rank; names it. No forward pass has run then.
             ReplayError: The batch has no masks.
         """
-        masking = self._masking
-        if masking is None:
+        if self._masking is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
         found: list[TokenSupport] | None = None
         error: MismatchError | None = None
-        if not self._is_reference or masking.reference:
-            try:
-                found = self._read(data)
-            except MismatchError as failure:
-                error = failure
-            agree(error)
+        try:
+            found = self._read(data)
+        except MismatchError as failure:
+            error = failure
+        agree(error)
         data = data.exclude(IDS, SIZES)  # a copy: what has been read need not be split, or moved to the device
         if found is not None:
             data[ROW] = torch.arange(len(data))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-KL = {"estimator": "k1", "coef": 0.1, "controller": {"target_kl": 1e-3, "proportional": 0.5, "integral": 0.1}}
+KL = {"estimator": "k1", "coef": 0.1, "target_kl": 1e-3}
 
 
 def kl_in_trl(model: str, out: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def replay(model: str, out: str, seed: int, passes: int, old: dict[str, Any]) ->
         passes: Measured or not, of which the second half is repeated from a saved state.
         old: The choice of measured passes as an earlier release saved it.
     """
-    half = {**R2, "agreement_rate": 0.5}
+    half = {**R2, "measured": 0.5}
     trainer = build(model, out, half, max_steps=1, seed=seed, learning_rate=0.0, per_device_train_batch_size=8)
     trainer.train()
     kept = held(RolloutPass)

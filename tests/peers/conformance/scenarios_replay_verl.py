@@ -33,9 +33,7 @@ def replay(model: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str,
         old: The choice of measured passes as an earlier release saved it.
     """
     routes = own_routes(model)
-    built = worker(
-        model, {"routing": {"mode": "R3", "agreement_rate": 0.5}}, engine={"seed": seed}, optimizer={"lr": 0.0}
-    )
+    built = worker(model, {"routing": {"mode": "R3", "measured": 0.5}}, engine={"seed": seed}, optimizer={"lr": 0.0})
     engine, during = built.engine, []
     data = scored(built, batch(routed_experts=routes))
     update(built, data)  # makes the optimizer's state
@@ -81,5 +79,5 @@ def replay(model: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str,
 def driver(seed: int, passes: int) -> list[bool]:
     """Return which batches verl's driver scores without replay, of an actor with a seed of its own."""
     config = host_config(f"actor_rollout_ref.actor.fsdp_config.seed={seed}")
-    draws = MeasuredPasses(RoutingConfig(mode="R3", native_gap_rate=0.5), actor_seed(config))
+    draws = MeasuredPasses(RoutingConfig(mode="R3", measured=0.5), actor_seed(config))
     return [draws.native_gap() for _ in range(passes)]

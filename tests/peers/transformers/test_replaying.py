@@ -36,7 +36,7 @@ class Two(OneProcess):
 
 
 def replay_of(rate: float = 1.0, seed: int = 0, **options: Any) -> RouteReplay:
-    return RouteReplay(RoutingConfig(mode="R3", agreement_rate=rate), backend, engine()[0], seed=seed, **options)
+    return RouteReplay(RoutingConfig(mode="R3", measured=rate), backend, engine()[0], seed=seed, **options)
 
 
 def run(replay: RouteReplay, trace: RoutingTrace, split: str = "train", ids: Tensor | None = None) -> None:

@@ -11,8 +11,8 @@ from mismatch_ext.correction import PRESETS
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 COEF = 0.05
-KL: dict[str, dict[str, Any]] = {
-    "TRL's own": {"preset": "trl"},
+KL: dict[str, dict[str, Any] | None] = {
+    "TRL's own": None,
     "in the loss": {"estimator": "k3", "placement": "loss", "target": "token"},
     "in the rewards": {"estimator": "k1", "reward_path": "rewards"},
 }
@@ -52,8 +52,8 @@ class Draw:
         return {
             "precision": {"dtype": "float32"},
             "correction": {"preset": self.preset},
-            "kl": {**KL[self.kl], "coef": COEF},
-            "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
+            **({} if (kl := KL[self.kl]) is None else {"kl": {**kl, "coef": COEF}}),
+            "routing": {"mode": "R3", "measured": 1.0},
             "lr": {"period": 2},
             "monitor": {"default_alarms": False},
         }
@@ -106,7 +106,10 @@ def drawn(rng: random.Random) -> Draw:
         "max_completion_length": 24,
     }
     steps = max(3, 2 * period)
+    preset, kl = rng.choice(sorted(PRESETS)), rng.choice(sorted(KL))
+    if KL[kl] is None:
+        host["beta"] = COEF
     return Draw(
-        host, rng.choice(sorted(PRESETS)), rng.choice(sorted(KL)), period, accumulation % passes == 0, steps,
+        host, preset, kl, period, accumulation % passes == 0, steps,
         rng.randrange(1, steps),
     )  # fmt: skip

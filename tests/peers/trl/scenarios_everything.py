@@ -19,12 +19,6 @@ from mismatch_ext.rundata import read_run
 from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, rows
 
 KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
-CALLED: list[dict[str, Any]] = []
-
-
-def remember(alarm: Any) -> None:
-    """Be called by an alarm."""
-    CALLED.append(alarm.to_dict())
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
@@ -36,7 +30,6 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "parameters": digest_of(trainer.model),
         "step": trainer.state.global_step,
         "checkpoints": sorted(path.name for path in out.glob("checkpoint-*")),
-        "called": CALLED,
     }
 
 

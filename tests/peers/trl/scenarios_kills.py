@@ -19,15 +19,14 @@ from tests.peers.trl.scenarios_training import arguments, digest_of, graded, row
 def block(mode: str) -> dict[str, Any]:
     """Return a block in which every section that has a state has one that moves in each step."""
     return {
-        "routing": {"mode": mode, "agreement_rate": 0.5},
-        "kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}},
+        "routing": {"mode": mode, "measured": 0.5},
+        "kl": {"coef": 0.05, "target_kl": 1e-3},
         # Any gradient norm above the first is a surge, so that detector, multiplier and counters move.
         "lr": {
-            "period": 1,
-            "count_from": "surge",
             "trigger": "grad_norm",
             "decay": 0.9,
-            "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+            "baseline_window": 1,
+            "surge_ratio": 1.0001,
         },
         "monitor": {"alarms": {"reward": {"above": 1e-9, "patience": 4}}},
     }

@@ -9,9 +9,9 @@ import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
-from tests.peers.trl.scenarios_training import arguments, digest_of, graded, history, rows
+from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 ESTIMATORS = ("k1", "k2", "k3", "abs", "full")
 PLACEMENTS = ("loss", "reward", "both")
@@ -206,21 +206,9 @@ def other_settings(model: str, out: str) -> dict[str, Any]:
     return result
 
 
-def preset(model: str, out: str, cls: str) -> dict[str, Any]:
-    """Train stock TRL with beta, or ours with the preset that leaves the KL term to TRL."""
-    if cls == "stock":
-        trainer = build(model, out, None, GRPOTrainer, beta=0.2)
-    else:
-        trainer = build(model, out, {"kl": {"preset": "trl", "coef": 0.2}})
-    trainer.train()
-    kls = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
-    return {"history": [{k: v for k, v in h.items() if "mismatch/" not in k} for h in history(trainer)], "kl": kls,
-            "parameters": digest_of(trainer.model)}  # fmt: skip
-
-
 def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
     """Train with an adaptive coefficient, saving each step; possibly resume."""
-    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-4, "proportional": 0.5, "integral": 0.1}}}
+    block = {"kl": {"coef": 0.1, "target_kl": 1e-4}}
     trainer = build(model, out, block, max_steps=4, save_strategy="steps", save_steps=1)
     trainer.train(resume_from_checkpoint=resume)
     logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]

@@ -89,7 +89,7 @@ class Interrupt(TrainerCallback):
 def again(model: str, out: str, kind: str) -> list[float]:
     """Interrupt a training, train anew, and return the rates that were applied from then on."""
     given = arguments(out, **OWN, max_steps=6, lr_scheduler_type="constant", num_iterations=2)
-    block = {"lr": {"period": 2, "count_from": "start"}}
+    block = {"lr": {"period": 2, "warmup_steps": 0}}
     rest = {"model": model, "reward_funcs": graded, "train_dataset": rows(40)}
     if kind == "callback":
         trainer = GRPOTrainer(args=GRPOConfig(**given), callbacks=[MismatchCallback(block)], **rest)
@@ -110,7 +110,7 @@ def whole_batch(model: str, out: str) -> dict[str, Any]:
     given = arguments(
         out, **OWN, max_steps=3, gradient_accumulation_steps=4, steps_per_generation=1, per_device_train_batch_size=4
     )
-    block = {"lr": {"surge": {"baseline_window": 50}}}
+    block = {"lr": {"baseline_window": 50}}
     trainer = MismatchGRPOTrainer(
         model=model,
         reward_funcs=graded,

@@ -339,14 +339,12 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
     result = {}
     blocks = {
         "surrogate": {"kl": {"estimator": "k3", "placement": "both", "coef": 10.0}},
-        "preset": {"kl": {"preset": "trl", "coef": 10.0}},
         "rewards": {"kl": {"estimator": "k1", "placement": "reward", "reward_path": "rewards", "coef": 10.0}},
     }
     for cls, block in (
         (OwnFirst, "surrogate"),
         (OwnLast, "surrogate"),
         (OwnSteps, "surrogate"),
-        (OwnLast, "preset"),
         (OwnLast, "rewards"),
     ):
         trainer = built(model, f"{out}/{cls.__name__}-{block}", blocks[block], cls)

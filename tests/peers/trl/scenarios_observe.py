@@ -98,7 +98,7 @@ def pair(
 def sections(model: str, out: str) -> dict[str, Any]:
     """Observe with every section, where nothing is wrong but that the sections would change it."""
     block = {
-        "precision": {"dtype": "float32"}, "routing": {"mode": "R3", "agreement_rate": 1.0},
+        "precision": {"dtype": "float32"}, "routing": {"mode": "R3", "measured": 1.0},
         "correction": {"preset": "token_truncate", "upper": 2.0, "veto": 1e-4}, "kl": {"coef": 0.1},
         "lr": {"period": 2}, "monitor": {"weight_sync": "error", "doctor": "first_batch"},
     }  # fmt: skip
@@ -149,7 +149,7 @@ def moe(model: str, out: str) -> dict[str, Any]:
             engine.update_weights(self.llm, self._iter_named_params())
 
     block = {
-        "precision": {"dtype": "float32"}, "routing": {"mode": "R3", "agreement_rate": 1.0},
+        "precision": {"dtype": "float32"}, "routing": {"mode": "R3", "measured": 1.0},
         "kl": {"coef": 0.1, "reward_path": "rewards"}, "lr": {"trigger": "mismatch_kl"},
         "monitor": {"alarms": {"reward": {"above": -1.0, "patience": 1, "action": "stop"}}},
     }  # fmt: skip

@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 from mismatch_ext.rundata import read_run
 from tests.peers.trl.scenarios_training import arguments, graded, rows
 
-R3, R2 = {"mode": "R3", "agreement_rate": 1.0}, {"mode": "R2", "agreement_rate": 1.0}
+R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
 # Grouped products of experts do not come out the same in every process.
 EAGER = {"experts_implementation": "eager"}
 SHARDED = "ACCELERATE_USE_FSDP" in os.environ
@@ -185,7 +185,7 @@ def replay(model: str, out: str) -> dict[str, Any]:
 
 def metrics(model: str, out: str) -> dict[str, Any]:
     """Train with routing and a KL term whose coefficient adapts, listen to what each rank measures, and evaluate."""
-    block = {"routing": R2, "kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}}}
+    block = {"routing": R2, "kl": {"coef": 0.05, "target_kl": 1e-3}}
     trainer = build(model, out, block, per_device_eval_batch_size=8)
     heard = listen(trainer)
     result = outcome(trainer)
@@ -212,7 +212,7 @@ def resumed(model: str, dense: str, out: str) -> dict[str, Any]:
     found = {}
     blocks = {
         "routing": (model, {"routing": R2}),
-        "kl": (dense, {"kl": {"coef": 0.05, "controller": {"target_kl": 1e-3}}}),
+        "kl": (dense, {"kl": {"coef": 0.05, "target_kl": 1e-3}}),
     }
     for name, (path, block) in blocks.items():
         given = {"save_strategy": "steps", "save_steps": 2, **({"model_init_kwargs": None} if path == dense else {})}
@@ -246,13 +246,12 @@ class Grow(TrainerCallback):
 
 def rate(dense: str, out: str) -> dict[str, Any]:
     """Control the rate while responses grow on rank 1 alone, at first by too little for a surge of the mean."""
-    surge = {"baseline_window": 2, "smoothing": 1, "ratio": 2.0}
-    block = {"lr": {"period_factor": 1.0, "count_from": "start", "decay": 0.5, "surge": surge}, "kl": {"coef": 0.01}}
+    block = {"lr": {"baseline_window": 2, "warmup_steps": 0}, "kl": {"coef": 0.01}}
     trainer = build(
         dense, out, block, max_steps=6, lr_scheduler_type="cosine", warmup_steps=2, model_init_kwargs=None,
         per_device_train_batch_size=4,
     )  # fmt: skip
-    grow = Grow([[4] * 6, [4, 4, 4, 8, 16, 16]])
+    grow = Grow([[4] * 6, [4, 4, 8, 16, 16, 16]])
     grow.trainer = trainer
     trainer.add_callback(grow)
     heard = listen(trainer)

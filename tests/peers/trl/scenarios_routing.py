@@ -18,7 +18,7 @@ from mismatch_ext.rundata import read_run
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
-R2, R3 = {"mode": "R2", "agreement_rate": 1.0}, {"mode": "R3", "agreement_rate": 1.0}
+R2, R3 = {"mode": "R2", "measured": 1.0}, {"mode": "R3", "measured": 1.0}
 ROUTING = "mismatch/routing/"
 
 
@@ -88,7 +88,7 @@ def lora(model: str, out: str) -> dict[str, Any]:
     for mode, reference in (("R3", True), ("R3", False), ("R2", False)):
         vllm = {"use_vllm": True, "rest": {"precision": {"dtype": "float32"}}} if mode == "R3" else {}
         trainer = build(
-            model, f"{out}/{mode}{reference}", {"mode": mode, "agreement_rate": 1.0, "reference": reference}, beta=0.1, **vllm,
+            model, f"{out}/{mode}{reference}", {"mode": mode, "measured": 1.0, "reference": reference}, beta=0.1, **vllm,
             peft_config=LoraConfig(
                 r=4, target_modules=["q_proj"],
                 target_parameters=["mlp.experts.gate_up_proj"], lora_dropout=0.0, init_lora_weights=False,
@@ -241,8 +241,7 @@ def digest_of_trained(trainer: Any) -> str:
 def engine(model: str, out: str, dtype: str, **overrides: Any) -> dict[str, Any]:
     """Train on routes that vLLM recorded, scoring every batch without replay too."""
     block = {"precision": {"dtype": dtype}} if dtype == "float32" else {}
-    routing = {**R3, "native_gap_rate": 1.0}
-    trainer = build(model, out, routing, use_vllm=True, bf16=dtype != "float32", rest=block, **overrides)
+    trainer = build(model, out, R3, use_vllm=True, bf16=dtype != "float32", rest=block, **overrides)
     errors = watch_float32_error(trainer) if dtype == "float32" else []
     result = {**outcome(trainer), "float32_errors": errors}
     result["history"] = [entry for entry in trainer.state.log_history if "loss" in entry and "mismatch/k3_kl" in entry]
@@ -350,9 +349,9 @@ def faults(model: str, out: str) -> dict[str, Any]:
     return result
 
 
-def native_gap_changes_nothing(model: str, out: str, rate: float, agreement: float) -> dict[str, Any]:
+def measured(model: str, out: str, share: float) -> dict[str, Any]:
     """Train with and without measuring on the side."""
-    routing = {"mode": "R3", "native_gap_rate": rate, "agreement_rate": agreement}
+    routing = {"mode": "R3", "measured": share}
     return outcome(build(model, out, routing, use_vllm=True, rest={"precision": {"dtype": "float32"}}))
 
 

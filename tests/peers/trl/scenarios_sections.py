@@ -177,7 +177,7 @@ def correction(model: str, out: str, label: str) -> dict[str, Any]:
 
 
 def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
-    """Hold what the KL section adds to the gradient against its own term, by hand; TRL's own term for the preset."""
+    """Hold what the KL section adds to the gradient against its own term, by hand."""
     section = CASES["kl"][label]
     options = {**OWN, "loss_type": "dr_grpo"} if kind == "TRL GRPO" else OWN
     trainer = build(kind, fresh(model), out, {"kl": section}, **options)
@@ -189,12 +189,7 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     advantages = inputs["advantages"].double()[:, None]
     groups = inputs.get("prompt_group")
     config = KlConfig(**section)
-    if config.preset is not None:
-        # TRL's default since 1.10: k3 times the differentiable ratio.
-        ratio, d = (logps - logps.detach()).exp(), reference - logps
-        term = config.coef * ratio * (d.exp() - d - 1)
-        what = "the KL's part of the gradient is that of TRL's own term"
-    elif config.reward_path == "rewards":
+    if config.reward_path == "rewards":
         rewards = torch.tensor(
             graded(trainer.processing_class.batch_decode(inputs["completion_ids"], skip_special_tokens=True))
         )

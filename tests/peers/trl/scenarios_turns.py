@@ -39,7 +39,7 @@ SCHEMA = {
 
 BLOCK: dict[str, Any] = {
     "precision": {"dtype": "float32"},
-    "routing": {"mode": "R3", "agreement_rate": 1.0, "reference": True},
+    "routing": {"mode": "R3", "measured": 1.0, "reference": True},
     "sampling_mask": {},
     "correction": {"preset": "decoupled_token_is"},
     "kl": {"coef": 0.05},

@@ -39,7 +39,7 @@ def test_each_token_has_its_weights_and_what_both_sides_hold_is_the_same(
         "precision": {"dtype": "float32"},
         "correction": {"preset": "token_truncate"},
         "lr": {"trigger": "mismatch_kl"},
-        "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
+        "routing": {"mode": "R3", "measured": 1.0},
     }
     result = run(scenarios.train, model=moe, out=tmp_path, url=server, block=block).expect()
     # Every token against the weights of its version, on both sides of the updates that have cut it.

@@ -81,7 +81,6 @@ def test_a_clip_on_the_engines_ratio_is_warned_of_where_the_engine_is_coarser(
         ({"preset": "bypass_pg_is", "off_policy_threshold": 0.5}, {}, ["reinforce", "off_policy_mask_threshold"]),
         ({"preset": "bypass_pg_is"}, {"loss_type": "cispo"}, ["reinforce", "loss_type"]),
         ({"preset": "bypass_pg_is", "normalize": True}, {}, ["normalize", "micro-batch"]),
-        ({"preset": "tis", "veto": 1e-4, "compat": "unscored_is_one"}, {}, ["unscored_is_one"]),
     ],
 )
 def test_contradictions_are_refused(

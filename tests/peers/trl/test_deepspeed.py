@@ -29,7 +29,7 @@ BUILT = Path(sys.prefix) / "torch_extensions"
 STAGES = (2, 3)
 FLOAT32 = {"precision": {"dtype": "float32"}}
 FP16 = {"precision": {"dtype": "float16"}}
-PERIOD = {"period": 2, "count_from": "start"}
+PERIOD = {"period": 2, "warmup_steps": 0}
 # The model is small, and its loss at DeepSpeed's first scale overflows.
 SMALL_SCALE = {"fp16": {"enabled": "auto", "initial_scale_power": 8}}
 DENSE: dict[str, dict[str, Any]] = {
@@ -173,7 +173,7 @@ def test_steps_that_deepspeed_skips_are_not_counted(dense_runs: dict[str, Any]) 
 @pytest.fixture(scope="module")
 def moe_runs(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each of two processes found with experts, an engine for each."""
-    replays = {**FLOAT32, "routing": {"mode": "R3", "agreement_rate": 1.0}, "kl": {"coef": 0.05}}
+    replays = {**FLOAT32, "routing": {"mode": "R3", "measured": 1.0}, "kl": {"coef": 0.05}}
     runs: dict[str, Any] = {f"R3 {stage}": {"model": moe, "stage": stage, "block": replays} for stage in STAGES}
     masked = {**FLOAT32, "routing": {"mode": "R2"}, "sampling_mask": {}}
     runs["R2 3"] = {"model": moe, "stage": 3, "block": masked, "overrides": {"top_k": 8}}

@@ -39,10 +39,9 @@ def test_changed_settings_hold_and_are_told_and_a_damaged_state_is_refused(run: 
         return run(scenarios.leg, model=moe, out=tmp_path, mode="R2", **rest)
 
     go(steps=2).expect()
-    surge = {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0}
     changed = {
-        "kl": {"coef": 0.2, "controller": {"target_kl": 1e-3}},
-        "lr": {"period": 1, "count_from": "surge", "trigger": "grad_norm", "decay": 0.5, "surge": surge},
+        "kl": {"coef": 0.2, "target_kl": 1e-3},
+        "lr": {"trigger": "grad_norm", "decay": 0.5, "baseline_window": 1, "surge_ratio": 1.0001},
     }
     resumed = go(steps=3, resume=True, changed=changed)
     resumed.expect()

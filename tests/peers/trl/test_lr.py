@@ -19,9 +19,9 @@ else:
 # Halved every 2 steps after 2 of warm-up, at least 0.1 from the eighth on.
 HALVING = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1]
 WARM_COSINE = {"max_steps": 12, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
-# Responses grow from 4 tokens to 16 at step 3: with a baseline of 3 and no smoothing that is the surge, and the period
+# Responses grow from 4 tokens to 16 at step 3: with a baseline of 3 that is the surge, and the period
 # round(1.8 * 3) = 5 steps.
-SURGE = {"surge": {"baseline_window": 3, "smoothing": 1}}
+SURGE = {"baseline_window": 3}
 AFTER_SURGE = [1, 1, 1, 1, 1, 0.5, 0.5, 0.5]
 
 
@@ -123,12 +123,11 @@ def test_other_triggers_take_their_statistic(run: Run, dense: Path, tmp_path: Pa
         scenarios.train,
         model=dense,
         out=tmp_path,
-        # With nothing to smooth and next to no threshold whatever grows surges: 0.5 for each step after the first.
+        # With nothing to smooth and next to no multiple whatever grows beyond the least value of a surge does.
         lr={
-            "period": 1,
-            "count_from": "surge",
             "trigger": trigger,
-            "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+            "baseline_window": 1,
+            "surge_ratio": 1.0001,
         },
         use_vllm=engine,
         max_steps=8,
@@ -136,11 +135,11 @@ def test_other_triggers_take_their_statistic(run: Run, dense: Path, tmp_path: Pa
     ).expect()
     surges = [entry["mismatch/lr_surges"] for entry in result["metrics"]]
     thresholds = [entry.get("mismatch/lr_surge_threshold") for entry in result["metrics"]]
-    if trigger == "f_tau":  # in float32 no token is off by a tenth, and nothing never surges
-        assert surges == [0.0] * 8 and thresholds[-1] == 0.0
-    else:
-        surge = result["metrics"][-1]["mismatch/lr_surge_step"]
-        assert surges[-1] == 1 and multipliers(result)[-1] == max(0.5 ** (7 - surge), 0.1)
+    if trigger == "grad_norm":
+        last = result["metrics"][-1]
+        assert surges[-1] == 1 and last["mismatch/lr_period"] == round(1.8 * last["mismatch/lr_surge_step"])
+    else:  # in float32 there is no gap to speak of
+        assert surges == [0.0] * 8 and thresholds[-1] == {"mismatch_kl": 1e-3, "f_tau": 0.01}[trigger]
 
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])

@@ -58,7 +58,6 @@ def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tm
         "OwnFirst/surrogate": ["mismatch.kl with OwnFirst", "Own._compute_loss", "super()._compute_loss", "remove"],
         "OwnLast/surrogate": ["mismatch.kl with OwnLast", "Own._compute_loss", "super()._compute_loss", "remove"],
         "OwnSteps/surrogate": ["mismatch.kl with OwnSteps", "OwnSteps.training_step", "remove"],
-        "OwnLast/preset": ["mismatch.kl with OwnLast", "Own._compute_loss"],
     }
     for name, expected in words.items():
         assert all(word in found[name]["refused"] for word in expected), (name, found[name])

@@ -16,7 +16,7 @@ from tests.oracle import expect_float32
 
 BLOCK = {
     "precision": {"dtype": "float32"},
-    "routing": {"mode": "R3", "agreement_rate": 1.0, "native_gap_rate": 1.0},
+    "routing": {"mode": "R3", "measured": 1.0},
     "lr": {"period": 1},
 }
 

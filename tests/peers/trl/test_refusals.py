@@ -337,12 +337,6 @@ def test_the_callback_asks_whether_deepspeed_trains(peers: Any, tmp_path: Path) 
             {},
             ["mismatch.kl.reward_path='rewards' with tools", "use reward_path='surrogate'"],
         ),
-        (
-            {"monitor": {"alarms": {"reward": {"below": 0.0, "action": "call", "call": "no.such:function"}}}},
-            {},
-            {"use_vllm": False},
-            ["mismatch.monitor.alarms.reward.call: 'no.such:function' cannot be imported"],
-        ),
     ],
 )
 def test_a_trainer_refuses_before_it_loads_its_model(

@@ -66,7 +66,7 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
         "correction": {"preset": "token_truncate"},
         "kl": {"coef": 0.01},
         "lr": {},
-        "routing": {"mode": "R3", "agreement_rate": 1.0},
+        "routing": {"mode": "R3", "measured": 1.0},
         "monitor": {"doctor": "first_batch"},
     }
     ran = run(scenarios.train, model=moe, out=tmp_path, url=server, block=block)

@@ -10,7 +10,7 @@ from mismatch_ext.rundata import read_run
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import KILLED, VerlRun, run_verl
 
-BLOCK = ("+mismatch.precision.dtype=float32", "+mismatch.routing={mode:R3,agreement_rate:1.0}", "+mismatch.lr.period=2")
+BLOCK = ("+mismatch.precision.dtype=float32", "+mismatch.routing={mode:R3,measured:1.0}", "+mismatch.lr.period=2")
 STOP = "+mismatch.monitor.alarms={response_length/mean:{above:1e-9,patience:1,action:stop}}"
 STALL = "+mismatch.monitor.stall_timeout=100"
 LAST = 12

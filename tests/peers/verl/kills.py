@@ -26,10 +26,9 @@ else:
 # Every section that has a state, each with one that moves in every step.
 BLOCK = (
     "+mismatch.precision.dtype=float32",
-    "+mismatch.routing={mode:R3,agreement_rate:0.5,native_gap_rate:0.5}",
-    "+mismatch.kl={coef:0.05,controller:{target_kl:0.01}}",
-    "+mismatch.lr={period:1,count_from:surge,trigger:grad_norm,decay:0.9,"
-    "surge:{baseline_window:1,smoothing:1,ratio:1.0001,noise_margin:0.0,least:0.0}}",
+    "+mismatch.routing={mode:R3,measured:0.5}",
+    "+mismatch.kl={coef:0.05,target_kl:0.01}",
+    "+mismatch.lr={trigger:grad_norm,decay:0.9,baseline_window:1,surge_ratio:1.0001}",
     "+mismatch.monitor.alarms={response_length/mean:{above:1e-9,patience:4}}",
 )
 RESUMING = ("trainer.save_freq=1", "trainer.resume_mode=auto")

@@ -465,7 +465,6 @@ def settings() -> dict[str, Any]:
             ("precision", {"precision": {"dtype": "bfloat16"}, **off}),
             ("weight_sync", {}),
             ("reference", {"routing": {"mode": "R3", "reference": True}, **off}),
-            ("native_gap_rate", {"routing": {"mode": "R3", "native_gap_rate": 0.1}, **off}),
         ):
             found[name] = refused(megatron.megatron_settings, fresh(), MismatchConfig.parse(section))
         for name, block, override in (

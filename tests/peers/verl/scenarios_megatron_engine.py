@@ -36,8 +36,8 @@ PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
 TOKENS = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
 LAYERS, EXPERTS, TOP_K = 2, 16, 4
 OFF = {"monitor": {"weight_sync": "off"}}
-R3 = {"routing": {"mode": "R3", "agreement_rate": 1.0}, **OFF}
-R2 = {"routing": {"mode": "R2", "agreement_rate": 1.0}, **OFF}
+R3 = {"routing": {"mode": "R3", "measured": 1.0}, **OFF}
+R2 = {"routing": {"mode": "R2", "measured": 1.0}, **OFF}
 LED = {"lr": {"period": 2}, **OFF}
 OPTIM = "actor_rollout_ref.actor.optim"
 CONSTANT = (
@@ -281,7 +281,7 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
         "recomputed": (f"{recompute}granularity=full", f"{recompute}method=uniform", f"{recompute}num_layers=1"),
     }.items():
         rate = 1.0 if name != "dynamic" else 0.0
-        built = worker(model, {"routing": {"mode": "R3", "agreement_rate": rate}, **OFF}, *overrides)
+        built = worker(model, {"routing": {"mode": "R3", "measured": rate}, **OFF}, *overrides)
         ran = both(built, batch(routed_experts=given))
         passes = sum(len(call) for call in ran["seen"][0]) / sum(TOKENS)
         found[name] = {
@@ -381,17 +381,12 @@ def surge(model: str) -> dict[str, Any]:
     """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
     from mismatch_ext.adapters.verl.worker.lr import MegatronRate
 
-    section = {
-        "period_factor": 1.0,
-        "count_from": "start",
-        "floor": 0.5,
-        "surge": {"baseline_window": 2, "smoothing": 1},
-    }
+    section = {"warmup_steps": 0, "floor": 0.5, "baseline_window": 1}
     built = worker(model, {"lr": section, **OFF}, *CONSTANT)
     data, found = scored(built, batch()), {}
     found["without"] = refused(update, built, data)
     found["answers"], found["logged"] = [], []
-    for length in (10.0, 10.0, 30.0, 30.0):
+    for length in (10.0, 30.0, 30.0, 30.0):
         found["answers"].append(built.mismatch_update_lr(response_length=length))
         found["logged"] += update(built, data)["lr"]
     found["metrics"] = built.mismatch_metrics()
@@ -416,7 +411,7 @@ def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]
     led, seen = kind(block.lr, inner, schedule), [[] for _ in inner]
     for one, rates in zip(inner, seen, strict=True):
         one.register_step_pre_hook(lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"]))
-    for length in (10.0, 10.0, 30.0, 30.0):
+    for length in (10.0, 30.0, 30.0, 30.0):
         led.collect(response_length=length)
         led.lead()
         for one in inner:

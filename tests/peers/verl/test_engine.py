@@ -266,12 +266,7 @@ def test_what_the_engine_cannot_do_is_refused_when_it_is_built(run: Run, dense: 
 
 def test_the_loss_scaler_has_the_settings_of_the_block_and_is_on(scaled: Result) -> None:
     assert scaled["report"]["scaler"] == {"kind": "LossScaler", "enabled": True, "scale": 1024.0}
-    assert scaled["settings"] == {
-        "init_scale": 1024.0,
-        "growth_factor": 4.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 2,
-    }
+    assert scaled["settings"] == {"init_scale": 1024.0, "growth_interval": 2}
     assert (scaled["report"]["autocast_dtype"], scaled["report"]["parameter_dtypes"]) == ("float16", ["float32"])
 
 
@@ -293,15 +288,16 @@ def test_an_overflow_skips_the_step_and_holds_schedule_and_controller(scaled: Re
     assert [entry["skipped_steps"] for entry in updates] == [0, 0, 1, 0, 0, 0]
     assert [entry["epoch"] for entry in updates] == [1, 2, 2, 3, 4, 5]
     # Times 4 after two good steps in a row, by 4 after an overflow.
-    assert [entry["loss_scale"] for entry in updates] == [1024, 4096, 1024, 1024, 4096, 4096]
+    assert [entry["loss_scale"] for entry in updates] == [1024, 2048, 1024, 1024, 2048, 2048]
     assert [entry["lr_multiplier"] for entry in updates] == [1, 0.5, 0.25, 0.25, 0.125, 0.1]
     assert not math.isfinite(updates[2]["grad_norm"])
     assert all(math.isfinite(updates[i]["grad_norm"]) and updates[i]["grad_norm"] > 0 for i in (0, 1, 3, 4, 5))
 
 
 def test_endless_overflows_are_an_error(scaled: Result) -> None:
-    assert scaled["endless"][:3] == ["nothing was refused"] * 3
-    assert scaled["endless"][3].startswith("LossScaleError: gradients overflowed in 4 steps in a row")
+    *before, last = scaled["endless"]  # from 2^11 on, until the scale is below 1
+    assert before == ["nothing was refused"] * 11
+    assert last.startswith("LossScaleError: gradients overflowed in 12 steps in a row")
 
 
 @pytest.mark.in_process

@@ -38,9 +38,9 @@ FLOAT32_K3 = 0.5 * (256 * torch.finfo(torch.float32).eps) ** 2
 # Every section. The coefficient adapts from the first step on, and the rate is halved at every second.
 EVERYTHING = (
     "+mismatch.precision.dtype=float32",
-    "+mismatch.routing={mode:R3,agreement_rate:1.0,native_gap_rate:1.0}",
+    "+mismatch.routing={mode:R3,measured:1.0}",
     "+mismatch.correction.preset=decoupled_geo_rs_token_tis",
-    "+mismatch.kl={coef:0.05,controller:{target_kl:0.01}}",
+    "+mismatch.kl={coef:0.05,target_kl:0.01}",
     "+mismatch.lr.period=2",
     "+mismatch.monitor={alarms:{response_length/mean:{above:1e-9,patience:2}},doctor:first_batch}",
 )

@@ -54,7 +54,7 @@ def test_replay_halves_the_gap_of_bfloat16_at_least(tmp_path: Path) -> None:
         *("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.max_num_seqs=96"),
         *("actor_rollout_ref.actor.optim.lr=1e-5", *lasting(MANY)),
     )
-    block = "+mismatch.routing={mode:R3,agreement_rate:1.0,native_gap_rate:1.0}"
+    block = "+mismatch.routing={mode:R3,measured:1.0}"
     overrides = [*dtypes("bfloat16"), *many, block]
     run = run_verl(tmp_path, overrides, model=model, plugin=True, digits=UNFAMILIAR_DIGITS, timeout=900)
     steps = run.expect(MANY)

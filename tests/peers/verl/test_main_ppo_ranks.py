@@ -28,7 +28,7 @@ TWO = (
 def test_two_ranks_and_two_servers_have_no_gap_in_float32(tmp_path: Path) -> None:
     """In verl, every section runs with two ranks and two rollout servers, and replay is exact in float32."""
     sections = (
-        "+mismatch.routing={mode:R3,agreement_rate:1.0,native_gap_rate:1.0}",
+        "+mismatch.routing={mode:R3,measured:1.0}",
         "+mismatch.correction.preset=decoupled_geo_rs_token_tis",
         "+mismatch.kl.coef=0.05",
         "actor_rollout_ref.rollout.agent.num_workers=2",

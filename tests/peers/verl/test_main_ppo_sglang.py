@@ -19,9 +19,9 @@ pytestmark = pytest.mark.engine
 
 EVERYTHING = (
     "+mismatch.precision.dtype=float32",
-    "+mismatch.routing={mode:R3,agreement_rate:1.0,native_gap_rate:1.0}",
+    "+mismatch.routing={mode:R3,measured:1.0}",
     "+mismatch.correction.preset=decoupled_geo_rs_token_tis",
-    "+mismatch.kl={coef:0.05,controller:{target_kl:0.01}}",
+    "+mismatch.kl={coef:0.05,target_kl:0.01}",
     "+mismatch.lr.period=2",
 )
 

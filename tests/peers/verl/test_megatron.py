@@ -153,7 +153,6 @@ def test_verls_own_settings_are_set(ran: dict[str, Any]) -> None:
         ("precision", "mismatch.precision='set'"),
         ("weight_sync", "mismatch.monitor.weight_sync='error'"),
         ("reference", "mismatch.routing.reference=True"),
-        ("native_gap_rate", "mismatch.routing.native_gap_rate='> 0'"),
         ("padding", "actor_rollout_ref.model.use_remove_padding=False"),
         ("mtp", "actor_rollout_ref.model.mtp.enable=True"),
         ("contradiction", "actor_rollout_ref.actor.megatron.router_replay.mode='R2'"),

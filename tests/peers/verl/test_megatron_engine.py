@@ -204,7 +204,7 @@ def test_a_surge_lowers_the_rate_of_the_update_that_learns_from_it(ran: dict[str
     assert found["logged"] == pytest.approx([1e-4, 1e-4, 5e-5, 5e-5], rel=1e-9)
     assert [answer["lr_multiplier"] for answer in found["answers"]] == [1.0, 1.0, 0.5, 0.5]
     assert found["metrics"] == {
-        "lr_multiplier": 0.5, "lr_surges": 1.0, "lr_surge_step": 2.0, "lr_period": 2.0, "lr_surge_threshold": 20.0,
+        "lr_multiplier": 0.5, "lr_surges": 1.0, "lr_surge_step": 1.0, "lr_period": 2.0, "lr_surge_threshold": 20.0,
     }  # fmt: skip
     for refused in (found["without"], found["again"]):
         assert refused.startswith(

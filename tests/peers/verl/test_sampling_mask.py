@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 # All sections but the doctor, which scores without masks.
 SECTIONS = (
     "+mismatch.precision.dtype=float32",
-    "+mismatch.routing={mode:R3,agreement_rate:1.0,native_gap_rate:1.0}",
+    "+mismatch.routing={mode:R3,measured:1.0}",
     "+mismatch.correction.preset=decoupled_geo_rs_token_tis",
     "+mismatch.kl={coef:0.05}",
     "+mismatch.lr.period=2",

@@ -209,14 +209,14 @@ def test_verls_own_settings_are_taken_with_every_section(overrides: tuple[str, .
 
 def test_the_hydra_group_is_found_in_the_package() -> None:
     search = "hydra.searchpath=[pkg://mismatch_ext.adapters.verl.conf]"
-    overrides = [search, "+mismatch=default", "+mismatch.monitor.profile_every=2"]
+    overrides = [search, "+mismatch=default", "+mismatch.monitor.weight_sync=warn"]
     done = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "--cfg", "job"],
         capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "VERL_USE_EXTERNAL_PLUGINS": "auto"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert OmegaConf.create(done.stdout).mismatch == {"monitor": {"profile_every": 2}}
+    assert OmegaConf.create(done.stdout).mismatch == {"monitor": {"weight_sync": "warn"}}
 
 
 def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: pytest.MonkeyPatch) -> None:

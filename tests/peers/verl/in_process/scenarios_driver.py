@@ -246,7 +246,7 @@ def rewards() -> dict[str, Any]:
     mask = data.batch["response_mask"]
     d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask
     expected = data.batch["token_level_scores"] - 0.5 * d
-    section = block_of(kl={"coef": 0.1, "controller": {"target_kl": 1e-3, "proportional": 0.5, "integral": 0.1}}).kl  # type: ignore[assignment]
+    section = block_of(kl={"coef": 0.1, "target_kl": 1e-3}).kl  # type: ignore[assignment]
     control = KlTerm(section, 0.1)
     coefs = [adapted(data, control)["kl_coef"] for _ in range(3)]
     resumed = KlTerm(section, 0.1)

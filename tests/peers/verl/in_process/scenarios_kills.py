@@ -15,13 +15,12 @@ from tests.peers.death import Death, plain
 from tests.peers.verl.in_process.workers import batch, parameters, scored, update, worker
 
 BLOCK = {
-    "routing": {"mode": "R2", "agreement_rate": 0.5},
+    "routing": {"mode": "R2", "measured": 0.5},
     "lr": {
-        "period": 1,
-        "count_from": "surge",
         "trigger": "grad_norm",
         "decay": 0.9,
-        "surge": {"baseline_window": 1, "smoothing": 1, "ratio": 1.0001, "noise_margin": 0.0, "least": 0.0},
+        "baseline_window": 1,
+        "surge_ratio": 1.0001,
     },
 }
 

@@ -16,8 +16,9 @@ from mismatch_ext.adapters.verl.worker.spread import _blocks, shares
 from tensordict import TensorDict
 from torch import Tensor
 
-from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.metrics import MismatchAccumulator
+from mismatch_ext.recorder import SCATTER_SAMPLES
 from mismatch_ext.run.log import RunLog
 from tests.peers.verl.in_process.routes import nested, refused
 
@@ -44,11 +45,10 @@ def rows(seed: int = 0) -> tuple[TensorDict, Tensor]:
     return TensorDict(fields, batch_size=len(masks)), nested(whole)
 
 
-def driver(folder: str, **monitor: Any) -> Any:
+def driver(folder: str) -> Any:
     """Return verl's driver as far as it adds parts up."""
     found: Any = MeasuringMixin()
-    block = MismatchConfig(monitor=MonitorConfig(**monitor))
-    found._log = RunLog(block, Path(folder), info=dict, step=lambda: STEP)
+    found._log = RunLog(MismatchConfig(), Path(folder), info=dict, step=lambda: STEP)
     found.global_steps = STEP
     found.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(response_length=17)))
     return found
@@ -97,12 +97,12 @@ def parts() -> dict[str, Any]:
     whole.update(old, rollout, mask)
     found: dict[str, Any] = {"whole": figures(whole), "parts": []}
     with tempfile.TemporaryDirectory() as folder:
-        host = driver(folder, scatter_samples=6)
+        host = driver(folder)
         for sizes in ((7,), (4, 3), (2, 2, 2, 1)):
             measured_parts = parts_of(data, logprobs, sizes, **host._log.recorder.part())
             for order in itertools.permutations(measured_parts):
                 gaps, known = host._added_up(batch(), order)
-                merged = MismatchAccumulator(scatter_samples=6)
+                merged = MismatchAccumulator(scatter_samples=SCATTER_SAMPLES)
                 merged.load_state_dict(gaps.state_dict()["train"])
                 stated = host._known(batch(), known, gaps.scalars("train"))
                 scatter = merged.compute().scatter

@@ -176,7 +176,7 @@ def other_tokens(model: str) -> dict[str, Any]:
     found["native"], found["native_altered"] = logprobs(native, batch()), logprobs(native, changed(batch()))
     for mode in ("R3", "R2"):
         for packed in (False, True):
-            built = worker(model, {"routing": {"mode": mode, "agreement_rate": 1.0}}, use_remove_padding=packed)
+            built = worker(model, {"routing": {"mode": mode, "measured": 1.0}}, use_remove_padding=packed)
             data = scored(built, batch(routed_experts=routes) if mode == "R3" else batch())
             own: dict[str, Any] = {"scored": [row.tolist() for row in data["old_log_probs"].unbind()]}
             own["altered"] = logprobs(built, changed(data))
@@ -376,7 +376,7 @@ def sharded(model: str, routes: str, path: str) -> dict[str, Any]:
     for mode in ("R3", "R2"):
         # FSDP1 says whose gradient is where only with the original parameters.
         built = worker(
-            model, {"routing": {"mode": mode, "agreement_rate": 1.0}}, engine={"use_orig_params": strategy() == "fsdp"}
+            model, {"routing": {"mode": mode, "measured": 1.0}}, engine={"use_orig_params": strategy() == "fsdp"}
         )
         mine, rows = share(given)
         data = batch(mine, routed_experts=nested(rows)) if mode == "R3" else batch(mine)

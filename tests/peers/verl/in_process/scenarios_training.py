@@ -18,7 +18,7 @@ from tests.peers.verl.in_process.workers import R3, batch, parameters, scored, u
 
 BLOCK16 = {
     "precision": {"dtype": "float16", "loss_scale": {"init_scale": 2.0**15, "growth_interval": 5}},
-    "lr": {"surge": {"baseline_window": 3, "smoothing": 1}},
+    "lr": {"baseline_window": 3},
 }
 LENGTHS = [4.0, 4.0, 4.0, 4.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0]
 
@@ -36,10 +36,10 @@ def refusals(dense: str, moe: str) -> dict[str, str]:
 
 def scaler(model: str) -> dict[str, Any]:
     """Train in float16 with an overflow in the second update."""
-    settings = {"init_scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    settings = {"init_scale": 1024.0, "growth_interval": 2}
     block = {
-        "precision": {"dtype": "float16", "loss_scale": {**settings, "max_overflow_streak": 3}},
-        "lr": {"period": 1, "count_from": "start"},
+        "precision": {"dtype": "float16", "loss_scale": settings},
+        "lr": {"period": 1, "warmup_steps": 0},
     }
     built = worker(model, block, dtype="float16", optimizer={"lr_warmup_steps": 2, "lr_scheduler_type": "cosine"})
     engine = built.engine
@@ -62,7 +62,7 @@ def scaler(model: str) -> dict[str, Any]:
             }
         )
     with overflowing(engine):
-        found["endless"] = [refused(update, built, data) for _ in range(4)]
+        found["endless"] = [refused(update, built, data) for _ in range(12)]
     return found
 
 

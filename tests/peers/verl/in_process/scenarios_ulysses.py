@@ -85,7 +85,7 @@ def shared(model: str, routes: str, path: str) -> dict[str, Any]:
     for mode in ("R3", "R2"):
         built = worker(
             model,
-            {"routing": {"mode": mode, "agreement_rate": 1.0}},
+            {"routing": {"mode": mode, "measured": 1.0}},
             micro_batch=2,
             use_remove_padding=True,
             override_config={"attn_implementation": ATTENTION},

@@ -35,8 +35,8 @@ from tests.peers.verl.in_process.routes import nested
 torch.set_num_threads(1)
 register_engine()
 
-R3 = {"mode": "R3", "agreement_rate": 1.0}
-R2 = {"mode": "R2", "agreement_rate": 1.0}
+R3 = {"mode": "R3", "measured": 1.0}
+R2 = {"mode": "R2", "measured": 1.0}
 STRATEGY, FUSED = "VERL_TEST_STRATEGY", "VERL_TEST_FUSED"
 """Environment variables of a scenario: the strategy of its engines, fsdp2 unless it is set, and 1 for verl's fused head."""
 PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
