@@ -34,7 +34,6 @@ class CheckpointMixin(_Host):
     """Overrides the methods of Trainer that begin a training, save it and load it; `MismatchTrainerMixin` sets what is active."""
 
     _block: MismatchConfig | None
-    _acting: MismatchConfig
     _verdicts: Verdicts
     _log: RunLog
     _kl: KlTerm | None
@@ -229,7 +228,8 @@ class CheckpointMixin(_Host):
         self._log.load_state_dict(state or {}, step=self._saved_step)
         if state is not None:
             self._go_on_from(state)
-        precision = self._acting.precision
+        assert self._block is not None
+        precision = self._block.precision
         if self.is_deepspeed_enabled:
             return  # it keeps its own
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():

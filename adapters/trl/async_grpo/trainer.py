@@ -81,7 +81,6 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         if self._block is None:
             super().__init__(model, *args, **kwargs)
             return
-        self._acting = self._block
         self._verdicts = Verdicts(self._block.level, lambda: self.state.global_step)
         check_peers(type(self), self._block, use_vllm=True, server=True)
         _check_arguments(self._block, kwargs)
