@@ -73,6 +73,8 @@ def pair(
     found: dict[str, Any] = {}
     for kind, trainer_class, config_class in zip(("stock", "observe"), classes, configs, strict=True):
         given = {**arguments(f"{out}/{kind}"), "bf16": False, **overrides}
+        if configs[0] is RLOOConfig:
+            del given["vllm_importance_sampling_mode"]
         if kind == "observe":
             given["mismatch"] = {"level": "observe", **block}
         torch.manual_seed(0)

@@ -32,6 +32,8 @@ def check_stock(found: dict[str, Any], steps: int) -> None:
     """Compare an observed run with stock TRL: every number of its log, weights and random numbers."""
     stock, observed = found["stock"], found["observe"]
     assert len(stock["log"]) == steps and any(entry["grad_norm"] > 0 for entry in stock["log"])
+    for mine, theirs in zip(observed["log"], stock["log"], strict=True):
+        assert mine == theirs, {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
     for name in ("log", "parameters", "rng"):
         assert observed[name] == stock[name], name
 
