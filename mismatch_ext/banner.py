@@ -26,7 +26,6 @@ class Integration:
         trainer: Carries loss scaler and replay.
         correction, lr, kl: Carries the section of this name.
         precision: Sets the dtypes; "" if they are only audited.
-        sampler: Generates if there is no engine.
     """
 
     trainer: str
@@ -34,7 +33,6 @@ class Integration:
     lr: str
     kl: str
     precision: str = ""
-    sampler: str = "the trainer's own model"
 
 
 def banner(
@@ -79,7 +77,7 @@ def banner(
         parts = {"weights": block.precision.quantized.weights, "KV cache": block.precision.quantized.kv_cache}
         but = "".join(f", engine's {part} in {name}" for part, name in parts.items() if name is not None)
         lines.append(f"  precision  uniform {block.precision.dtype}{but}: audited on both sides{set_by}")
-    lines += _mitigations(block, integration, integration.sampler if engine is None else engine["engine"])
+    lines += _mitigations(block, integration, "" if engine is None else engine["engine"])
     if engine is not None:
         passes = "prefill, decode" if block.monitor.weight_sync_decode_tokens else "prefill"
         lines.append(f"  monitor    gap measured {measured}; weight sync check ({passes}): {block.monitor.weight_sync}")

@@ -72,7 +72,9 @@ def pair(
     """Train stock, then with a block that observes; each with the same fault."""
     found: dict[str, Any] = {}
     for kind, trainer_class, config_class in zip(("stock", "observe"), classes, configs, strict=True):
-        given = {**arguments(f"{out}/{kind}"), "bf16": False, **overrides}
+        # Grouped products of experts do not come out the same each time.
+        eager = {"experts_implementation": "eager"}
+        given = {**arguments(f"{out}/{kind}"), "bf16": False, "model_init_kwargs": eager, **overrides}
         if configs[0] is RLOOConfig:
             del given["vllm_importance_sampling_mode"]
         if kind == "observe":
