@@ -1,4 +1,4 @@
-"""Failure, checkpoint and resume: what a checkpoint holds beside TRL's own, and what is saved when a run fails."""
+"""Checkpoint and resume: what a checkpoint holds beside TRL's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl.replay import ScoreReplay
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, RunDirectoryError
+from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
@@ -34,7 +34,7 @@ class CheckpointMixin(_Host):
     _kl: KlTerm | None
     _lr: LrCallback | None
     _routing: ScoreReplay | None
-    _saved_step: int
+    _resumed_step: int
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
 
     @property
@@ -44,7 +44,7 @@ class CheckpointMixin(_Host):
         return self.args.output_dir
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
+        """Train as TRL does; the metrics file says how it ended."""
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         with self._verdicts.checking("metrics"):
@@ -53,7 +53,6 @@ class CheckpointMixin(_Host):
                 # Otherwise the parent refuses, and the metrics that are there stay as they are.
                 self._log.begin(resumed)
         # Forget what an earlier training of this trainer has left; a checkpoint's state is loaded after this.
-        self._saved_step = 0
         self._log.begin_anew()
         if self._lr is not None:
             self._lr.resume(None)
@@ -64,8 +63,6 @@ class CheckpointMixin(_Host):
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
-            if isinstance(error, MismatchError):
-                self._rescue(error)
             with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
                 # An error from a full disk must not replace the error in flight.
                 self._log.end("failed", f"{type(error).__name__}: {error}")
@@ -82,23 +79,6 @@ class CheckpointMixin(_Host):
         warnings.warn(message, stacklevel=4)
         self._log.event("warning", name, message, step=step)
 
-    def _rescue(self, error: MismatchError) -> None:
-        """Save a checkpoint of the last finished step, unless this run has saved that step."""
-        step = self.state.global_step
-        path = Path(self._output_dir) / f"checkpoint-{step}"
-        if step == 0 or self.accelerator.num_processes > 1:
-            # With several ranks a save is collective, and the others may not have failed.
-            return
-        if self._saved_step != step:
-            try:
-                self._save_checkpoint(self.model, trial=None)
-            except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
-                error.add_note(f"The training state of step {step} could not be saved in {path}: {failure}")
-                return
-        error.add_note(
-            f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}."
-        )
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._block is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -106,7 +86,6 @@ class CheckpointMixin(_Host):
                 # First: a checkpoint that the host has finished must not lack our part of it.
                 write_state(folder / STATE_FILE, self._state())
         super()._save_checkpoint(model, trial)
-        self._saved_step = self.state.global_step
 
     @property
     def _verified(self) -> bool:
@@ -136,10 +115,9 @@ class CheckpointMixin(_Host):
 
     def _load_ours(self, checkpoint: str) -> None:
         """Take over what a checkpoint holds beside the host's own."""
-        # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
-        self._saved_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
+        self._resumed_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
         state = read_state(Path(checkpoint) / STATE_FILE)
-        self._log.load_state_dict(state or {}, step=self._saved_step)
+        self._log.load_state_dict(state or {}, step=self._resumed_step)
         if state is not None:
             self._go_on_from(state)
         assert self._block is not None
@@ -166,4 +144,4 @@ class CheckpointMixin(_Host):
         if self._routing is not None and state.get("routing") is not None:
             self._routing.load_state_dict(state["routing"])
         for message in filter(None, messages):
-            self._told(self._saved_step, "settings_changed", message)
+            self._told(self._resumed_step, "settings_changed", message)

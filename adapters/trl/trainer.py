@@ -1,7 +1,7 @@
 """GRPOTrainer and RLOOTrainer with the `mismatch:` block.
 
 Order of a rollout: here `_generate_and_score_completions` (engine -> records -> gap), in `metrics.py` `log` (metrics ->
-loggers and run directory). What happens when something fails is in `checkpoint.py`.
+loggers and run directory).
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class MismatchTrainerMixin(
         check_images(self._block, args, kwargs)
         self._open_log(config.output_dir)
         self._masking = self._block.sampling_mask
-        self._saved_step = 0
         if self._block.kl is not None and self._block.kl.preset is None:
             self._kl = KlTerm(self._block.kl, config.beta)
             if self._block.kl.has_baseline and config.per_device_train_batch_size == 1:

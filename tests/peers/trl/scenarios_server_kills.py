@@ -61,7 +61,7 @@ def leg(
     try:
         trainer.train(resume_from_checkpoint=resume or None)
     except EngineError as error:
-        return {"error": str(error), "notes": error.__notes__, "step": trainer.state.global_step}
+        return {"error": str(error), "step": trainer.state.global_step}
     return kills.state_of(trainer)
 
 
