@@ -27,7 +27,6 @@ class Integration:
         trainer: Carries loss scaler and replay.
         correction, lr, kl: Carries the section of this name.
         precision: Sets the dtypes; "" if they are only audited.
-        sampler: Generates if there is no engine.
     """
 
     trainer: str
@@ -35,7 +34,6 @@ class Integration:
     lr: str
     kl: str
     precision: str = ""
-    sampler: str = "the trainer's own model"
 
 
 def banner(
@@ -58,19 +56,13 @@ def banner(
         measured: When the gap is measured, as "at every ...".
     """
     trainer, engine = header["trainer"], header["engine"]
-    observes = block.level == "observe"
-    if observes:
-        none = "observed, not applied"
-        integration = Integration(
-            trainer=none, correction=none, lr=none, kl=none, precision=none, sampler=integration.sampler
-        )
     scaler = trainer["scaler"]
     scaler_text = f"{scaler['class']} at {scaler['scale']:g}" if scaler else "none"
-    active = "observes, and changes nothing in," if observes else "is active on"
+    active = "observes, and changes nothing in," if block.level == "observe" else "is active on"
     lines = [
         f"mismatch-ext {header['versions']['mismatch-ext']} {active} {header['run']['host']}",
         f"  trainer    {', '.join(trainer['parameter_dtypes'])} weights, autocast {trainer['autocast_dtype'] or 'off'}, "
-        f"loss scaler {scaler_text}   [{'the host as it is' if observes else integration.trainer}]",
+        f"loss scaler {scaler_text}   [{integration.trainer}]",
     ]
     if engine is None:
         lines.append("  engine     none: the trainer's own model generates")
@@ -83,11 +75,10 @@ def banner(
         lines.append("  precision  not asked for: the dtypes of both sides are the host's own choice")
     else:
         set_by = f"   [{integration.precision}]" if integration.precision else ""
-        done = "compared with both sides" if observes else "audited on both sides"
         parts = {"weights": block.precision.quantized.weights, "KV cache": block.precision.quantized.kv_cache}
         but = "".join(f", engine's {part} in {name}" for part, name in parts.items() if name is not None)
-        lines.append(f"  precision  uniform {block.precision.dtype}{but}: {done}{set_by}")
-    lines += _mitigations(block, integration, integration.sampler if engine is None else engine["engine"])
+        lines.append(f"  precision  uniform {block.precision.dtype}{but}: audited on both sides{set_by}")
+    lines += _mitigations(block, integration, "" if engine is None else engine["engine"])
     if engine is not None:
         lines.append(
             f"  monitor    gap measured {measured}; weight sync check (prefill, decode): {block.monitor.weight_sync}"
@@ -106,16 +97,10 @@ def _mitigations(block: MismatchConfig, integration: Integration, sampler: str) 
         where = "old-logprob pass, update" if block.routing.mode == "R3" else "update"
         where += ", reference" if block.routing.reference else ""
         done = f"recorded by {source}, replayed in {where}"
-        if block.level == "observe":
-            r3 = block.routing.mode == "R3"
-            done = (
-                f"recorded by {source}, compared with the trainer's" if r3 else "the trainer's own, nothing to compare"
-            )
         lines.append(f"  routing    {block.routing.mode}: {done}   [{integration.trainer}]")
     if block.sampling_mask is not None:
         where = "old-logprob pass, update, reference"
-        done = "not replayed" if block.level == "observe" else f"of {sampler}, replayed in {where}"
-        lines.append(f"  sampling   masks {done}   [{integration.trainer}]")
+        lines.append(f"  sampling   masks of {sampler}, replayed in {where}   [{integration.trainer}]")
     if block.lr is not None:
         lines.append(f"  lr         {rule_of(block.lr)}   [{integration.lr}]")
     if block.kl is not None:

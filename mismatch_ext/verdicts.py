@@ -5,10 +5,8 @@ Every check that could end a run is called inside a block of one `Verdicts`:
     with verdicts.checking("weight_sync"):
         checker.raise_for(verdict)
 
-Under `enforce`, the block has no effect. Under `observe`, an error of this package becomes a finding: it is warned of once,
-counted, and written to the run's metrics file with the step at which the run would have ended. Any other exception in the block
-comes from our own measurement; it does not end the run either, and becomes a finding that says so. The host's code never runs in
-such a block.
+Under `enforce`, the block has no effect. Under `observe`, an exception in the block becomes a finding: it is warned of once,
+counted, and written to the run's metrics file. The host's code never runs in such a block.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from mismatch_ext.errors import MismatchError
 
@@ -32,11 +30,8 @@ EVENT = "observed"
 """Name of a finding's event in `metrics.jsonl`."""
 METRIC = "observed/"
 """Prefix of the metrics that count findings, by check."""
-ENFORCE = "enforce/"
-"""Prefix of the metrics that `enforce` would have had; `observe` computes them without applying anything."""
 ALL_WRITTEN = 8
 """Number of a check's first findings that are all written; of later findings, only some are."""
-STOP, APPLY, FAILED = "stop", "apply", "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +41,16 @@ class Finding:
     Attributes:
         check: Name of the check.
         step: Number of finished optimizer steps.
-        kind: `stop` if `enforce` would have ended the run here; `apply` if `enforce` would first have set the property that is
-            not as asked for; `failed` if our own measurement failed.
-        message: The error that `enforce` raises, or the failure.
+        message: The error that `enforce` raises.
     """
 
     check: str
     step: int
-    kind: str
     message: str
 
     def sentence(self) -> str:
         """Return the finding as a sentence for the user."""
-        said = {
-            STOP: f"enforce would have stopped at step {self.step}",
-            APPLY: f"not as asked at step {self.step}; enforce sets it, and stops where it cannot",
-            FAILED: f"measurement failed at step {self.step}",
-        }
-        return f"mismatch.level='observe': {self.check}: {said[self.kind]}: {self.message}"
+        return f"mismatch.level='observe': {self.check} failed at step {self.step}: {self.message}"
 
 
 class Verdicts:
@@ -80,7 +67,7 @@ class Verdicts:
     def __init__(self, level: Level, step: Callable[[], int] | None = None) -> None:
         self.level = level
         self.counts: Counter[str] = Counter()
-        self._written: Counter[tuple[str, str]] = Counter()
+        self._written: Counter[str] = Counter()
         self._step = step
         self._sink: Sink | None = None
         self._kept: list[Finding] = []
@@ -102,20 +89,18 @@ class Verdicts:
                 self._write(finding)
 
     @contextmanager
-    def checking(self, check: str, *, applied: bool = False) -> Iterator[None]:
+    def checking(self, check: str) -> Iterator[None]:
         """Run a check; under `observe`, an exception becomes a finding, and the run goes on after the block.
 
         Args:
             check: Name of the check, of letters, digits and underscores.
-            applied: Whether the check is about a property that a section sets under `enforce`, but not under `observe`.
         """
         try:
             yield
         except Exception as error:
             if not self.observes:
                 raise
-            kind = FAILED if not isinstance(error, MismatchError) else APPLY if applied else STOP
-            self.found(check, f"{type(error).__name__}: {error}", kind=kind)
+            self.found(check, f"{type(error).__name__}: {error}")
 
     @contextmanager
     def around(self, check: str, manager: AbstractContextManager[Value]) -> Iterator[Value | None]:
@@ -141,17 +126,16 @@ class Verdicts:
         with self.checking(check):
             stack.close()
 
-    def found(self, check: str, message: str, *, kind: str = STOP, step: int | None = None) -> None:
+    def found(self, check: str, message: str, *, step: int | None = None) -> None:
         """Note a finding; only under `observe`, where checks do not raise.
 
         Args:
             check: Name of the check.
             message: Message of the finding.
-            kind: As in `Finding`.
             step: Step of the finding; None for the present step.
         """
         step = self._step() if step is None and self._step is not None else step or 0
-        self.add([Finding(check=check, step=step, kind=kind, message=message)])
+        self.add([Finding(check=check, step=step, message=message)])
 
     def add(self, findings: Sequence[Finding], *, said: bool = False) -> None:
         """Take findings: warn of the first one of each check, and write or keep them.
@@ -183,8 +167,8 @@ class Verdicts:
     def _write(self, finding: Finding) -> None:
         """Write a finding. If a check fails again and again, write the first few, then only those numbered by a power of two."""
         assert self._sink is not None
-        self._written[finding.check, finding.kind] += 1
-        count = self._written[finding.check, finding.kind]
+        self._written[finding.check] += 1
+        count = self._written[finding.check]
         if count > ALL_WRITTEN and count & (count - 1):
             return
         sink, self._sink = self._sink, None  # if writing fails, that failure must not be written too
@@ -199,7 +183,3 @@ class Verdicts:
     def metrics(self) -> dict[str, float]:
         """Return the number of findings so far by check, under their metric names without the package's prefix."""
         return {METRIC + check: float(count) for check, count in sorted(self.counts.items())}
-
-    def named(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return a section's metrics under names that say whether it acted."""
-        return {ENFORCE + name: value for name, value in metrics.items()} if self.observes else metrics

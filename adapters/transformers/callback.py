@@ -14,7 +14,7 @@ from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
-from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback, ObservedLr, check_optimizer
+from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback, check_optimizer
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -54,25 +54,21 @@ class MismatchCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, mismatch: MismatchConfig | Mapping[str, Any] | str | Path) -> None:
-        block = MismatchConfig.parse(mismatch)
-        self.block = MismatchConfig() if block is None else block
+        self.block = (MismatchConfig.parse(mismatch) or MismatchConfig()).acting
         self._verdicts = Verdicts(self.block.level)
-        self._lr: LrCallback | None = None
         for name in NEEDS_A_TRAINER:
             if getattr(self.block, name) is not None:
-                with self._verdicts.checking("sections"):
-                    raise ConfigError(
-                        f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, "
-                        "monitor. Remove it, or use MismatchGRPOTrainer."
-                    )
+                raise ConfigError(
+                    f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, "
+                    "monitor. Remove it, or use MismatchGRPOTrainer."
+                )
         if self.block.monitor.doctor is not None:
             with self._verdicts.checking("sections"):
                 raise ConfigError(
                     f"mismatch.monitor.doctor={self.block.monitor.doctor!r} with MismatchCallback: a callback reaches no "
                     "rollouts; allowed: none. Remove it, or use MismatchGRPOTrainer."
                 )
-        with self._verdicts.checking("lr"):
-            self._lr = self._control()
+        self._lr = self._control()
         Monitor(self.block.monitor, TRL)  # imports the functions that alarms call, before anything starts
         self._log: RunLog | None = None
         self._alarms = AlarmCallback(self._opened)
@@ -87,7 +83,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
                 f"mismatch.lr.trigger={lr.trigger!r} with MismatchCallback: the trainer does not log it; allowed: "
                 "response_length, grad_norm. Use MismatchGRPOTrainer for the others."
             )
-        return ObservedLr(lr, self._verdicts) if self._verdicts.observes else LrCallback(lr)
+        return LrCallback(lr)
 
     def state(self) -> dict[str, Any]:
         """Return what transformers saves in a checkpoint's `trainer_state.json`."""
@@ -248,8 +244,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         """
         if not logs or "loss" not in logs or self._log is None:
             return
-        with self._verdicts.checking("lr"):
-            self._lead(state, logs)
+        self._lead(state, logs)
         with self._verdicts.checking("metrics"):
             logs |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
             self._log.write(state.global_step, logs)
@@ -259,7 +254,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         """Log the rate that was applied, and let what was logged decide the next rate."""
         if self._lr is None or not self._lr.rate.attached:
             return
-        applied = {PREFIX + name: value for name, value in self._verdicts.named(self._lr.rate.metrics()).items()}
+        applied = {PREFIX + name: value for name, value in self._lr.rate.metrics().items()}
         logs |= applied
         if state.log_history:
             state.log_history[-1] |= applied

@@ -10,9 +10,8 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import TRL
-from mismatch_ext.lr import RateControl, ShadowRate
+from mismatch_ext.lr import RateControl
 from mismatch_ext.lr.control import innermost
-from mismatch_ext.verdicts import Verdicts
 
 LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
 """Names under which TRL's trainers log the lengths of their rollouts."""
@@ -25,18 +24,14 @@ class LrCallback(TrainerCallback):
 
     Args:
         config: The `lr` section.
-        rate: The control of the rate; None builds one from the section.
 
     Attributes:
         rate: The control of the rate.
-        acts: Whether the multiplier is applied to the trainer's optimizer.
     """
 
-    acts = True
-
-    def __init__(self, config: LrConfig, rate: RateControl | None = None) -> None:
+    def __init__(self, config: LrConfig) -> None:
         self.config = config
-        self.rate = RateControl(config, kept_in=KEPT_IN) if rate is None else rate
+        self.rate = RateControl(config, kept_in=KEPT_IN)
         self._saved: Mapping[str, Any] | None = None
 
     def resume(self, saved: Mapping[str, Any] | None) -> None:
@@ -100,50 +95,6 @@ class LrCallback(TrainerCallback):
     def release(self) -> None:
         """Take the control off, if there is one."""
         self.rate.detach()
-
-
-class ObservedLr(LrCallback):
-    """Computes the rate that the control would have set, without changing the trainer's optimizer.
-
-    Args:
-        config: The `lr` section.
-        verdicts: Decides what happens to errors of the control.
-    """
-
-    acts = False
-    rate: ShadowRate
-
-    def __init__(self, config: LrConfig, verdicts: Verdicts) -> None:
-        super().__init__(config, ShadowRate(config, kept_in=KEPT_IN))
-        self._verdicts = verdicts
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *rest: Any, **kwargs: Any
-    ) -> None:
-        """Begin as the parent does, beside the trainer's optimizer."""
-        with self._verdicts.checking("lr"):
-            super().on_train_begin(args, state, control, *rest, **kwargs)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Let what was collected since the last step lead this one."""
-        with self._verdicts.checking("lr"):
-            super().on_pre_optimizer_step(args, state, control)
-
-    def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Step as the trainer's optimizer did, and note the multiplier that would have been applied."""
-        with self._verdicts.checking("lr"):
-            if self.rate.attached and not getattr(optimizer, "step_was_skipped", False):
-                self.rate.step()
-            super().on_optimizer_step(args, state, control)
 
 
 class EngineLr(LrCallback):

@@ -1,4 +1,4 @@
-"""Failure, checkpoint and resume: what a checkpoint holds beside TRL's own, and what is saved when a run fails."""
+"""Checkpoint and resume: what a checkpoint holds beside TRL's own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import broadcast_object_list
-from mismatch_ext.adapters.transformers.checkpoint import load_converted
 from mismatch_ext.adapters.transformers.lr import LrCallback
-from mismatch_ext.adapters.transformers.whole import resumable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.replay import ScoreReplay
-from transformers.trainer import TRAINER_STATE_NAME
-from trl.trainer.utils import RepeatSampler
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
+from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
@@ -34,14 +29,12 @@ class CheckpointMixin(_Host):
     """Overrides the methods of Trainer that begin a training, save it and load it; `MismatchTrainerMixin` sets what is active."""
 
     _block: MismatchConfig | None
-    _acting: MismatchConfig
     _verdicts: Verdicts
     _log: RunLog
     _kl: KlTerm | None
     _lr: LrCallback | None
     _routing: ScoreReplay | None
-    _saved_step: int
-    _train_sampler: Any = None
+    _resumed_step: int
     vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
 
     @property
@@ -50,31 +43,16 @@ class CheckpointMixin(_Host):
         assert self.args.output_dir is not None
         return self.args.output_dir
 
-    @property
-    def _repairs(self) -> bool:
-        """Whether there is a block, and it may do otherwise than stock where stock is wrong."""
-        return self._block is not None and not self._verdicts.observes
-
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; when one of our checks or the engine fails, save the training state first."""
+        """Train as TRL does; the metrics file says how it ended."""
         if self._block is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        passed_over: list[str] = []
-        with self._verdicts.checking("checkpoint"):
-            chosen, passed_over = self._resumable(resume_from_checkpoint)
-            if self._repairs:
-                resume_from_checkpoint = chosen
-            else:
-                passed_over = [f"enforce would not resume as TRL does: {message}" for message in passed_over]
         with self._verdicts.checking("metrics"):
             resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
             if resumed is not None or not resume_from_checkpoint:
                 # Otherwise the parent refuses, and the metrics that are there stay as they are.
                 self._log.begin(resumed)
-            for message in passed_over:
-                self._told(resumed or 0, "torn_checkpoint", message)
         # Forget what an earlier training of this trainer has left; a checkpoint's state is loaded after this.
-        self._saved_step = 0
         self._log.begin_anew()
         if self._lr is not None:
             self._lr.resume(None)
@@ -85,8 +63,6 @@ class CheckpointMixin(_Host):
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
-            if isinstance(error, MismatchError):
-                self._rescue(error)
             with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
                 # An error from a full disk must not replace the error in flight.
                 self._log.end("failed", f"{type(error).__name__}: {error}")
@@ -98,60 +74,18 @@ class CheckpointMixin(_Host):
             self._log.end("completed")
         return result
 
-    def _resumable(self, asked: Any) -> tuple[Any, list[str]]:
-        """Return the checkpoint to resume, and what to say of others; if the last is asked for, it is the last whole one.
-
-        The main process looks, and all ranks take its answer, because they may see a folder at different moments.
-
-        Raises:
-            RecordError: There is none, or the one that was named is not whole.
-        """
-        found: list[Any] = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                found = [resumable(asked, self._output_dir), None]
-            except RecordError as error:
-                found = [None, str(error)]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        if found[1] is not None:
-            raise RecordError(found[1])
-        chosen, messages = found[0]
-        return chosen, messages
-
     def _told(self, step: int, name: str, message: str) -> None:
         """Warn, and write the warning among the events of the step that is resumed."""
         warnings.warn(message, stacklevel=4)
         self._log.event("warning", name, message, step=step)
 
-    def _rescue(self, error: MismatchError) -> None:
-        """Save a checkpoint of the last finished step, unless this run has saved that step."""
-        step = self.state.global_step
-        path = Path(self._output_dir) / f"checkpoint-{step}"
-        if step == 0 or self.accelerator.num_processes > 1:
-            # With several ranks a save is collective, and the others may not have failed.
-            return
-        if self._saved_step != step:
-            try:
-                self._save_checkpoint(self.model, trial=None)
-            except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
-                error.add_note(f"The training state of step {step} could not be saved in {path}: {failure}")
-                return
-        error.add_note(
-            f"The training state of step {step} is in {path}; resume with resume_from_checkpoint={str(path)!r}."
-        )
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._block is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            if self._repairs:
-                # A checkpoint that is saved over is not whole until the host has written this file, its last, anew.
-                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             with self._verdicts.checking("checkpoint"):
                 # First: a checkpoint that the host has finished must not lack our part of it.
                 write_state(folder / STATE_FILE, self._state())
         super()._save_checkpoint(model, trial)
-        self._saved_step = self.state.global_step
 
     @property
     def _verified(self) -> bool:
@@ -172,64 +106,22 @@ class CheckpointMixin(_Host):
             state["routing"] = self._routing.state_dict()
         return state
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the parent's sampler, and keep it: a resumed run shuffles on from where the checkpoint's run stood."""
-        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
-        return self._train_sampler
-
-    def _shuffle_on(self) -> None:
-        """Let TRL's sampler draw the orders of the epochs that are done.
-
-        The sampler draws one order per epoch, from a generator of its own that begins with the seed. Otherwise the first epoch
-        of a resumed run would have the order of the very first epoch again.
-        """
-        if (
-            isinstance(self._train_sampler, RepeatSampler)
-            and self._train_sampler.shuffle
-            and not self.args.ignore_data_skip
-        ):
-            for _ in range(int(self.state.epoch or 0)):
-                next(iter(self._train_sampler), None)
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run an epoch as the parent does, unless the run was complete when it was resumed: transformers takes one more step."""
-        if self._repairs and 0 < self.state.max_steps <= self.state.global_step:
-            self.control.should_training_stop = True
-            return None
-        return super()._run_epoch(*args, **kwargs)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load weights as the parent does, and also those that were saved under other names, for example experts."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        if self.state.best_model_checkpoint is not None:
-            self._load_renamed(self.state.best_model_checkpoint, self.model)
-
-    def _load_renamed(self, checkpoint: str, model: Any) -> None:
-        if self._repairs and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            load_converted(self.accelerator.unwrap_model(model), checkpoint)
-
     def _load_scaler(self, checkpoint: str | None) -> None:
         super()._load_scaler(checkpoint)
         if self._block is None or checkpoint is None:
             return
-        if self._repairs:
-            self._shuffle_on()
         with self._verdicts.checking("checkpoint"):
             self._load_ours(checkpoint)
 
     def _load_ours(self, checkpoint: str) -> None:
         """Take over what a checkpoint holds beside the host's own."""
-        # The run starts where this checkpoint stands: a failure before its first step has nothing new to save.
-        self._saved_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
+        self._resumed_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
         state = read_state(Path(checkpoint) / STATE_FILE)
-        self._log.load_state_dict(state or {}, step=self._saved_step)
+        self._log.load_state_dict(state or {}, step=self._resumed_step)
         if state is not None:
             self._go_on_from(state)
-        precision = self._acting.precision
+        assert self._block is not None
+        precision = self._block.precision
         if self.is_deepspeed_enabled:
             return  # it keeps its own
         if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
@@ -252,4 +144,4 @@ class CheckpointMixin(_Host):
         if self._routing is not None and state.get("routing") is not None:
             self._routing.load_state_dict(state["routing"])
         for message in filter(None, messages):
-            self._told(self._saved_step, "settings_changed", message)
+            self._told(self._resumed_step, "settings_changed", message)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
@@ -54,36 +52,27 @@ class MismatchConfigMixin(_Host):
     )
 
     def __post_init__(self) -> None:
-        block = self.mismatch_block()
-        if block is not None:
-            self.mismatch = block.to_dict()
+        given = MismatchConfig.parse(self.mismatch)
+        if given is not None:
+            self.mismatch, block = given.to_dict(), given.acting
             # Findings of the configuration wait in it for the trainer.
             self._verdicts = verdicts = Verdicts(block.level)
-            # Under `observe` the block is rehearsed on a copy, which says what it would have set.
-            target = copy.copy(self) if verdicts.observes else self
             with verdicts.checking("settings"):
-                target._check_host(block)
+                self._check_host(block)
             if block.precision is not None:
-                with verdicts.checking("precision_settings"):
-                    target._follow_precision(block.precision.dtype)
-            with verdicts.checking("objective_settings"):
-                target._follow_objective(block)
+                self._follow_precision(block.precision.dtype)
+            self._follow_objective(block)
             if block.routing is not None:
-                with verdicts.checking("routing_settings"):
-                    target._check_routing(block.routing)
-            self._would_set = {
-                f.name: (getattr(self, f.name), getattr(target, f.name))
-                for f in dataclasses.fields(self)
-                if getattr(self, f.name) is not getattr(target, f.name)
-            }
+                self._check_routing(block.routing)
         super().__post_init__()
-        if block is not None:
+        if given is not None:
             with verdicts.checking("settled_settings"):
                 self._check_settled(block)
 
     def mismatch_block(self) -> MismatchConfig | None:
-        """Return the parsed block, or None when there is none."""
-        return MismatchConfig.parse(self.mismatch)
+        """Return the block with the sections that act, which under `observe` are none; None without a block."""
+        block = MismatchConfig.parse(self.mismatch)
+        return None if block is None else block.acting
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:

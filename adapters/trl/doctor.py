@@ -45,10 +45,9 @@ def read_trl(path: Path, checkpoint: str | None = None) -> HostRun:
         raise ConfigError(f"--trl: {where} has no model_name_or_path; add it, or give the run's checkpoint there.")
     _ensure_started(args, model, where)
     block = args.mismatch_block()
-    acting = None if block is None else block.acting
     name = checkpoint or str(model.model_name_or_path)
     ensure_checkpoint("--model" if checkpoint else f"--trl: {where}: model_name_or_path", name)
-    precision = None if acting is None or acting.precision is None else acting.precision.dtype
+    precision = None if block is None or block.precision is None else block.precision.dtype
     autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else None
     init: dict[str, Any] = dict(args.model_init_kwargs or {})
     weights = _weights_dtype(init.get("dtype", model.dtype), name)
@@ -72,7 +71,7 @@ def read_trl(path: Path, checkpoint: str | None = None) -> HostRun:
         "trust_remote_code": args.trust_remote_code,
         "generation_config": "auto",
     }
-    routing = None if acting is None else acting.routing
+    routing = None if block is None else block.routing
     sides: dict[str, Any] = dict(
         model=name,
         dtype=precision or auto_dtype(name),

@@ -64,14 +64,13 @@ class Colocated(engine.InProcess):
 
     Args:
         llm: The engine.
-        repairs: Whether a CPU engine gets weights in a way that suits it, instead of in TRL's own.
     """
 
     fresh = True
 
-    def __init__(self, llm: LLM, *, repairs: bool) -> None:
+    def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
-        self._repairs = repairs and is_cpu(llm)
+        self._on_cpu = is_cpu(llm)
 
     @property
     def longest(self) -> int:
@@ -89,7 +88,7 @@ class Colocated(engine.InProcess):
 
     def update(self, plain: Callable[[], None], weights: Weights) -> None:
         """Send the trainer's weights."""
-        if self._repairs:
+        if self._on_cpu:  # TRL's own way does not suit it
             engine.update_weights(self.llm, weights())
         else:
             plain()

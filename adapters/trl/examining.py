@@ -39,7 +39,6 @@ class ExaminingMixin(_Host):
     """Examines batches of `MismatchTrainerMixin`, which sets the attributes that are used here."""
 
     _block: MismatchConfig | None
-    _acting: MismatchConfig
     _verdicts: Verdicts
     _log: RunLog
     _readings: dict[str, Any]
@@ -81,7 +80,7 @@ class ExaminingMixin(_Host):
         return shared
 
     def _found(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> Diagnosis:
-        generation, routing = self.vllm_generation, self._acting.routing
+        generation, routing = self.vllm_generation, self._config.routing
         sent, generation.sent = generation.sent, None
         assert sent is not None
         policy = self.accelerator.unwrap_model(self.model)

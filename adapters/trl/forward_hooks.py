@@ -41,7 +41,6 @@ class RoutingMixin(_Host):
 
     _routing: ScoreReplay | None = None
     # Compares routes and replays none.
-    _watched_routing: ScoreReplay | None = None
     # The batch that is generated and scored, or the micro-batch whose loss is computed; None between them.
     _rollout_pass: RolloutPass | None = None
     _eval_split: str
@@ -194,8 +193,7 @@ class RoutingMixin(_Host):
 
     def _routing_agreement(self, split: str) -> Agreement | None:
         """Return the agreement since the last log, over all ranks; None where nothing was measured."""
-        routing = self._watched_routing if self._routing is None else self._routing
-        return None if routing is None else routing.take_agreement(split, self._ranks)
+        return None if self._routing is None else self._routing.take_agreement(split, self._ranks)
 
 
 def rows_of_batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

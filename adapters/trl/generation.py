@@ -99,11 +99,9 @@ class CheckedGeneration:
         self.sampling = sampling
         self.patch_digest = patch_digest
         self.verdicts = Verdicts("enforce") if verdicts is None else verdicts
-        self.layout: MoeLayout | None = None
+        self.layout = layout
         if layout is not None:
-            with self.verdicts.checking("routing"):
-                rollout.record_routing()
-                self.layout = layout
+            rollout.record_routing()
         self.weight_version = 0
         self.reading = rollout.reading()
         # RLOOTrainer asks for no log-probabilities, and drops those that it gets.
@@ -176,7 +174,7 @@ class CheckedGeneration:
         with self._engine_failures_named("updating weights"):
             self.engine.update(self._plain_sync, self._sent_parameters)
         self.weight_version += 1
-        with self.verdicts.checking("precision", applied=True):
+        with self.verdicts.checking("precision"):
             self.trainer.on_sent(frozenset(self._sending.dtypes))
         if self.verifies:
             with self.verdicts.checking("weight_sync"):
@@ -229,12 +227,11 @@ class CheckedGeneration:
             EngineError: The engine failed.
             RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
         """
-        observes = self.verdicts.observes
         self.send_moved()
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
-        version = None if observes or self.layout is None else lambda: self.weight_version
+        version = None if self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
-        capture = self.verdicts.around("records" if self.layout is None else "routes", self.engine.captured(version))
+        capture = self.verdicts.around("records", self.engine.captured(version))
         patches = () if self.masks is None else self.masks.patches
         ours = self.verdicts.around("engine", self.engine.generating())
         with self._engine_failures_named("generating"), ours, capture as outputs:
@@ -245,15 +242,12 @@ class CheckedGeneration:
             supports, result = self.masks.of(result, (outputs or []) if patches else None)
         with self.verdicts.checking("records"):
             prompt_ids, completion_ids, logprobs, _ = result
-            routing = None
-            with self.verdicts.checking("routes"):
-                routing = self._routing(outputs or [], len(completion_ids))
             records = to_records(
                 prompt_ids,
                 completion_ids,
                 [[top[0] for top in row] for row in logprobs],
                 provenance=self.provenance(),
-                routing=routing,
+                routing=self._routing(outputs or [], len(completion_ids)),
                 supports=supports,
                 finish_reasons=_finish_reasons(outputs or [], completion_ids),
             )

@@ -14,9 +14,7 @@ from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.run.info import run_info
 from mismatch_ext.versions import installed
 
-INTEGRATION = Integration(
-    trainer="subclass", correction="subclass", lr="callback", kl="patch", sampler="transformers' generation"
-)
+INTEGRATION = Integration(trainer="subclass", correction="subclass", lr="callback", kl="patch")
 
 FIXES = TrainerFixes(
     autocast_off="Turn mixed precision off (fp16=False, bf16=False)",

@@ -56,6 +56,6 @@ class LrMixin(_Host):
 
     def _get_learning_rate(self) -> float:
         """Return the rate that is applied; the parent reads the optimizer's own under some schedules."""
-        if self._lr is None or not self._lr.rate.attached or not self._lr.acts:
+        if self._lr is None or not self._lr.rate.attached:
             return super()._get_learning_rate()
         return self._lr.rate.rate

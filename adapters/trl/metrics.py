@@ -16,6 +16,7 @@ from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.routing.agreement import Agreement
+from mismatch_ext.run.pending import findings_of_ranks
 from mismatch_ext.weight_sync import SyncVerdict
 
 
@@ -73,7 +74,7 @@ class LoggingMixin(SidesMixin):
             metrics |= self.accelerator.scaler.metrics()
         metrics |= self._further_metrics()
         if self._lr is not None:
-            metrics |= self._verdicts.named(self._lr.rate.metrics())
+            metrics |= self._lr.rate.metrics()
         return prefixed(metrics)
 
 
@@ -86,7 +87,6 @@ class MetricsMixin(LoggingMixin):
 
         @property
         def _scored_sampling(self) -> SamplingSettings: ...
-        def _findings_of_ranks(self) -> None: ...
         def _routing_agreement(self, split: str) -> Agreement | None: ...
         def _other_passes(self, split: str) -> dict[str, float]: ...
         def _examined_metrics(self) -> dict[str, float]: ...
@@ -108,7 +108,7 @@ class MetricsMixin(LoggingMixin):
         agreement = None
         # Each collective in a check of its own: a rank on which one fails still takes part in the others.
         with self._verdicts.checking("findings"):
-            self._findings_of_ranks()
+            findings_of_ranks(self._verdicts, self._ranks)
         with self._verdicts.checking("metrics"):
             extra = self._log.recorder.flush(split, self.state.global_step)
         with self._verdicts.checking("metrics"):

@@ -51,7 +51,6 @@ from mismatch_ext.records import SamplingSettings
 class PreflightMixin(SidesMixin):
     """Builds and checks both sides; `MismatchTrainerMixin` holds what happens from then on."""
 
-    _watched_routing: ScoreReplay | None
     _routing: ScoreReplay | None
     # Token ids that are still to be held against the model's vocabulary.
     _vocabulary: Tensor | None
@@ -67,10 +66,6 @@ class PreflightMixin(SidesMixin):
         if config.use_vllm and config.vllm_mode == "server":
             # What a server computes in is in its own command, which is checked.
             return [] if self._verdicts.observes else [SERVER_CLIENT.calling(ClientOf(ServerCheck(self._config)))]
-        if self._verdicts.observes:
-            # Recording copies the ids beside the computation, and changes no number of it.
-            records = r3 and config.use_vllm and config.vllm_tensor_parallel_size == 1
-            return [engine_arguments({FLAG: True}, optional=True)] if records else []
         if not config.use_vllm:
             return []
         arguments: dict[str, Any] = {}
@@ -91,8 +86,6 @@ class PreflightMixin(SidesMixin):
 
     def _step_patches(self, config: MismatchGRPOConfig) -> list[Patch]:
         """Return the patches that come and go in each step: around losses, replayed forward passes and weight updates."""
-        if self._verdicts.observes:
-            return []
         patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
         patches += CHECKPOINTS if self._config.routing is not None else ()
         patches += [FUSED_HEAD, *top_logprobs()] if self._config.sampling_mask is not None else []
@@ -118,12 +111,8 @@ class PreflightMixin(SidesMixin):
             with self._verdicts.checking("lora"):
                 check_base(self.model)
         if self._config.routing is not None:
-            with self._verdicts.checking("routing"), RoutingRefusals(self._config.routing):
-                found = ScoreReplay(self._config.routing, self.model, self.args.seed)
-                if self._verdicts.observes:
-                    self._watched_routing = found
-                else:
-                    self._routing = found
+            with RoutingRefusals(self._config.routing):
+                self._routing = ScoreReplay(self._config.routing, self.model, self.args.seed)
         self._check_precision()
 
     def _begin(self, patch_digest: str) -> None:
@@ -140,7 +129,7 @@ class PreflightMixin(SidesMixin):
         if self.use_vllm:
             with self._verdicts.checking("engine"):
                 self._find_engine()
-        with self._verdicts.checking("precision", applied=True):
+        with self._verdicts.checking("precision"):
             self._audit()
         if self._readiness is not None:
             self._warn(READINESS, self._readiness)
@@ -161,7 +150,7 @@ class PreflightMixin(SidesMixin):
     @property
     def _scored_sampling(self) -> SamplingSettings:
         """The sampling settings that the trainer's log-probabilities do not follow: a sampling mask follows truncation."""
-        return self._sampling if self._acting.sampling_mask is None else self._sampling.without_truncation()
+        return self._sampling if self._config.sampling_mask is None else self._sampling.without_truncation()
 
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -171,7 +160,7 @@ class PreflightMixin(SidesMixin):
         """Note what stands behind TRL's wrapper."""
         generation: Any = self.vllm_generation
         if generation.mode == "colocate":
-            self._engine = Colocated(generation.llm, repairs=not self._verdicts.observes)
+            self._engine = Colocated(generation.llm)
             return
         self._engine = served = Served(generation, self.accelerator)
         if self._verdicts.observes:
@@ -182,7 +171,7 @@ class PreflightMixin(SidesMixin):
     def _wrap_engine(self, patch_digest: str) -> None:
         """Put the engine behind checks of its weights and rollouts."""
         vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
-        routing = self._watched_routing if self._routing is None else self._routing
+        routing = self._routing
         self.vllm_generation = CheckedGeneration(
             self.vllm_generation,
             self._engine,
@@ -213,7 +202,7 @@ class PreflightMixin(SidesMixin):
 
     def _engine_masks(self) -> EngineMasks | None:
         """Return what makes sampling masks of the engine's answers; None where none are asked for."""
-        if self._acting.sampling_mask is None:
+        if self._config.sampling_mask is None:
             return None
         vocabulary = logits_width(self.accelerator.unwrap_model(self.model))
         if vocabulary is None:
@@ -221,7 +210,7 @@ class PreflightMixin(SidesMixin):
                 "mismatch.sampling_mask: the model's configuration has no vocab_size: it is not known what its logits are "
                 "over; remove mismatch.sampling_mask."
             )
-        return EngineMasks(min(self._acting.sampling_mask.asked(self._sampling), vocabulary), vocabulary)
+        return EngineMasks(min(self._config.sampling_mask.asked(self._sampling), vocabulary), vocabulary)
 
     def _verifiable(self) -> MonitorConfig:
         """Return the `monitor` section, without the weight check where it is impossible (`enforce` has refused that before)."""

@@ -101,34 +101,6 @@ class ScoreReplay(RouteReplay):
                 parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
         return _joined(parts)
 
-    def compare_scored(
-        self,
-        score: Score,
-        model: nn.Module,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        length: int,
-        batch_size: int | None,
-        *,
-        traces: Sequence[RoutingTrace],
-        split: str,
-    ) -> None:
-        """Compare recorded routes with those that the model chooses in passes of our own, which change nothing in the run.
-
-        Args:
-            score, model, tokens, attention_mask, length, batch_size, traces, split: As for `replay`.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens, or cannot be this model's.
-        """
-        for rows in _chunks(len(tokens), batch_size):
-            ids, mask = tokens[rows], attention_mask[rows]
-            trace, recorded = _aligned(traces[rows], mask, length)
-            with torch.no_grad(), torch.random.fork_rng(), backend.record_routing(model) as recording:
-                score(model, ids, mask, length, len(ids))
-            native = _of_pass(recording.passes, ids, mask)
-            self.compare(trace, native, recorded, real=mask.bool().flatten(), split=split)
-
     def record(
         self,
         score: Score,

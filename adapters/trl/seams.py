@@ -336,11 +336,7 @@ SEAMS = (
         what="resuming with the state that each section has",
         claims=(
             Has(f"{_BASE}._save_checkpoint"),
-            Has(f"{_BASE}._load_from_checkpoint"),
-            Has(f"{_BASE}._load_best_model"),
             Has(f"{_BASE}._load_scaler"),
-            Has(f"{_BASE}._get_train_sampler"),
-            Has(f"{_BASE}._run_epoch"),
         ),
         upstream=_TRAINER,
     ),

@@ -39,8 +39,6 @@ class SidesMixin(_Host):
     """What every trainer with a block does to know its two sides; a subclass says what engine it has, and what it refuses."""
 
     _block: MismatchConfig | None
-    # The sections that may change something: under `observe` none.
-    _acting: MismatchConfig
     _verdicts: Verdicts
     _ranks: Ranks
     _log: RunLog
@@ -70,7 +68,7 @@ class SidesMixin(_Host):
 
     @property
     def _config(self) -> MismatchConfig:
-        """The block, for methods that run only with one."""
+        """The block with the sections that act, for methods that run only with one."""
         assert self._block is not None
         return self._block
 
@@ -100,7 +98,7 @@ class SidesMixin(_Host):
             return
         with self._verdicts.checking("sharding"):
             self._check_sharding()
-        precision = self._acting.precision
+        precision = self._config.precision
         if precision is not None and precision.dtype == "float16":
             if self.is_deepspeed_enabled:
                 reduce_in_float32(configured(self.accelerator))  # the rest of float16 is DeepSpeed's own
@@ -113,13 +111,11 @@ class SidesMixin(_Host):
         """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
         if self._config.precision is None:
             return
-        with self._verdicts.checking("precision", applied=True):
-            policy = PrecisionPolicy.of(self._config.precision)
-            audit(policy, self._read_trainer(), None, None, FIXES).raise_for_findings()
-        with self._verdicts.checking("readiness"):
-            # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
-            parameters = gathered(self.accelerator.unwrap_model(self.model), self.accelerator.device)
-            self._readiness = check_readiness(parameters, self._config.precision)
+        policy = PrecisionPolicy.of(self._config.precision)
+        audit(policy, self._read_trainer(), None, None, FIXES).raise_for_findings()
+        # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
+        parameters = gathered(self.accelerator.unwrap_model(self.model), self.accelerator.device)
+        self._readiness = check_readiness(parameters, self._config.precision)
 
     def _audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back, and refuse those that are not as asked."""

@@ -1,7 +1,7 @@
 """GRPOTrainer and RLOOTrainer with the `mismatch:` block.
 
 Order of a rollout: here `_generate_and_score_completions` (engine -> records -> gap), in `metrics.py` `log` (metrics ->
-loggers and run directory). What happens when something fails is in `checkpoint.py`.
+loggers and run directory).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.accelerate.deepspeed import engine_of
-from mismatch_ext.adapters.transformers.lr import EngineLr, LrCallback, ObservedLr
+from mismatch_ext.adapters.transformers.lr import EngineLr, LrCallback
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, phantom
@@ -25,7 +25,6 @@ from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.metrics import MetricsMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
-from mismatch_ext.adapters.trl.observing import ObservingMixin
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
 from mismatch_ext.adapters.trl.preflight import PreflightMixin
@@ -72,7 +71,6 @@ class MismatchTrainerMixin(
     PreflightMixin,
     MetricsMixin,
     CheckpointMixin,
-    ObservingMixin,
     ObjectiveMixin,
     LrMixin,
     ExaminingMixin,
@@ -93,11 +91,9 @@ class MismatchTrainerMixin(
         if self._block is None:
             super().__init__(model, *args, **kwargs)
             return
-        self._acting = self._block.acting
         self._verdicts = Verdicts(self._block.level)
         self._verdicts.add(config._verdicts.kept, said=True)
-        with self._verdicts.checking("objective"):
-            check_objective(type(self), self._block)
+        check_objective(type(self), self._block)
         for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
             if installed(peer) is None:
                 require(peer)  # without it there is nothing to observe either
@@ -105,14 +101,12 @@ class MismatchTrainerMixin(
             server = config.vllm_mode == "server"
             stitches = any(kwargs.get(key) for key in STITCHING)
             check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server, stitches=stitches)
-        with self._verdicts.checking("images"):
-            check_images(self._block, args, kwargs)
+        check_images(self._block, args, kwargs)
         self._open_log(config.output_dir)
-        self._masking = self._acting.sampling_mask
-        self._saved_step = 0
-        if self._acting.kl is not None:
-            self._kl = KlTerm(self._acting.kl, config.beta)
-            if self._acting.kl.has_baseline and config.per_device_train_batch_size == 1:
+        self._masking = self._block.sampling_mask
+        if self._block.kl is not None:
+            self._kl = KlTerm(self._block.kl, config.beta)
+            if self._block.kl.has_baseline and config.per_device_train_batch_size == 1:
                 warnings.warn(
                     "mismatch.kl.baseline='leave_one_out' with per_device_train_batch_size=1: the baseline is the mean "
                     "over other completions of a micro-batch, and there are none; the KL term is right but spreads more.",
@@ -120,54 +114,30 @@ class MismatchTrainerMixin(
                 )
         patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
-        with config.claimed(), building, patched as patches, EngineRefusals(self._acting):
+        with config.claimed(), building, patched as patches, EngineRefusals(self._block):
             # The patches of each step are checked here, before a model or an engine is built.
             self._patches = [] if patches is None else patches.describe() + described(*self._step_patches(config))
             with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
-        if self._acting.lr is not None:
-            section = self._acting.lr
+        if self._block.lr is not None:
+            section = self._block.lr
             stepped = self.is_deepspeed_enabled
             self._lr = EngineLr(section, lambda: engine_of(self.accelerator)) if stepped else LrCallback(section)
             self.add_callback(self._lr)
-        self._in_loss = sections_in_loss(self._acting)
+        self._in_loss = sections_in_loss(self._block)
         self._around_loss = self._kl is not None or bool(self._in_loss)
         if self._in_loss:
             self.add_callback(ArrivalCallback(self))
-        if self._acting.correction is not None:
-            settings = resolve(self._acting.correction)
+        if self._block.correction is not None:
+            settings = resolve(self._block.correction)
             if native_options(settings) is None:
                 self._correction = CorrectionTerm(settings, self._ranks)
-        if self._verdicts.observes:
-            self._watch(config)
         self._begin("none" if patches is None else digest_of(self._patches))
-        if self._verdicts.observes:
-            self._tell_what_enforce_sets(config)
-
-    def _watch(self, config: Any) -> None:
-        """Build the objects that compute, beside the run, what the sections would have done."""
-        block = self._config
-        if block.lr is not None:
-            self._lr = ObservedLr(block.lr, self._verdicts)
-            self.add_callback(self._lr)
-        if block.correction is not None:
-            with self._verdicts.checking("correction"):
-                self._watched_correction = CorrectionTerm(resolve(block.correction), self._ranks)
-        if block.kl is not None and (coef := block.kl.coef or config.beta):
-            self._watched_kl = KlTerm(block.kl, coef)
-
-    def _tell_what_enforce_sets(self, config: Any) -> None:
-        """Write which of TRL's own arguments the block would have set."""
-        changes = {name: {"is": was, "enforce": would} for name, (was, would) in config._would_set.items()}
-        if changes:
-            said = ", ".join(f"{name}={c['enforce']!r} (is {c['is']!r})" for name, c in changes.items())
-            data = {name: {key: str(value) for key, value in c.items()} for name, c in changes.items()}
-            self._log.event("info", "enforce_sets", f"enforce would have set {said}.", data)
 
     @contextlib.contextmanager
     def _rewarding(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """Yield the constructor's arguments, with the KL penalty among the reward functions when it is to be there."""
-        if self._acting.kl is None or not self._acting.kl.in_rewards:
+        if self._config.kl is None or not self._config.kl.in_rewards:
             yield args, kwargs
             return
         functions = kwargs["reward_funcs"] if "reward_funcs" in kwargs else args[0] if args else None
@@ -200,7 +170,7 @@ class MismatchTrainerMixin(
         batch = RolloutPass()
         keeping = self.vllm_generation.keeping(batch.records) if self._verified else contextlib.nullcontext()
         with overridden(self, _rollout_pass=batch), keeping:
-            return self._measured(inputs, batch) if self._verdicts.observes else self._generated(inputs, batch)
+            return self._generated(inputs, batch)
 
     def _generated(self, inputs: list[dict[str, Any]], batch: RolloutPass) -> dict[str, Any]:
         """Generate and score a batch as TRL does, then measure it, correct it and adapt to it."""
@@ -230,14 +200,20 @@ class MismatchTrainerMixin(
         training = self.model.training
         gap = None
         if self.use_vllm:
-            records = self._check_records(output, batch)
-            if ROLLOUT not in output:
-                output[ROLLOUT] = self._recorded_logprobs(records, mask)
-            old_logprobs = self._old_logprobs(output)
-            split = "train" if training else self._eval_split
-            gap = (old_logprobs, output[ROLLOUT], mask.bool())
-            self._log.observe(split, *gap)
-            self._examine(output, gap, batch.records)
+            split, records = "train" if training else self._eval_split, None
+            with self._verdicts.checking("records"):
+                records = self._check_records(output, batch)
+            with self._verdicts.checking("gap"):
+                # First, because ranks that share a model take this pass together.
+                old_logprobs = self._old_logprobs(output)
+                if ROLLOUT not in output:
+                    output[ROLLOUT] = self._recorded_logprobs(records, mask)
+                found = (old_logprobs, output[ROLLOUT], mask.bool())
+                self._log.observe(split, *found)
+                gap = found
+                self._examine(output, found, None if records is None else batch.records)
+            if self._verdicts.observes and not all(self._ranks.gather(gap is not None)):
+                gap = None  # what follows is over all ranks
             if self._routing is not None and self._routing.draws.native_gap():
                 with overridden(self, _routing=None):
                     native = self._score_again(output)
@@ -246,7 +222,7 @@ class MismatchTrainerMixin(
                 mode = "train" if training else "eval"
                 for name, value in self._correction.apply(output, old_logprobs, mask).items():
                     self._metrics[mode][PREFIX + name].append(value)
-            if training and isinstance(self, GRPOTrainer):
+            if training and gap is not None and isinstance(self, GRPOTrainer):
                 clips = clips_engine_ratio(
                     None if self._correction is None else self._correction.settings, self.loss_type
                 )

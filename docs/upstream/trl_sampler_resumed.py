@@ -4,7 +4,7 @@ from trl.trainer.utils import RepeatSampler
 
 PEER = "trl"
 REPORTED = "not reported"
-WORKAROUND = "`CheckpointMixin._shuffle_on` (adapters/trl/checkpoint.py) draws the orders of the epochs that are done"
+WORKAROUND = "none of ours: draw the orders of the epochs that are done from the sampler before you train"
 
 
 def sampler() -> RepeatSampler:
@@ -24,13 +24,8 @@ def seen(resume=lambda resumed: None) -> str:
 
 
 def with_workaround() -> str:
-    """Resume as this package's trainer does."""
-    from types import SimpleNamespace as Of
-
-    from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
-
-    done = Of(args=Of(ignore_data_skip=False), state=Of(epoch=1.0))
-    return seen(lambda resumed: CheckpointMixin._shuffle_on(Of(_train_sampler=resumed, **vars(done))))
+    """Draw the order of the first epoch again first."""
+    return seen(lambda resumed: next(iter(resumed)))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ class MismatchConfig:
     """The whole `mismatch:` block."""
 
     level: Level = "enforce"
-    """`enforce` applies the sections, and ends a run whose checks fail. `observe` measures, warns and logs: no section acts, no
-    number of the host's changes, no run ends, and the report says what `enforce` would have done; see docs/observe.md."""
+    """`enforce` applies the sections, and ends a run whose checks fail. `observe` applies no section, measures as an empty block
+    does, and warns of each check that fails; see docs/metrics.md."""
     precision: PrecisionConfig | None = None
     """Uniform precision on both sides; absent leaves the host's dtypes alone."""
     correction: CorrectionConfig | None = None
@@ -54,7 +54,7 @@ class MismatchConfig:
 
     @property
     def acting(self) -> MismatchConfig:
-        """The block with the sections that act: all of them, or under `observe` none that changes something."""
+        """The block with the sections that act: all of them, or under `observe` none."""
         if self.level == "enforce":
             return self
         return replace(self, precision=None, correction=None, kl=None, routing=None, sampling_mask=None, lr=None)

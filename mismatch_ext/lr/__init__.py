@@ -3,7 +3,7 @@
 from mismatch_ext.config import LrConfig
 from mismatch_ext.lr.control import LrControl
 from mismatch_ext.lr.controller import LrController
-from mismatch_ext.lr.rate import RateControl, ShadowRate
+from mismatch_ext.lr.rate import RateControl
 from mismatch_ext.lr.state import LrState
 from mismatch_ext.lr.statistics import (
     LengthStatistics,
@@ -20,7 +20,6 @@ __all__ = [
     "LrController",
     "LrState",
     "RateControl",
-    "ShadowRate",
     "gap_statistics",
     "leading_statistics",
     "length_statistics",

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.lr.control import LrControl
@@ -266,30 +264,3 @@ class RateControl:
                 f"mismatch.lr cannot go on from this checkpoint: {said} To begin anew instead, take the state of mismatch.lr out "
                 f"of the checkpoint ({self._kept_in})."
             ) from error
-
-
-class ShadowRate(RateControl):
-    """Computes the rate that the control would set, with an optimizer of its own; the host's optimizer is left unchanged.
-
-    It counts the calls of `step`. The schedule's rate is 1.
-    """
-
-    def attach(
-        self,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        *,
-        warmup: int = 0,
-        step: int = 0,
-        steps: int = 0,
-        updates: Callable[[], int] | None = None,
-    ) -> None:
-        """Do as `RateControl.attach`, with an optimizer that replaces the host's; the arguments of the host are not used."""
-        weight = torch.zeros(1, requires_grad=True)
-        weight.grad = torch.zeros(1)
-        self._optimizer = torch.optim.SGD([weight], lr=1.0)
-        super().attach(self._optimizer, warmup=warmup, step=step, steps=steps)
-
-    def step(self) -> None:
-        """Take a step, because the host's optimizer took one."""
-        self._optimizer.step()

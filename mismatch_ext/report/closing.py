@@ -16,7 +16,6 @@ from mismatch_ext.report.summary import ABS_DIFF_MEAN
 from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import run_status
 from mismatch_ext.rundata import METRICS_FILE, EventRecord, RunData
-from mismatch_ext.verdicts import APPLY, FAILED, STOP
 
 ALARM_EVENT = "alarm"
 # Used if our own metric is not logged: TRL measures this one without a block.
@@ -57,21 +56,16 @@ def _status(run: RunData) -> str:
 
 
 def _observed(run: RunData) -> list[str]:
-    """Say what `enforce` would have done in a run that only observed."""
+    """Name the checks that failed in a run that only observed."""
     if level_of_run(run) != "observe":
         return []
     found = observed(run)
     if not found:
-        return [_line("observed", "no check failed: enforce would not have stopped")]
+        return [_line("observed", "no check failed")]
     lines: list[str] = []
     for one in found:
-        said = {
-            STOP: f"enforce would have stopped at step {one.first_step}",
-            APPLY: f"not as asked at step {one.first_step}, which enforce sets",
-            FAILED: f"measurement failed at step {one.first_step}",
-        }.get(one.kind, one.kind)
-        times = "" if one.times == 1 else f", {_times(one.times)} in all"
-        lines.append(_line("" if lines else "observed", f"{one.check}: {said}{times}"))
+        failed = f"{one.check}: failed {_times(one.times)}, first at step {one.first_step}"
+        lines.append(_line("" if lines else "observed", failed))
     return lines
 
 

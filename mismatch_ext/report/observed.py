@@ -1,4 +1,4 @@
-"""Read from the metrics file of a run that only observed what `enforce` would have done."""
+"""The failed checks of a run under `mismatch.level: observe`, read from its metrics file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mismatch_ext.rundata import RunData
-from mismatch_ext.verdicts import EVENT, STOP
+from mismatch_ext.verdicts import EVENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,14 +15,12 @@ class Observed:
 
     Attributes:
         check: Its name.
-        kind: `stop`, `apply` or `failed`, as in `mismatch_ext.verdicts.Finding`.
         first_step: Step of the first finding.
-        times: The check found this at least so often: not every finding is written, but each written one says its number.
+        times: The check failed at least so often: not every finding is written, but each written one says its number.
         message: Message of the first finding.
     """
 
     check: str
-    kind: str
     first_step: int
     times: int
     message: str
@@ -36,23 +34,18 @@ def level_of_run(run: RunData) -> str:
 
 
 def observed(run: RunData) -> list[Observed]:
-    """Return the findings of a run, one per check and kind: first those that would have stopped it, each group by step."""
-    found: dict[tuple[str, str], Observed] = {}
+    """Return the findings of a run, one per check, in the order of their first steps."""
+    found: dict[str, Observed] = {}
     for event in run.events:
         data = event.data
         if event.name != EVENT or not isinstance(data, dict):
             continue
-        check, kind, message = (str(data.get(key, "")) for key in ("check", "kind", "message"))
+        check, message = str(data.get("check", "")), str(data.get("message", ""))
         count = data.get("count")
         times = count if isinstance(count, int) and not isinstance(count, bool) else 1
-        first = found.get((check, kind))
+        first = found.get(check)
         if first is None:
-            found[check, kind] = Observed(check=check, kind=kind, first_step=event.step, times=times, message=message)
+            found[check] = Observed(check=check, first_step=event.step, times=times, message=message)
         else:
-            found[check, kind] = replace(first, times=max(first.times, times))
-    return sorted(found.values(), key=lambda one: (one.kind != STOP, one.first_step))
-
-
-def first_stop(run: RunData) -> Observed | None:
-    """Return the finding at which `enforce` would have ended a run, or None."""
-    return next((one for one in observed(run) if one.kind == STOP), None)
+            found[check] = replace(first, times=max(first.times, times))
+    return sorted(found.values(), key=lambda one: one.first_step)

@@ -15,12 +15,11 @@ from mismatch_ext.report import tables
 from mismatch_ext.report.charts import require_plotly, style
 from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
 from mismatch_ext.report.figures import sections
-from mismatch_ext.report.observed import first_stop, level_of_run, observed
+from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, summarise
 from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import LEVEL_LABELS, judge, verdict
 from mismatch_ext.rundata import METRICS_FILE, RunData
-from mismatch_ext.verdicts import APPLY, FAILED, STOP
 from mismatch_ext.versions import installed
 
 TEMPLATE = "template.html.j2"
@@ -48,11 +47,6 @@ COLUMN_LABELS = {
     "ess_seq": ("ESS seq", "effective sample size of the sequence weights as a fraction, mean over steps"),
 }
 STATUS_LABELS = {"completed": "completed", "failed": "ended with an error", "open": "no end line"}
-OBSERVED_LABELS = {
-    STOP: "enforce would have stopped",
-    APPLY: "not as asked: enforce sets it, or stops",
-    FAILED: "measurement failed",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +174,7 @@ def _context(runs: Mapping[str, RunData], summary: Summary, unread: Sequence[tup
         "setting_tables": tables.setting_tables(runs),
         "patch_rows": tables.patch_rows(runs),
         "config_texts": tables.config_texts(runs),
-        "observed": [
-            (name, first_stop(run), observed(run)) for name, run in runs.items() if level_of_run(run) == "observe"
-        ],
-        "observed_labels": OBSERVED_LABELS,
+        "observed": [(name, observed(run)) for name, run in runs.items() if level_of_run(run) == "observe"],
         "events": events,
         "events_left_out": events_left_out,
         "missing": [*tables.missing(runs, summary), *unread],

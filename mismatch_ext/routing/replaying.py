@@ -90,7 +90,7 @@ class MeasuredPasses:
 
     def begin_anew(self) -> None:
         """Start the draws again, because a training begins."""
-        self._random, self._compared = random.Random(self._seed), False
+        self._random = random.Random(self._seed)
 
     def agreement(self) -> bool:
         """Draw whether the model's own choice is measured in a replayed pass."""
@@ -99,11 +99,6 @@ class MeasuredPasses:
     def native_gap(self) -> bool:
         """Draw whether a rollout batch is also scored without replay; never under R2, whose recorded pass is without."""
         return self._random.random() < self._config.measured and self._config.mode == "R3"
-
-    def comparison(self) -> bool:
-        """Draw whether a batch without replay is scored once more to compare routes; the first batch always is."""
-        first, self._compared = not self._compared, True
-        return first or self.agreement()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the draws as JSON-able data."""
@@ -200,21 +195,6 @@ class RouteReplay:
             self._check(trace, replay.native, mask)
         if drawn:
             self._count(split, self._agreement_of(trace, replay.native, mask, real))
-
-    def compare(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> None:
-        """Compare recorded routes with those that the model chose in a pass without replay; no rank waits for another.
-
-        Args:
-            trace, mask, real, split: As for `replaying`.
-            native: Routes that the model chose, R rows.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens, or cannot come from this model.
-        """
-        if not self._checked and bool((checked := self._checkable(trace, mask)).any()):
-            self._checked = True
-            check_plausible(trace, native, checked)
-        self._count(split, self._agreement_of(trace, native, mask, real))
 
     def _agreement_of(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, real: Tensor) -> Agreement:
         """Compare the comparable rows; the other recorded rows count neither as compared nor as rows without a route."""

@@ -52,8 +52,8 @@ class Parts:
             verdicts=verdicts,
             tell=lambda message: warnings.warn(message, stacklevel=5),
         )
-        self.used = Used(block.acting, measures=not verdicts.observes)
-        kl = block.acting.kl
+        self.used = Used(block, measures=not verdicts.observes)
+        kl = block.kl
         self.kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
         self.routes, self.stepper, self.weights = Routes(loop), Stepper(loop), Weights(loop)
 
@@ -64,7 +64,7 @@ class Parts:
             state: Saved state of the run to resume; None begins a new run.
         """
         loop = self._loop
-        precision = loop.block.acting.precision
+        precision = loop.block.precision
         if precision is not None:
             set_precision(precision, loop.trainer)
         dtype = loop.trainer.reading().compute_dtype

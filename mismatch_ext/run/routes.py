@@ -27,7 +27,7 @@ class Routes:
     """
 
     def __init__(self, loop: Loop) -> None:
-        self._loop, self._trainer, self._section = loop, loop.trainer, loop.block.acting.routing
+        self._loop, self._trainer, self._section = loop, loop.trainer, loop.block.routing
         self.replay: RouteReplay | None = None
 
     def begin(self) -> None:

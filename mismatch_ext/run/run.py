@@ -79,7 +79,7 @@ class Run:
         seed: int = 0,
         ranks: Ranks = ONE_PROCESS,
     ) -> None:
-        self.block = MismatchConfig.parse(block) or MismatchConfig()
+        self.block = (MismatchConfig.parse(block) or MismatchConfig()).acting
         self.trainer, self.rollout = trainer, rollout
         names = HostNames() if names is None else names
         self._loop = Loop(block=self.block, trainer=trainer, rollout=rollout, names=names, seed=seed, ranks=ranks)
@@ -221,18 +221,16 @@ class Run:
         """
         self._parts.used.note("correct", batch)
         mask, section = batch.response_mask, self.block.correction
-        kept = found = Correction(weights=mask.float(), mask=mask, metrics={})
+        found = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
-            return kept
-        figures: dict[str, float] = {}
-        with self._loop.verdicts.checking("correction"):
-            settings = resolve(section)
-            if bool(mask.any()):
-                found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
-            figures = over_ranks(found.metrics, mask, settings, self._loop.ranks)  # on a rank without tokens too
-        for name, value in self._loop.verdicts.named(figures).items() if batch.split == "train" else ():
+            return found
+        settings = resolve(section)
+        if bool(mask.any()):
+            found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
+        figures = over_ranks(found.metrics, mask, settings, self._loop.ranks)  # on a rank without tokens too
+        for name, value in figures.items() if batch.split == "train" else ():
             self._loop.pending.note(PREFIX + name, value)
-        return kept if self._loop.verdicts.observes else found
+        return found
 
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
         """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.

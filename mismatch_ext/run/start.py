@@ -89,7 +89,7 @@ def check_sides(loop: Loop, dtype: str) -> tuple[AuditReport | None, str | None]
     report = warning = None
     with loop.verdicts.checking("engine"):
         loop.rollout.check(loop.block, dtype)
-    with loop.verdicts.checking("precision", applied=True):
+    with loop.verdicts.checking("precision"):
         report = audited(loop)
     with loop.verdicts.checking("readiness"):
         warning = check_readiness(loop.trainer.named_parameters(), loop.block.precision)
@@ -126,7 +126,7 @@ def info_of(loop: Loop, name: str, report: AuditReport | None) -> dict[str, Any]
     """Return the header of a run's metrics, with its name and the precision audit."""
     block, trainer, rollout = loop.block, loop.trainer, loop.rollout
     device = trainer.device.type
-    replaying = trainer.patches if block.acting.routing is not None else ()
+    replaying = trainer.patches if block.routing is not None else ()
     return run_info(
         block,
         loop.names,

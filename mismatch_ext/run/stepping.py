@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.lr import RateControl, ShadowRate, gap_statistics, length_statistics
+from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.run.batch import Batch
 from mismatch_ext.run.loop import Loop
@@ -34,16 +34,16 @@ class Stepper:
     """Steps a trainer's optimizer, and controls its learning rate.
 
     Args:
-        loop: The loop. Under `observe` the control computes its rate and does not apply it.
+        loop: The loop.
 
     Attributes:
         rate: Learning-rate control; None without an `lr` section.
     """
 
     def __init__(self, loop: Loop) -> None:
-        section, observes = loop.block.lr, loop.verdicts.observes
+        section = loop.block.lr
         self._loop, self._trainer, self._verdicts, self._pending = loop, loop.trainer, loop.verdicts, loop.pending
-        self.rate = None if section is None else (ShadowRate(section) if observes else RateControl(section))
+        self.rate = None if section is None else RateControl(section)
         self._last_rate: dict[str, Any] | None = None  # of a control that was taken off
         self._parts: list[float] = []  # of the loss of this step
 
@@ -63,7 +63,7 @@ class Stepper:
 
     def lead_by_lengths(self, batch: Batch) -> None:
         """Note the lengths of a batch, and pass them to the rate if they are its trigger; all ranks must call this."""
-        with self._verdicts.checking("lr"):
+        with self._verdicts.checking("lengths"):
             known = all(record.finish_reason is not None for record in batch.records)
             if self._loop.ranks.size > 1:
                 known = all(self._loop.ranks.gather(known))
@@ -80,18 +80,14 @@ class Stepper:
         """Pass the gap of a batch to the rate if it is its trigger; all ranks must call this.
 
         Args:
-            old, rollout: Log-probabilities of this rank's part `[B, T]`, nats. If one is not finite, it was refused before or is
-                a finding already, and this rank's part does not count.
+            old, rollout: Log-probabilities of this rank's part `[B, T]`, nats.
             mask: The tokens that count `[B, T]`.
         """
         if self.rate is None or self.rate.config.trigger not in ("mismatch_kl", "f_tau"):
             return
-        with self._verdicts.checking("lr"):
-            if not bool((old.isfinite() & rollout.isfinite())[mask.bool()].all()):
-                mask = torch.zeros_like(mask)  # the other ranks wait for this one's sum
-            reduce = None if self._loop.ranks.size == 1 else lambda values, reduction: self._loop.ranks.sum(values)
-            tokens, statistics = gap_statistics(old, rollout, mask, reduce=reduce)
-            self.rate.collect(tokens, **statistics)
+        reduce = None if self._loop.ranks.size == 1 else lambda values, reduction: self._loop.ranks.sum(values)
+        tokens, statistics = gap_statistics(old, rollout, mask, reduce=reduce)
+        self.rate.collect(tokens, **statistics)
 
     # A step.
 
@@ -124,10 +120,9 @@ class Stepper:
             scaler.unscale_(optimizer)
         norm = _grad_norm(optimizer, max_norm)
         if rate is not None:
-            with self._verdicts.checking("lr"):
-                if rate.config.trigger == "grad_norm":
-                    rate.collect(1.0, grad_norm=norm)
-                rate.before_step()
+            if rate.config.trigger == "grad_norm":
+                rate.collect(1.0, grad_norm=norm)
+            rate.before_step()
         if scaler is None:
             optimizer.step()
         else:
@@ -135,13 +130,9 @@ class Stepper:
             scaler.step(optimizer)
             scaler.update()
             taken = scaler.overflow_steps == overflows
-        acts = rate is not None and not isinstance(rate, ShadowRate)
-        applied = rate.rate if rate is not None and acts else float(optimizer.param_groups[0]["lr"])
+        applied = float(optimizer.param_groups[0]["lr"]) if rate is None else rate.rate
         if rate is not None:
-            with self._verdicts.checking("lr"):
-                if isinstance(rate, ShadowRate) and taken:
-                    rate.step()
-                rate.after_step()
+            rate.after_step()
         if self._trainer.scheduler is not None and taken:
             self._trainer.scheduler.step()
         optimizer.zero_grad()
@@ -151,7 +142,7 @@ class Stepper:
         """Return the metrics of the loss scaler and the learning-rate control."""
         scaler, rate = self._trainer.scaler, self.rate
         found = {} if scaler is None else dict(scaler.metrics())
-        found |= {} if rate is None else self._verdicts.named(rate.metrics())
+        found |= {} if rate is None else rate.metrics()
         return {PREFIX + name: value for name, value in found.items()}
 
     # What a checkpoint holds.

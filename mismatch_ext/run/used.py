@@ -15,7 +15,7 @@ class Used:
     """Notes the verbs that a loop uses, and names those that it leaves out.
 
     Args:
-        block: The sections that act.
+        block: The block.
         measures: Whether each batch is to be measured.
     """
 

@@ -77,7 +77,7 @@ class Weights:
         reading, samples = self._rollout.update(self._trainer.checkpoint_parameters())
         if not self._sent_once:
             self._sent_once = True
-            with self._verdicts.checking("precision", applied=True):
+            with self._verdicts.checking("precision"):
                 audited(self._loop, reading)
         return self._verified(samples)
 
@@ -87,8 +87,8 @@ class Weights:
         return self._verified(samples)
 
     def _check_stepped(self) -> None:
-        acting = self._loop.block.acting
-        acts = acting != MismatchConfig(level=acting.level, monitor=acting.monitor)
+        block = self._loop.block
+        acts = block != MismatchConfig(level=block.level, monitor=block.monitor)
         if not self.stepped and acts and self._verifier is not None and self._verifier.moved():
             raise LoopError(
                 f"step {self._loop.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "

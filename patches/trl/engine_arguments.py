@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from mismatch_ext.patching import Patch
 
@@ -22,7 +19,7 @@ def _probe(original: Any) -> str | None:
     return None if callable(original) else "it cannot be called."
 
 
-def engine_arguments(arguments: Mapping[str, Any], *, optional: bool = False) -> Patch:
+def engine_arguments(arguments: Mapping[str, Any]) -> Patch:
     """Declare the patch that adds arguments to TRL's colocated `LLM(...)` call.
 
     TRL passes a fixed list without a dtype, so vLLM resolves "auto" without regard to the trainer's own precision: a float32
@@ -30,22 +27,13 @@ def engine_arguments(arguments: Mapping[str, Any], *, optional: bool = False) ->
 
     Args:
         arguments: Keyword arguments of `vllm.LLM`, for example `{"dtype": "float16"}`.
-        optional: Whether to start the engine without them if it does not start with them.
     """
     items = tuple(sorted(arguments.items()))  # plain values, so that the patch's digest tells one dtype from another
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original, updated=())
         def start_engine(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **{**kwargs, **dict(items)})
-            except Exception:
-                if not optional:
-                    raise
-            gc.collect()  # frees what the failed engine had begun to build
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            return original(*args, **kwargs)
+            return original(*args, **{**kwargs, **dict(items)})
 
         return start_engine
 

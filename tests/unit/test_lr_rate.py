@@ -16,7 +16,6 @@ from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.lr import (
     LrConfig,
     RateControl,
-    ShadowRate,
     gap_statistics,
     leading_statistics,
 )
@@ -231,25 +230,6 @@ def test_a_training_shorter_than_the_baseline_is_warned_of(caplog: pytest.LogCap
 def test_an_optimizer_that_cannot_be_controlled_is_refused() -> None:
     with pytest.raises(ConfigError, match="mismatch.lr cannot control the optimizer of this trainer: .*found object"):
         RateControl(HALVED).attach(object())
-
-
-def test_a_shadow_makes_the_same_of_it_and_leaves_the_optimizer_alone() -> None:
-    acted = optimizer()
-    rate, shadow = RateControl(SURGING), ShadowRate(SURGING)
-    rate.attach(acted)
-    logged = steps(rate, acted, GROWING)
-    alone = optimizer()
-    rates = watched(alone)
-    shadow.attach(alone)
-    beside = []
-    for length in GROWING:
-        shadow.collect(response_length=length)
-        shadow.before_step()
-        alone.step()
-        shadow.step()
-        shadow.after_step()
-        beside.append(shadow.metrics()["lr_multiplier"])
-    assert beside == logged and min(logged) < 1 and rates == [1.0] * len(GROWING)
 
 
 def test_statistics_that_lead_the_rate() -> None:

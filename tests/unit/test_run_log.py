@@ -139,7 +139,7 @@ def test_the_same_alarms_whatever_the_host_calls_a_metric(tmp_path: Path, names:
 def test_under_observe_an_alarm_that_stops_is_a_finding(tmp_path: Path) -> None:
     run = Run(tmp_path, level="observe", x=STOP)
     run.log.begin(None)
-    with pytest.warns(UserWarning, match="enforce would have stopped at step 3"):
+    with pytest.warns(UserWarning, match="alarm failed at step 3"):
         assert run.log.log(3, {"x": 2.0}).stop is None
     assert run.log.stopped is None and run.verdicts.counts["alarm"] == 1
     assert run.log.measured(4) == {"mismatch/observed/alarm": 1.0}

@@ -90,7 +90,7 @@ def test_every_rank_looks_for_ids_that_cannot_be_decoded(tmp_path: Path, monkeyp
 
 def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
     trainer, rollout = sides()
-    theirs = Finding(check="measure", step=0, kind="stop", message="of another rank")
+    theirs = Finding(check="measure", step=0, message="of another rank")
     ranks = Two()
     with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
         ranks.said = [theirs]

@@ -41,18 +41,15 @@ def test_enforce_raises_what_the_check_raises() -> None:
 
 def test_observe_finds_it_counts_it_and_warns_once() -> None:
     verdicts = Verdicts("observe", lambda: 7)
-    with pytest.warns(UserWarning, match="weight_sync: enforce would have stopped at step 7: WeightSyncError") as told:
+    with pytest.warns(UserWarning, match="weight_sync failed at step 7: WeightSyncError") as told:
         for _ in range(3):
             with verdicts.checking("weight_sync"):
                 raise STALE
     assert len(told) == 1 and verdicts.metrics() == {"observed/weight_sync": 3.0}
-    with verdicts.checking("precision", applied=True):
-        raise ConfigError("float32 was asked for")
     with verdicts.checking("ours"):
         _ = 1 / 0
-    kinds = [(finding.check, finding.kind) for finding in verdicts.kept]
-    assert kinds == [("weight_sync", "stop")] * 3 + [("precision", "apply"), ("ours", "failed")]
-    assert "measurement failed at step 7: ZeroDivisionError" in verdicts.kept[-1].sentence()
+    assert [finding.check for finding in verdicts.kept] == ["weight_sync"] * 3 + ["ours"]
+    assert "ours failed at step 7: ZeroDivisionError" in verdicts.kept[-1].sentence()
 
 
 def test_what_ends_a_process_is_no_finding() -> None:
@@ -124,7 +121,7 @@ def observed_run(folder: Path, level: str | None, verdicts: Verdicts | None) -> 
     return folder
 
 
-def test_closing_lines_and_report_say_what_enforce_would_have_done(tmp_path: Path) -> None:
+def test_closing_lines_and_report_name_the_failed_checks(tmp_path: Path) -> None:
     verdicts = Verdicts("observe")
     verdicts.found("later", "<b>of step 3</b>", step=3)
     for _ in range(20):
@@ -133,15 +130,15 @@ def test_closing_lines_and_report_say_what_enforce_would_have_done(tmp_path: Pat
     nothing = observed_run(tmp_path / "nothing", "observe", None)
     enforced = observed_run(tmp_path / "enforced", None, None)
     lines = "\n".join(closing_lines(read_run(found)))
-    assert "first: enforce would have stopped at step 2, 16 times in all" in lines
-    assert lines.index("first: enforce") < lines.index("later: enforce would have stopped at step 3")
-    assert "no check failed: enforce would not have stopped" in "\n".join(closing_lines(read_run(nothing)))
-    assert "enforce" not in "\n".join(closing_lines(read_run(enforced))[:2])
+    assert "first: failed 16 times, first at step 2" in lines
+    assert lines.index("first: failed") < lines.index("later: failed once, first at step 3")
+    assert "no check failed" in "\n".join(closing_lines(read_run(nothing)))
+    assert "check" not in "\n".join(closing_lines(read_run(enforced))[:2])
     pages = [
         render(folder).read_text(encoding="utf-8").partition("<script>")[0] for folder in (found, nothing, enforced)
     ]
-    assert "Enforce would have stopped at step 2: first." in pages[0] and "&lt;b&gt;of step 3" in pages[0]
-    assert "enforce would not have stopped" in pages[1] and 'id="observed"' not in pages[2]
+    assert "<td>first</td>" in pages[0] and "&lt;b&gt;of step 3" in pages[0]
+    assert "No check failed." in pages[1] and 'id="observed"' not in pages[2]
 
 
 def test_the_level_of_a_block() -> None:

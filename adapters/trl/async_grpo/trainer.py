@@ -82,13 +82,11 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         if self._block is None:
             super().__init__(model, *args, **kwargs)
             return
-        self._acting = self._block
         self._verdicts = Verdicts(self._block.level, lambda: self.state.global_step)
         check_peers(type(self), self._block, use_vllm=True, server=True)
         _check_arguments(self._block, kwargs)
         self._open_log(config.output_dir)
         self._patches = described(*CHECKPOINTS) if self._block.routing is not None else []
-        self._saved_step = 0
         self._step_lengths = []
         with config.claimed(), overridden(self, _constructing=True):
             super().__init__(model, *args, **kwargs)
@@ -260,7 +258,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         if self._transfer is not None and self._transfer.verifier is not None and state.get("weight_sync") is not None:
             said = self._transfer.verifier.load_state_dict(state["weight_sync"])
             if said is not None:
-                self._told(self._saved_step, "settings_changed", said)
+                self._told(self._resumed_step, "settings_changed", said)
 
 
 class MismatchAsyncGRPOTrainer(MismatchAsyncMixin, AsyncGRPOTrainer):  # type: ignore[misc]  # as in MismatchAsyncMixin

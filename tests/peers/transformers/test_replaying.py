@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RecordError, RoutingError
-from mismatch_ext.ranks import ONE_PROCESS, OneProcess
+from mismatch_ext.ranks import OneProcess
 from mismatch_ext.routing import OTHER_PASSES, RoutingTrace
 from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
 from tests.peers.conformance.routes import FAULTS
@@ -73,7 +73,7 @@ def test_ranks_refuse_together() -> None:
 
 
 def test_what_was_measured_is_told_once_by_split() -> None:
-    model, ids, own, trace = engine()
+    _, ids, _, trace = engine()
     replay = replay_of()
     run(replay, trace, ids=(ids + 1) % 64)
     run(replay, trace, REFERENCE, ids=(ids + 1) % 64)
@@ -86,9 +86,6 @@ def test_what_was_measured_is_told_once_by_split() -> None:
     merged = replay.take_agreement("train", Two(found.state_dict()))
     assert merged is not None and merged.tokens == trace.rows
     assert replay.take_others("train", Two(4), sharing=2) == {OTHER_PASSES: 2.0}
-    every = torch.ones(trace.rows, dtype=torch.bool)
-    replay.compare(trace, own, every, real=every, split="train")
-    assert replay.take_agreement("train", ONE_PROCESS) is not None
 
 
 @pytest.mark.parametrize("saved, rank, first", [("trl", 0, 3), ("verl", 0, 3), ("verl", 1, 4), ("driver", 0, 3)])

@@ -1,4 +1,4 @@
-"""Kills runs of the real TRL at random moments, resumes them without help, and holds them against one that nothing stopped."""
+"""Kills runs of the real TRL at random moments, resumes them, and holds them against one that nothing stopped."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ MOMENTS: dict[str, float] = {
     "time": 0.8,
 }
 KILLS_OF_A_RUN = 5
-TORN = ("mismatch.json", "metrics.jsonl", "torch.save", "weights", "trainer_state.json", "rotation")
-"""Moments in the middle of writing or deleting a file."""
 AGREEMENT = ("mismatch/routing/compared_tokens", "mismatch/routing/native_rows_frac")
 
 Start = Callable[..., Ran]
@@ -71,7 +69,7 @@ def planned(draw: random.Random, where: str) -> dict[str, Any]:
 def killed_run(start: Start, model: Path, out: Path, whole: Whole, plans: Sequence[dict[str, Any]]) -> list[str]:
     """Train to the end over as many kills as the run has time for, and return their moments.
 
-    Every leg after the first is begun with `resume_from_checkpoint=True`, and nothing else is done for it.
+    Every leg after the first is begun with `resume_from_checkpoint=True`, once checkpoints that were not finished are deleted.
     """
     died: list[str] = []
     for number, kill in enumerate([*plans, None]):

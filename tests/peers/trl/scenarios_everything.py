@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.patching import engine, swap
 from mismatch_ext.rundata import read_run
-from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, rows
+from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, keep_names, rows
 
 KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")
 
@@ -41,6 +41,7 @@ def everything(
     rest = {"model_init_kwargs": {"experts_implementation": "eager"}, **rest}
     with put_in_place() as names:
         trainer = build(model, out, block, callbacks, **rest)
+        keep_names(trainer)
         trainer.train(resume_from_checkpoint=resume)
     rollouts = vars(trainer.vllm_generation) if trainer.use_vllm else {}
     return {**outcome(trainer), "patched": sorted(names), "patch_digest": rollouts.get("patch_digest")}

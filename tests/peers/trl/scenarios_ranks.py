@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.rundata import read_run
-from tests.peers.trl.scenarios_training import arguments, graded, rows
+from tests.peers.trl.scenarios_training import arguments, graded, keep_names, rows
 
 R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
 # Grouped products of experts do not come out the same in every process.
@@ -217,7 +217,9 @@ def resumed(model: str, dense: str, out: str) -> dict[str, Any]:
     for name, (path, block) in blocks.items():
         given = {"save_strategy": "steps", "save_steps": 2, **({"model_init_kwargs": None} if path == dense else {})}
         checkpoint = f"{out}/{name}/checkpoint-2"
-        found[f"{name} first"] = outcome(build(path, f"{out}/{name}", block, **given))
+        trainer = build(path, f"{out}/{name}", block, **given)
+        keep_names(trainer)
+        found[f"{name} first"] = outcome(trainer)
         trainer = build(path, f"{out}/{name}", block, **given)
         trainer.train = functools.partial(trainer.train, resume_from_checkpoint=checkpoint)
         found[f"{name} resumed"] = outcome(trainer)

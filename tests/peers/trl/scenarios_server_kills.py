@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer
@@ -44,9 +45,11 @@ def leg(
         url: The server's.
         steps: Optimizer steps of the whole run.
         kill: What dies (`who`: trainer or server), when (`where`, `count`), and which part of a write is done by then (`part`).
-        resume: Whether to go on, by nothing but `resume_from_checkpoint=True`.
+        resume: Whether to go on, by `resume_from_checkpoint=True`.
         **rest: Trainer arguments.
     """
+    if resume:
+        kills.delete_torn(Path(out))
     armed = kills.Armed(resume)
     trainer = kills.trainer_of(
         model, out, block(), armed, steps, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
@@ -58,7 +61,7 @@ def leg(
     try:
         trainer.train(resume_from_checkpoint=resume or None)
     except EngineError as error:
-        return {"error": str(error), "notes": error.__notes__, "step": trainer.state.global_step}
+        return {"error": str(error), "step": trainer.state.global_step}
     return kills.state_of(trainer)
 
 

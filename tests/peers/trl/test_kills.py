@@ -29,9 +29,6 @@ def test_five_kills_leave_no_trace(run: Run, moe: Path, tmp_path: Path, whole: W
     moments = ("torch.save", "trainer_state.json", "rotation", "metrics.jsonl", "generation")
     plans = [planned(draw, where) for where in moments]
     assert killed_run(run, moe, tmp_path, whole, plans) == list(moments)
-    torn = [event for event in read_run(tmp_path / "mismatch").events if event.name == "torn_checkpoint"]
-    assert {event.level for event in torn} == {"warning"} and len(torn) >= 2
-    assert all("the last whole checkpoint before" in event.message for event in torn)
 
 
 def test_changed_settings_hold_and_are_told_and_a_damaged_state_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
@@ -56,10 +53,3 @@ def test_changed_settings_hold_and_are_told_and_a_damaged_state_is_refused(run: 
         (tmp_path / "checkpoint-3/mismatch.json").write_text(text)
         refused = go(steps=4, resume=True)
         assert refused.code != 0 and "RecordError" in refused.stderr and words in refused.stderr
-
-
-def test_without_a_block_a_torn_checkpoint_is_the_trainers_own_affair(run: Run, dense: Path, tmp_path: Path) -> None:
-    assert run(scenarios.stock, model=dense, out=tmp_path, resume=False).expect() == "trained"
-    (tmp_path / "checkpoint-2/trainer_state.json").unlink()
-    said = run(scenarios.stock, model=dense, out=tmp_path, resume=True).expect()
-    assert said.startswith("FileNotFoundError") and "checkpoint-2/trainer_state.json" in said

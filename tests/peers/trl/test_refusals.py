@@ -6,6 +6,7 @@ All in one process, with the real TRL and transformers. Nothing here starts an e
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,6 @@ from mismatch_ext.errors import (
     PeerVersionError,
     PrecisionError,
     ReadinessError,
-    RecordError,
     ReplayError,
     RoutingError,
     RunDirectoryError,
@@ -106,85 +106,117 @@ def construct(peers: Any, configure: Make) -> Make:
     return make
 
 
-# By the configuration.
+# Who refuses, the block, what else is given, and words of the error, which is a ConfigError unless they name another.
+FULL = {**MASKS, "kl": {"coef": 0.1, "estimator": "full"}}
+EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
+IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
+NOBODY = {"monitor": {"alarms": {"reward": {"below": 0.0, "action": "call", "call": "no.such:function"}}}}
+GROWING = {"precision": {"dtype": "float16", "loss_scale": {"growth_interval": 100}}}
+NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
+START = {"routed_experts_prompt_start": 3}
+LAYERWISE = {"optim": "galore_adamw_layerwise"}
+RLOO = {"kind": "MismatchRLOOConfig"}
+HALF = {"dtype": "bfloat16"}
+CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
+    (
+        "config",
+        {},
+        {"generation_kwargs": {"temperature": 0.5}},
+        ["['temperature']=0.5 but temperature=1.0", "remove it"],
+    ),
+    ("config", {}, {"generation_kwargs": {"logprobs": 5}}, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
+    ("config", {}, {"generation_kwargs": {"n": 2}}, ["generation_kwargs['n']=2", "allowed: 1"]),
+    ("config", {}, {"generation_kwargs": '{"n": 2}'}, ["generation_kwargs['n']=2"]),  # as on a command line
+    ("config", {}, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
+    ("config", {}, {"vllm_enable_sleep_mode": True}, ["vllm_enable_sleep_mode=True", "weight_sync='off'"]),
+    ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
+    ("config", DOCTOR, {"use_vllm": False}, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
+    ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
+    ("config", FP16, {"model_init_kwargs": HALF}, ["['dtype']='bfloat16'", "master weights stay float32"]),
+    ("config", FP16, {"model_init_kwargs": json.dumps(HALF)}, ["master weights stay float32"]),
+    ("config", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
+    ("config", {"lr": {"trigger": "mismatch_kl"}}, {"use_vllm": False}, ["use_vllm=False with mismatch.lr.trigger="]),
+    ("config", {"kl": {"coef": 0.1}}, RLOO, ["mismatch.kl with MismatchRLOOConfig"]),
+    ("config", R3, {"vllm_tensor_parallel_size": 2}, ["vllm_tensor_parallel_size=2"]),
+    ("config", R3, {"use_vllm": False}, ["mismatch.routing.mode='R3' with use_vllm=False", "mode='R2'"]),
+    ("config", R3, {"generation_kwargs": START}, ["generation_kwargs['routed_experts_prompt_start']=3"]),
+    ("config", R3, {"generation_kwargs": json.dumps(START)}, ["generation_kwargs['routed_experts_prompt_start']=3"]),
+    ("config", {"routing": {"mode": "R3", "reference": True}}, {}, ["reference=True with beta=0"]),
+    ("config", MASKS, {}, ["top_p=1, top_k=0 and min_p=0", "nothing is cut off"]),
+    ("config", MASKS, {"top_p": 0.9}, ["mismatch.sampling_mask.max_support is absent", "set max_support"]),
+    ("config", MASKS, {"generation_kwargs": {"min_p": 0.1}}, ["max_support is absent", "min_p=0.1"]),
+    ("config", MASKS, {"top_k": 4, "vllm_mode": "server"}, ["vllm_mode='server'", "allowed: vllm_mode='colocate'"]),
+    ("config", MASKS, {"top_k": 4, "use_vllm": False}, ["use_vllm=False with mismatch.sampling_mask"]),
+    ("config", MASKS, {"top_k": 4, **RLOO}, ["mismatch.sampling_mask with MismatchRLOOConfig"]),
+    ("config", FULL, {"top_k": 4}, ["sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"]),
+    ("config", EXAMINED, {"top_k": 4}, ["sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"]),
+    ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "an integer >= 2"]),
+    # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
+    ("launch", GROWING, {"deepspeed": {}}, ["PrecisionError", "precision.loss_scale", "fp16.initial_scale_power"]),
+    (
+        "launch",
+        FP16,
+        {"deepspeed": {"torch_autocast": {"enabled": True}}},
+        ["PrecisionError", "torch_autocast", "Remove"],
+    ),
+    ("launch", SURGE, {"deepspeed": {"scheduler": {}}}, ["mismatch.lr with a scheduler in DeepSpeed's"]),
+    ("launch", {}, {"deepspeed": NVME}, ["weight_sync='error' with zero_optimization.offload_param.device='nvme'"]),
+    ("launch", {}, {"fsdp": 1}, ["weight_sync='error' with fsdp_version=1", "fsdp_version: 2"]),
+    # By the trainer, before it loads the model.
+    ("trainer", IN_REWARDS, {"options": {"tools": [len]}}, ["kl.reward_path='rewards' with tools", "'surrogate'"]),
+    ("trainer", NOBODY, {"use_vllm": False}, ["alarms.reward.call: 'no.such:function' cannot be imported"]),
+    # By the callback, in a trainer of TRL's own, before the engine.
+    ("callback", SURGE, {"logging_steps": 2}, ["logging_steps=2", "set logging_steps=1"]),
+    ("callback", SURGE, {"logging_strategy": "epoch"}, ["logging_strategy='epoch'"]),
+    ("callback", SURGE, {"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type='reduce_lr_on_plateau'"]),
+    ("callback", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
+    ("callback", SURGE, {"number": 2}, ["2 MismatchCallbacks on one trainer"]),
+    ("callback", R3, {}, ["mismatch.routing with MismatchCallback", "allowed: lr, monitor"]),
+    ("callback", {"lr": {"trigger": "f_tau"}}, {}, ["mismatch.lr.trigger='f_tau' with MismatchCallback", "grad_norm"]),
+    ("callback", DOCTOR, {}, ["monitor.doctor='on_alarm' with MismatchCallback", "use MismatchGRPOTrainer"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("block", "overrides", "error", "words"),
-    [
-        (
-            {},
-            {"generation_kwargs": {"temperature": 0.5}},
-            ConfigError,
-            ["generation_kwargs['temperature']=0.5 but temperature=1.0", "set temperature and remove it"],
-        ),
-        ({}, {"generation_kwargs": {"logprobs": 5}}, ConfigError, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
-        ({}, {"generation_kwargs": {"n": 2}}, ConfigError, ["generation_kwargs['n']=2", "allowed: 1"]),
-        ({}, {"generation_kwargs": '{"n": 2}'}, ConfigError, ["generation_kwargs['n']=2"]),  # as on a command line
-        ({}, {"top_p": 1.5}, RecordError, ["sampling top_p=1.5", "allowed: 0 < x <= 1"]),
-        ({}, {"vllm_enable_sleep_mode": True}, ConfigError, ["vllm_enable_sleep_mode=True", "weight_sync='off'"]),
-        ({}, {"use_vllm": False}, ConfigError, ["use_vllm=False with a mismatch block without"]),
-        (DOCTOR, {"use_vllm": False}, ConfigError, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
-        (FP16, {"bf16": True}, ConfigError, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
-        (
-            FP16,
-            {"model_init_kwargs": {"dtype": "bfloat16"}},
-            ConfigError,
-            ["model_init_kwargs['dtype']='bfloat16'", "master weights stay float32"],
-        ),
-        (FP16, {"model_init_kwargs": '{"dtype": "bfloat16"}'}, ConfigError, ["master weights stay float32"]),
-        (SURGE, {"optim": "galore_adamw_layerwise"}, ConfigError, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
-        (
-            {"lr": {"trigger": "mismatch_kl"}},
-            {"use_vllm": False},
-            ConfigError,
-            ["use_vllm=False with mismatch.lr.trigger='mismatch_kl'"],
-        ),
-        ({"kl": {"coef": 0.1}}, {"kind": "MismatchRLOOConfig"}, ConfigError, ["mismatch.kl with MismatchRLOOConfig"]),
-        (R3, {"vllm_tensor_parallel_size": 2}, ConfigError, ["vllm_tensor_parallel_size=2"]),
-        (R3, {"use_vllm": False}, ConfigError, ["mismatch.routing.mode='R3' with use_vllm=False", "mode='R2'"]),
-        (MASKS, {}, ConfigError, ["top_p=1, top_k=0 and min_p=0", "nothing is cut off"]),
-        (MASKS, {"top_p": 0.9}, ConfigError, ["mismatch.sampling_mask.max_support is absent", "set max_support"]),
-        (MASKS, {"generation_kwargs": {"min_p": 0.1}}, ConfigError, ["max_support is absent", "min_p=0.1"]),
-        (
-            MASKS,
-            {"top_k": 4, "vllm_mode": "server"},
-            ConfigError,
-            ["vllm_mode='server'", "allowed: vllm_mode='colocate'"],
-        ),
-        (MASKS, {"top_k": 4, "use_vllm": False}, ConfigError, ["use_vllm=False with mismatch.sampling_mask"]),
-        (
-            MASKS,
-            {"top_k": 4, "kind": "MismatchRLOOConfig"},
-            ConfigError,
-            ["mismatch.sampling_mask with MismatchRLOOConfig"],
-        ),
-        (
-            {**MASKS, "kl": {"coef": 0.1, "estimator": "full"}},
-            {"top_k": 4},
-            ConfigError,
-            ["mismatch.sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"],
-        ),
-        (
-            {**MASKS, "monitor": {"doctor": "first_batch"}},
-            {"top_k": 4},
-            ConfigError,
-            ["mismatch.sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"],
-        ),
-        ({"sampling_mask": {"max_support": 1}}, {}, ConfigError, ["max_support", "an integer >= 2"]),
-        ({"routing": {"mode": "R3", "reference": True}}, {}, ConfigError, ["reference=True with beta=0"]),
-        *(
-            (R3, {"generation_kwargs": given}, ConfigError, ["generation_kwargs['routed_experts_prompt_start']=3"])
-            for given in ({"routed_experts_prompt_start": 3}, '{"routed_experts_prompt_start": 3}')
-        ),
-    ],
-)
-def test_the_configuration_refuses(
-    configure: Make, block: Any, overrides: dict[str, Any], error: type[MismatchError], words: list[str]
+@pytest.fixture
+def by_callback(peers: Any, dense: Path, tmp_path: Path) -> Make:
+    """Return a function that constructs TRL's own trainer with our callback."""
+    from mismatch_ext.adapters.trl import MismatchCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    def make(block: Any, number: int = 1, **overrides: Any) -> Any:
+        return GRPOTrainer(
+            model=str(dense),
+            reward_funcs=peers.graded,
+            args=GRPOConfig(**peers.arguments(str(tmp_path), eval_strategy="steps", eval_steps=1, **overrides)),
+            train_dataset=peers.rows(),
+            eval_dataset=peers.rows(2),
+            callbacks=[MismatchCallback(block) for _ in range(number)],
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(("who", "block", "given", "words"), CASES)
+def test_what_is_refused(
+    configure: Make, construct: Make, by_callback: Make, who: str, block: Any, given: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(error) as refusal:
-        configure(block, **overrides)
-    assert type(refusal.value) is error and all(word in str(refusal.value) for word in words), refusal.value
+    from mismatch_ext.adapters.trl.refusals import check_sharding
+
+    from mismatch_ext.config import MismatchConfig
+
+    ways: dict[str, Make] = {
+        "config": configure,
+        "launch": lambda block, deepspeed=None, fsdp=None: check_sharding(
+            MismatchConfig.parse(block), deepspeed=deepspeed, fsdp=fsdp
+        ),
+        "trainer": lambda block, **given: construct(NOWHERE, block, **given),
+        "callback": by_callback,
+    }
+    with pytest.raises(MismatchError) as refusal:
+        ways[who](block, **given)
+    said = f"{type(refusal.value).__name__}: {refusal.value}"
+    kind = next((word for word in words if word.endswith("Error")), "ConfigError")
+    assert said.startswith(f"{kind}: ") and all(word in said for word in words), said
 
 
 @pytest.mark.parametrize("kind", ["MismatchGRPOConfig", "MismatchRLOOConfig"])
@@ -235,39 +267,6 @@ def test_a_section_with_nothing_after_it_through_trls_own_parser(peers: Any, tmp
         TrlParser(MismatchGRPOConfig).parse_args_and_config(
             ["--config", str(file), "--mismatch", '{"lr": {"period": 5}, "lr": {}}']
         )
-
-
-@pytest.mark.parametrize(
-    ("block", "launch", "error", "words"),
-    [
-        (
-            {"precision": {"dtype": "float16", "loss_scale": {"growth_interval": 100}}},
-            {"deepspeed": {}},
-            PrecisionError,
-            ["mismatch.precision.loss_scale", "fp16.initial_scale_power"],
-        ),
-        (FP16, {"deepspeed": {"torch_autocast": {"enabled": True}}}, PrecisionError, ["torch_autocast", "Remove"]),
-        (SURGE, {"deepspeed": {"scheduler": {}}}, ConfigError, ["mismatch.lr with a scheduler in DeepSpeed's"]),
-        (
-            {},
-            {"deepspeed": {"zero_optimization": {"offload_param": {"device": "nvme"}}}},
-            ConfigError,
-            ["weight_sync='error' with zero_optimization.offload_param.device='nvme'"],
-        ),
-        ({}, {"fsdp": 1}, ConfigError, ["weight_sync='error' with fsdp_version=1", "fsdp_version: 2"]),
-    ],
-)
-def test_what_does_not_go_with_deepspeed_or_shards(
-    peers: Any, block: Any, launch: dict[str, Any], error: type[MismatchError], words: list[str]
-) -> None:
-    # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
-    from mismatch_ext.adapters.trl.refusals import check_sharding
-
-    from mismatch_ext.config import MismatchConfig
-
-    with pytest.raises(error) as refusal:
-        check_sharding(MismatchConfig.parse(block), **{"deepspeed": None, "fsdp": None, **launch})
-    assert type(refusal.value) is error and all(word in str(refusal.value) for word in words), refusal.value
 
 
 @pytest.mark.parametrize(
@@ -326,25 +325,6 @@ def test_the_callback_asks_whether_deepspeed_trains(peers: Any, tmp_path: Path) 
 
 
 # By the trainer, before it loads the model.
-
-
-@pytest.mark.parametrize(
-    ("block", "options", "overrides", "words"),
-    [
-        (
-            {"kl": {"coef": 0.1, "reward_path": "rewards"}},
-            {"tools": [len]},
-            {},
-            ["mismatch.kl.reward_path='rewards' with tools", "use reward_path='surrogate'"],
-        ),
-    ],
-)
-def test_a_trainer_refuses_before_it_loads_its_model(
-    construct: Make, block: Any, options: dict[str, Any], overrides: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        construct(NOWHERE, block, options, **overrides)
-    assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_a_run_directory_that_cannot_be_written_is_refused_before_the_model_is_loaded(
@@ -497,57 +477,6 @@ def test_what_vllm_refuses_names_the_setting(peers: Any) -> None:
     # A refusal of ours that names a dtype is not vLLM's.
     with pytest.raises(ConfigError, match="^float16$"), EngineRefusals(MismatchConfig.parse(FP16)):
         raise ConfigError("float16")
-
-
-# By the callback, in a trainer of TRL's own.
-
-
-@pytest.mark.parametrize(
-    ("block", "overrides", "words"),
-    [
-        (SURGE, {"logging_steps": 2}, ["logging_steps=2", "set logging_steps=1"]),
-        (SURGE, {"logging_strategy": "epoch"}, ["logging_strategy='epoch'"]),
-        (SURGE, {"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type='reduce_lr_on_plateau'"]),
-        (SURGE, {"optim": "galore_adamw_layerwise"}, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
-        ({**SURGE, "twice": True}, {}, ["2 MismatchCallbacks on one trainer"]),
-    ],
-)
-def test_the_callback_refuses_a_trainer_before_the_engine(
-    peers: Any, dense: Path, tmp_path: Path, block: Any, overrides: dict[str, Any], words: list[str]
-) -> None:
-    from mismatch_ext.adapters.trl import MismatchCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    number = 2 if block.pop("twice", False) else 1
-    arguments = peers.arguments(str(tmp_path), **overrides)
-    if "reduce_lr_on_plateau" in arguments.values():
-        arguments |= {"eval_strategy": "steps", "eval_steps": 1}
-    with pytest.raises(ConfigError) as refusal:
-        GRPOTrainer(
-            model=str(dense),
-            reward_funcs=peers.graded,
-            args=GRPOConfig(**arguments),
-            train_dataset=peers.rows(),
-            eval_dataset=peers.rows(2),
-            callbacks=[MismatchCallback(block) for _ in range(number)],
-        )
-    assert all(word in str(refusal.value) for word in words), refusal.value
-
-
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        (R3, ["mismatch.routing with MismatchCallback", "allowed: lr, monitor"]),
-        ({"lr": {"trigger": "f_tau"}}, ["mismatch.lr.trigger='f_tau' with MismatchCallback", "grad_norm"]),
-        (DOCTOR, ["mismatch.monitor.doctor='on_alarm' with MismatchCallback", "use MismatchGRPOTrainer"]),
-    ],
-)
-def test_the_callback_refuses_what_no_trainer_logs(peers: Any, block: Any, words: list[str]) -> None:
-    from mismatch_ext.adapters.trl import MismatchCallback
-
-    with pytest.raises(ConfigError) as refusal:
-        MismatchCallback(block)
-    assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_the_callback_beside_a_block_is_refused(peers: Any, construct: Make, dense: Path) -> None:

@@ -145,10 +145,9 @@ def test_kills_of_trainer_and_server_leave_no_trace(
     renamed = requests.post(f"{server}/update_weight_version", json={"new_version": "mended"}, timeout=30)
     assert renamed.ok  # in truth no layer was touched
 
-    left = leg(kill={"who": "server", "where": "generation", "count": 2}, resume=True, save_steps=STEPS).expect()
+    left = leg(kill={"who": "server", "where": "generation", "count": 2}, resume=True).expect()
     assert f"the vLLM server at {server} cannot be reached" in left["error"], left
-    # The one step of this leg, which no checkpoint was due after.
-    assert left["step"] == 4 and any(str(out / "checkpoint-4") in note for note in left["notes"]), left
+    assert left["step"] == 4
     kept = read_run(out / "mismatch")
     assert sorted({record.step for record in kept.steps}) == [1, 2, 3, 4] and kept.ends[-1].status == "failed"
 
