@@ -124,5 +124,5 @@ class SurgeDetector:
         return SurgeState(
             history=history[-config.smoothing :],
             baseline=Level.of([m.value for m in history]),
-            truncated_baseline=Level.of(cut) if self.counts_truncated and len(cut) == len(history) else None,
+            truncated_baseline=Level.of(cut) if self.counts_truncated and cut else None,
         )
