@@ -214,8 +214,9 @@ class Run:
                     )
                 sums = self._parts.kl.sums(old.detach(), reference, mask)
         if self._parts.kl is not None:
-            for name, value in self._parts.kl.collect(sums, self._loop.ranks).items():
-                self._loop.pending.note(PREFIX + name, value)
+            found = self._loop.ranks.sum(sums).tolist()
+            for name, value in self._parts.kl.collect(found).items():
+                self._loop.pending.note(PREFIX + name, value, found[-1])
         self._parts.stepper.lead_by_gap(*(gap if measured else (torch.zeros_like(values) for values in gap)))
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:

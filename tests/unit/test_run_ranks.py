@@ -68,6 +68,23 @@ def test_lengths_are_summed_where_the_model_is(tmp_path: Path, monkeypatch: pyte
         run.batch(records)
 
 
+def test_batches_of_a_step_count_by_their_responses(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
+        lengths = []
+        for prompts in (PROMPTS[:1], PROMPTS):
+            records = rollout.generate(prompts)[: len(prompts) ** 2]
+            lengths += [len(record.response_ids) for record in records]
+            batch = run.batch(records)
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            run.backward(run.score(batch).mean())
+        run.step()
+        (entry,) = run._parts.stepper.rate.control.state.surge.history  # type: ignore[union-attr]
+        assert entry.value == pytest.approx(sum(lengths) / len(lengths))
+        assert run.log().metrics["length"] == pytest.approx(entry.value)
+
+
 def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
     trainer, rollout = sides()
     with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
