@@ -154,7 +154,9 @@ class LrControl:
         self._restore()
         for handle in self._handles:
             handle.remove()
-        if vars(self.optimizer).get("step") is self._guarded:  # otherwise a schedule has wrapped it since, as torch's do
+        if (
+            vars(self.optimizer).get("step") is self._guarded
+        ):  # otherwise a schedule has wrapped it since, as torch's do
             del self.optimizer.step
             vars(self.optimizer).update(self._unguarded)
         delattr(self.optimizer, _MARK)
