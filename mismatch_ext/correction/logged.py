@@ -22,7 +22,7 @@ LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "momen
     "rollout_is_ratio_fraction_high": "weights",
     "rollout_is_ratio_fraction_low": "weights",
     "rollout_is_oob_ratio": "tokens",
-    "rollout_is_batch_norm_factor": "tokens",
+    "rollout_is_batch_norm_factor": "weights",
     "rollout_is_veto_fraction": "sequences",
     "rollout_rs_masked_fraction": "tokens",
     "rollout_rs_seq_masked_fraction": "sequences",

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ class Run:
         """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.
 
         Args:
-            batch: The rollouts.
+            batch: The rollouts; with `normalize` a whole batch, whose weights are divided by their mean over all ranks.
             old: The trainer's log-probabilities when they were sampled `[B, T]`, nats. In mode `bypass`, whose ratio is pi/mu,
                 give the current policy's instead; the loss `ppo_clip` then takes `batch.rollout_logprobs` as the old ones.
             advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
@@ -237,10 +238,18 @@ class Run:
         settings = None
         with self._loop.together(), self._loop.verdicts.checking("correction"):
             settings = resolve(section)
+            if settings.normalize and (batch.part or (len(batch) == self._loop.ranks.size == 1)):
+                raise LoopError(
+                    f"mismatch.correction.normalize with {len(batch)} rows of a batch: weights would be divided by their "
+                    "own mean only. Give run.correct whole batches of several responses, or set normalize: false."
+                )
             if bool(mask.any()):
                 found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
         if settings is not None:  # on a rank without tokens, or whose check failed, too
             figures = over_ranks(found.metrics, mask, settings, self._loop.ranks)
+            if settings.normalize and found.metrics:
+                mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all
+                found = replace(found, weights=found.weights * (found.metrics[mean] / figures[mean]))
         for name, value in self._loop.verdicts.named(figures).items() if batch.split == "train" else ():
             self._loop.pending.note(PREFIX + name, value)
         return kept if self._loop.verdicts.observes else found
