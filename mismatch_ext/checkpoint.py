@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.errors import RecordError
+from mismatch_ext.files import write_whole
 
 STATE_FILE = "mismatch.json"
 SCHEMA = 1
@@ -32,13 +33,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     Raises:
         RunDirectoryError: The file cannot be written.
     """
-    written = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps({"schema": SCHEMA, **state}), encoding="utf-8")
-        written.replace(path)
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {error}; free space, or save elsewhere.") from error
+    write_whole(path, json.dumps({"schema": SCHEMA, **state}).encode(), make_folder=True)
 
 
 def read_state(path: Path) -> dict[str, Any] | None:

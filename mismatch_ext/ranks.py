@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -56,20 +58,6 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def agree(error: MismatchError | None) -> None:
-    """Raise on every rank if one rank failed, because the others would wait for it in a collective; all ranks must call this.
-
-    Args:
-        error: The error of this rank; None if it has not failed.
-
-    Raises:
-        MismatchError: This rank's error; otherwise an error of the same class as the first failed rank's, which names that rank.
-    """
-    for rank, found in enumerate(gathered(error)):
-        if found is not None:
-            raise error if error is not None else type(found)(f"rank {rank}: {found}")
-
-
 class WorldRanks:
     """`Ranks` of the processes of torch.distributed's world."""
 
@@ -96,3 +84,32 @@ class WorldRanks:
 
 
 WORLD = WorldRanks()
+
+
+def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
+    """Raise on every rank if one rank failed, because the others would wait for it in a collective; all ranks must call this.
+
+    Args:
+        error: The error of this rank; None if it has not failed.
+        ranks: The processes that train together.
+
+    Raises:
+        MismatchError: An error of the first failed rank's class, which names that rank. A failed rank raises its own error.
+    """
+    told = error
+    if error is not None and not isinstance(error, MismatchError):  # it may be of a class that cannot be sent
+        told = MismatchError(f"{type(error).__name__}: {error}")
+    for rank, found in enumerate(ranks.gather(told)):
+        if found is not None:
+            raise error if error is not None else type(found)(f"rank {rank}: {found}")
+
+
+@contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """Run this rank's part of what all ranks do; if it fails on one rank, raise on all of them, as `agree` does."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:  # noqa: BLE001  # whatever it is, the other ranks must not wait
+        error = found
+    agree(error, ranks)

@@ -16,6 +16,7 @@ from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.doctor.hosts import HostRun
 from mismatch_ext.errors import ConfigError, MismatchError, RunDirectoryError
+from mismatch_ext.files import write_whole
 from mismatch_ext.terminal import say
 
 
@@ -52,14 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         found = examine(sides, prompts, **limits, **how)
     found = replace(found, notes=(*found.notes, *unlike(arguments.out, sides)))
     say(report(found))
-    try:
-        settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}
-        written = {"run": asdict(sides), "settings": settings, **found.data()}
-        (arguments.out / "doctor.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(
-            f"--out: doctor.json cannot be written to {arguments.out}: {error.strerror or error}."
-        ) from error
+    settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}
+    written = {"run": asdict(sides), "settings": settings, **found.data()}
+    write_whole(arguments.out / "doctor.json", (json.dumps(written, indent=1) + "\n").encode())
     say(str(arguments.out / "doctor.json"), keep="")
     _say_page(arguments.out)
     return found.exit_status(arguments.threshold)

@@ -108,7 +108,8 @@ class _Scanner:
                     raised = np.add.reduce(x)
                     out["k3"][row], out["c"][row] = raised - total, total
                 out["ratio"][row] = raised + count
-                out["ratio_squares"][row] = np.dot(x, x) + 2 * raised + count
+                spread = np.dot(x, x)
+                out["ratio_squares"][row] = spread + 2 * raised + count
                 if self.squares:
                     out["c_squares"][row] = np.dot(d, d)
                 place = slice(0, count) if whole else flags
@@ -117,10 +118,10 @@ class _Scanner:
                 if self.rules:
                     out["left"][row] = np.count_nonzero(self.kept[row])
                 if self.weights is not None:
-                    self._weigh(row, place, x, float(raised), high, low)
+                    self._weigh(row, place, x, (float(raised), float(spread)), high, low)
 
-    def _weigh(self, row: int, place: Any, x: Array, raised: float, high: float, low: float) -> None:
-        """Bound the weights 1 + x of a row, sum and store them."""
+    def _weigh(self, row: int, place: Any, x: Array, sums: tuple[float, float], high: float, low: float) -> None:
+        """Bound the weights 1 + x of a row, sum and store them; `sums` are those of x and of its square."""
         assert self.weights is not None
         out, settings, count = self.out, self.settings, len(x)
         largest = math.exp(min(max(high, -LOG_RATIO_BOUND), LOG_RATIO_BOUND)) if high == high else math.nan
@@ -131,20 +132,20 @@ class _Scanner:
         if below:
             out["low"][row] = np.count_nonzero(x < self.low - 1)
         lower = settings.lower if settings.lower is not None else -math.inf
-        weight, squares = raised + count, out["ratio_squares"][row]
+        weight, spread = sums[0] + count, sums[1]
         monotone = settings.bound in ("truncate", "clip")
         outside: Array | None = None
         if above or smallest < lower:
             outside = np.flatnonzero((x > self.high - 1) | (x < lower - 1) if smallest < lower else x > self.high - 1)
-            before = x[outside] + 1.0
-            after = np.minimum(np.maximum(before, lower), self.high) if monotone else np.zeros_like(before)
-            x[outside] = after - 1.0
+            before = x[outside]
+            after = np.minimum(np.maximum(before, lower - 1), self.high - 1) if monotone else np.full_like(before, -1.0)
+            x[outside] = after
             weight += np.add.reduce(after - before)
-            squares += np.dot(after, after) - np.dot(before, before)
+            spread += np.dot(after, after) - np.dot(before, before)
+            if largest > DOMINANT:  # subtracting so large a ratio would lose the digits of the rest
+                weight, spread = np.add.reduce(x) + count, np.dot(x, x)
         np.add(x, 1.0, out=x)
-        if outside is not None and largest > DOMINANT:  # subtracting so large a ratio would lose the digits of the rest
-            weight, squares = np.add.reduce(x), np.dot(x, x)
-        out["weight"][row], out["weight_squares"][row] = weight, squares
+        out["weight"][row], out["weight_spread"][row] = weight, spread
         if monotone or outside is None:
             out["weight_max"][row] = min(max(largest, lower), self.high)
             out["weight_min"][row] = min(max(smallest, lower), self.high)

@@ -22,7 +22,7 @@ LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "momen
     "rollout_is_ratio_fraction_high": "weights",
     "rollout_is_ratio_fraction_low": "weights",
     "rollout_is_oob_ratio": "tokens",
-    "rollout_is_batch_norm_factor": "tokens",
+    "rollout_is_batch_norm_factor": "weights",
     "rollout_is_veto_fraction": "sequences",
     "rollout_rs_masked_fraction": "tokens",
     "rollout_rs_seq_masked_fraction": "sequences",
@@ -71,9 +71,10 @@ def over_ranks(
             by_sequence = over == "sequences" or (over == "weights" and settings.level != "token")
             merged[name] = mean([(sequences if by_sequence else tokens, value) for tokens, sequences, value in known])
     if settings.level != "none" and "rollout_is_mean" in merged:
-        # These follow from the second moment over all tokens, because means of the ranks' values would be wrong.
-        squares = mean([(n, f["rollout_is_mean"] ** 2 + f["rollout_is_std"] ** 2) for n, _, f in parts if f])
+        # These follow from the variance over all tokens, because means of the ranks' values would be wrong.
         first = merged["rollout_is_mean"]
-        merged["rollout_is_std"] = max(squares - first * first, 0.0) ** 0.5
-        merged["rollout_is_eff_sample_size"] = first * first / squares if squares > 0 else 0.0
+        spread = [(n, f["rollout_is_std"] ** 2 + (f["rollout_is_mean"] - first) ** 2) for n, _, f in parts if f]
+        variance = mean(spread)
+        merged["rollout_is_std"] = variance**0.5
+        merged["rollout_is_eff_sample_size"] = first * first / (variance + first * first) if variance + first else 0.0
     return merged

@@ -42,7 +42,7 @@ class RuleSums:
 @dataclass
 class Rows:
     """Per-row sums of d = log pi_old - log mu, float64 `[B]`; `c` is d clamped to `LOG_RATIO_BOUND`; `left`: tokens
-    that the token-level rules keep."""
+    that the token-level rules keep; `weight_spread`: (w - 1)^2, from which a small variance can be had without cancelling."""
 
     count: Tensor
     old: Tensor
@@ -55,7 +55,7 @@ class Rows:
     d_max: Tensor
     d_min: Tensor
     weight: Tensor
-    weight_squares: Tensor
+    weight_spread: Tensor
     weight_max: Tensor
     weight_min: Tensor
     high: Tensor
@@ -108,11 +108,11 @@ def low_mark(settings: ResolvedCorrection) -> float:
     return 1 / settings.upper if settings.upper else 0.0
 
 
-def zeros(like: Tensor) -> Tensor:
-    """Return float32 zeros of a tensor's shape; on a CPU, memory pages that are never written (padding) are never touched."""
+def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros of a tensor's shape; on a CPU, memory pages that are never written (padding) are never touched."""
     if like.device.type == "cpu":
-        return torch.from_numpy(np.zeros(like.shape, dtype=np.float32))
-    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        return torch.from_numpy(np.zeros(like.shape, dtype=np.float64 if dtype == torch.float64 else np.float32))
+    return torch.zeros(like.shape, dtype=dtype, device=like.device)
 
 
 def scan_blocks(
@@ -215,7 +215,8 @@ def _scan_weights(
     if not full:
         weight.masked_fill_(empty, 0.0)
     rows.weight[index] = weight.sum(1)
-    rows.weight_squares[index] = torch.linalg.vecdot(weight, weight)
+    away = (weight - 1.0).masked_fill_(empty, 0.0)
+    rows.weight_spread[index] = torch.linalg.vecdot(away, away)
     if settings.bound in ("truncate", "clip"):  # monotone: extreme ratios give extreme weights
         rows.weight_max[index] = bounded(ratio_max, settings)
         rows.weight_min[index] = bounded(ratio_min, settings)

@@ -20,7 +20,7 @@ def scan(
         old: log pi_old `[B, T]`.
         mask: True for tokens `[B, T]`.
         settings: The correction.
-        weights: Receives token-level weights `[B, T]`, float32, or None when the level is not `token`.
+        weights: Receives token-level weights `[B, T]`, or None when the level is not `token`.
         kept: Receives the tokens that the token-level rules keep `[B, T]`.
 
     Raises:

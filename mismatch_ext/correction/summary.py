@@ -52,7 +52,9 @@ def weight_metrics(rows: Rows, settings: ResolvedCorrection) -> dict[str, float]
     upper = settings.upper if settings.upper is not None else float("inf")
     lower = low_mark(settings)
     length = rows.count.clamp(min=1)
-    mean, squares = float(rows.weight.sum()) / tokens, float(rows.weight_squares.sum()) / tokens
+    mean, away = float(rows.weight.sum()) / tokens, float((rows.weight - rows.count).sum()) / tokens
+    variance = max(float(rows.weight_spread.sum()) / tokens - away * away, 0.0)
+    squares = variance + mean * mean
     by_row = (rows.weight / length)[filled]
     metrics = {"rollout_is_mean": mean}
     if settings.level == "token":
@@ -75,7 +77,7 @@ def weight_metrics(rows: Rows, settings: ResolvedCorrection) -> dict[str, float]
         "rollout_is_ratio_fraction_low": low,
         "rollout_is_max": largest,
         "rollout_is_min": smallest,
-        "rollout_is_std": max(squares - mean * mean, 0.0) ** 0.5 if tokens > 1 else 0.0,
+        "rollout_is_std": variance**0.5 if tokens > 1 else 0.0,
         "rollout_is_eff_sample_size": mean * mean / squares if squares > 0 else 0.0,
         "rollout_is_seq_mean": float(by_row.mean()),
         "rollout_is_seq_std": _std(by_row),
@@ -112,7 +114,8 @@ def rule_metrics(
         mean = float(sums.total.sum()) / tokens
         largest, smallest = float(sums.maximum[has].max()), float(sums.minimum[has].min())
         above, below = float(sums.high.sum()) / tokens, float(sums.low.sum()) / tokens
-        clamped, squares = float(sums.clamped.sum()) / tokens, float(sums.clamped_squares.sum()) / tokens
+        clamped = float(sums.clamped.sum()) / tokens
+        variance = max(float(sums.clamped_squares.sum()) / tokens - clamped * clamped, 0.0)
         dropped, dropped_rows = float(sums.dropped.sum()) / tokens, float((sums.dropped > 0).sum()) / sequences
     else:
         by_row, share = stat[has], rows.count[has] / tokens
@@ -120,7 +123,7 @@ def rule_metrics(
         largest, smallest = float(by_row.max()), float(by_row.min())
         above, below = float((by_row > high).double().mean()), float((by_row < low).double().mean())
         inside = by_row.clamp(min=low if two_sided else 0.0, max=high)
-        clamped, squares = float((inside * share).sum()), float((inside.square() * share).sum())
+        variance = float(((inside - (inside * share).sum()).square() * share).sum())
         beyond = (by_row > high) | (by_row < low)
         dropped, dropped_rows = float((beyond.double() * share).sum()), float(beyond.double().mean())
     values = {
@@ -129,7 +132,7 @@ def rule_metrics(
         "min": smallest,
         "fraction_high": above,
         "fraction_low": below,
-        "std": max(squares - clamped * clamped, 0.0) ** 0.5 if tokens > 1 else 0.0,
+        "std": variance**0.5 if tokens > 1 else 0.0,
         "seq_mean": float(by_row.mean()),
         "seq_std": _std(by_row),
         "seq_max": float(by_row.max()),

@@ -17,7 +17,7 @@ from mismatch_ext.correction.scan import scan
 from mismatch_ext.correction.settings import ResolvedCorrection, Rule, resolve
 from mismatch_ext.correction.summary import rule_metrics, summarise, weight_metrics
 from mismatch_ext.errors import RecordError
-from mismatch_ext.metrics.numerics import as_bool
+from mismatch_ext.metrics.numerics import as_bool, output_dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +25,8 @@ class Correction:
     """The outcome of a correction.
 
     Args:
-        weights: Importance weights `[B, T]`, float32, detached; 0 where there is no token. 1 at every token for level `none`.
+        weights: Importance weights `[B, T]`, float64 if an input is, otherwise float32, detached; 0 where there is no token. 1 at
+            every token for level `none`.
         mask: True at tokens that are kept `[B, T]`.
         metrics: Scalars under verl's names, without prefix.
     """
@@ -80,12 +81,13 @@ def correct(
     # A converted mask is our own copy, so it may be written to, unless something reads it afterwards.
     read_later = settings.off_policy_threshold is not None or any(rule.over == "token" for rule in settings.rules)
     kept = mask.clone() if response_mask.dtype == torch.bool or read_later else mask
-    weights = zeros(mask) if settings.level == "token" else None
+    dtype = output_dtype(rollout_logprobs, old_logprobs)
+    weights = zeros(mask, dtype) if settings.level == "token" else None
     rows = scan(rollout_logprobs, old_logprobs, mask, settings, weights, kept)
     if not bool(rows.count.any()):
         raise RecordError("response_mask has no unmasked token; there is nothing to correct.")
     if weights is None:
-        weights = torch.where(mask, _row_weights(rows, settings)[:, None].to(torch.float32), 0.0)
+        weights = torch.where(mask, _row_weights(rows, settings)[:, None].to(dtype), 0.0)
     metrics = summarise(rows, settings)
     if settings.level != "none":
         metrics |= weight_metrics(rows, settings)
@@ -120,7 +122,7 @@ def _row_weights(rows: Rows, settings: ResolvedCorrection) -> Tensor:
     weight = bounded(raw.clone(), settings)
     weight = torch.where(rows.count > 0, weight, 0.0)
     rows.weight = weight * rows.count
-    rows.weight_squares = weight.square() * rows.count
+    rows.weight_spread = (weight - 1).square() * rows.count
     rows.weight_max, rows.weight_min = weight, weight
     return weight
 

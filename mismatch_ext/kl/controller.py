@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,14 +74,18 @@ class KlController:
             measured_kl: KL divergence from the reference, nats per token; a sampled estimate may be negative.
 
         Raises:
-            RecordError: The measurement is NaN or infinite.
+            RecordError: The measurement is NaN or infinite; a constant coefficient is kept, with a warning.
         """
         measured_kl = float(measured_kl)
         if not math.isfinite(measured_kl):
-            raise RecordError(
+            broken = (
                 f"the measured KL is {measured_kl} after {state.steps} measurements; a coefficient cannot be led by it. "
                 "Look for broken weights or an overflow in the log-probabilities."
             )
+            if self.target_kl is not None:
+                raise RecordError(broken)
+            warnings.warn(broken, stacklevel=3)
+            return state, state.coef
         if self.target_kl is None:
             return KlControllerState(coef=state.coef, integral=state.integral, steps=state.steps + 1), state.coef
         error = min(max(measured_kl / self.target_kl - 1, -MAX_ERROR), MAX_ERROR)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.metrics.numerics import k3 as exact_k3
+from mismatch_ext.metrics.numerics import output_dtype
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 # Largest exponent in a loss. The square of e^30 = 1e13, summed over a million tokens, still fits a float32 gradient norm. A
@@ -88,11 +89,6 @@ def require_float(name: str, tensor: Tensor) -> None:
     """Raise RecordError unless the tensor is floating point."""
     if not tensor.is_floating_point():
         raise RecordError(f"{name} has dtype {tensor.dtype}; log-probabilities must be floating point.")
-
-
-def output_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return float64 if one of the tensors is, otherwise float32."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 class _Estimate(torch.autograd.Function):

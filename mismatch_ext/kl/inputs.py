@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.kl.estimators import LARGEST_EXPONENT, output_dtype, require_estimator, require_float
-from mismatch_ext.metrics.numerics import as_bool
+from mismatch_ext.kl.estimators import LARGEST_EXPONENT, require_estimator, require_float
+from mismatch_ext.metrics.numerics import as_bool, output_dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

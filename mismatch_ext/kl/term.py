@@ -104,12 +104,10 @@ class KlTerm:
         sums = [kl_estimate(policy, reference, name).double().sum() for name in ("k1", "k3")]
         return torch.stack([*sums, chosen.sum().double()])
 
-    def collect(
-        self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
-    ) -> dict[str, float]:
-        """Do as `adapt` for a part of a batch; the controller is updated once, at `settle`, for all parts together."""
+    def collect(self, sums: Sequence[float]) -> dict[str, float]:
+        """Do as `adapt_to` for a part of a batch; `settle` updates the controller once, for all parts together."""
         self._coef_of_batch = self.controller.coef
-        found, tokens = self._measure(old_logprobs, ref_logprobs, mask, ranks)
+        found, tokens = self._means(sums)
         self._collected.append((found["kl_ref_k1"], tokens))
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +89,7 @@ class LrControl:
             self.optimizer.register_step_post_hook(self._after_step),
             self.optimizer.register_state_dict_pre_hook(lambda _: self._restore()),
         ]
+        self._guard_step()
         setattr(self.optimizer, _MARK, self)
         if self.scheduler is not None:
             self._scheduler_class = type(self.scheduler)
@@ -151,9 +154,30 @@ class LrControl:
         self._restore()
         for handle in self._handles:
             handle.remove()
+        if (
+            vars(self.optimizer).get("step") is self._guarded
+        ):  # otherwise a schedule has wrapped it since, as torch's do
+            del self.optimizer.step
+            vars(self.optimizer).update(self._unguarded)
         delattr(self.optimizer, _MARK)
         if self.scheduler is not None:
             self.scheduler.__class__ = self._scheduler_class
+
+    def _guard_step(self) -> None:
+        """Restore the rates after a step that raises, of which torch tells no hook."""
+        step = self.optimizer.step
+        self._unguarded = {name: value for name, value in vars(self.optimizer).items() if name == "step"}
+
+        @functools.wraps(getattr(step, "__func__", step))
+        def guarded(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            except BaseException:
+                self._restore()
+                raise
+
+        self._guarded = types.MethodType(guarded, self.optimizer)
+        self.optimizer.step = self._guarded  # type: ignore[method-assign]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._restore()

@@ -8,7 +8,7 @@ import math
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.lr.state import LrState
-from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
+from mismatch_ext.lr.surge import Measurement, SurgeDetector
 
 PERIOD_FACTOR = 1.8
 """Period over the step of the surge (arXiv 2602.01826)."""
@@ -110,7 +110,7 @@ class LrController:
             state: State before; it is not changed.
             step: Optimizer steps taken before this one.
             response_length: Mean tokens per response, truncated responses included.
-            truncated_fraction: Fraction of responses cut off at the length limit; give it for every batch or for none.
+            truncated_fraction: Fraction of responses cut off at the length limit; None if unknown.
             mismatch_kl: KL between rollout and trainer policy in nats per token, by an estimate that is never negative (k3).
             grad_norm: Norm of the gradient before clipping.
             f_tau: Fraction of tokens whose probability ratio, or its inverse, exceeds a threshold.
@@ -142,7 +142,6 @@ class LrController:
         if advanced.measured_step != step:
             advanced = dataclasses.replace(advanced, measured_step=step)
             measurement = Measurement(step=step, value=value, truncated=known["truncated_fraction"])
-            self._check_truncated(advanced.surge, measurement)
             advanced = self._measured(advanced, measurement, self.detector)
         return advanced, self.multiplier(advanced)
 
@@ -172,14 +171,6 @@ class LrController:
             return dataclasses.replace(state, surge=surge)
         surge = dataclasses.replace(surge, history=())
         return dataclasses.replace(state, surge=surge, triggers=1, surge_step=found, found_step=measurement.step)
-
-    def _check_truncated(self, surge: SurgeState, new: Measurement) -> None:
-        if surge.history and (surge.history[-1].truncated is None) != (new.truncated is None):
-            last = surge.history[-1]
-            raise RecordError(
-                f"step {new.step}: truncated_fraction={new.truncated!r}, but it was {last.truncated!r} at step {last.step}; "
-                "give it with every batch, or never."
-            )
 
 
 def _checked(name: str, number: float | None, step: int) -> float | None:

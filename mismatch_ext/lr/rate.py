@@ -140,10 +140,10 @@ class RateControl:
         return self.control.multiplier
 
     def collect(self, weight: float = 1.0, /, **statistics: float | None) -> None:
-        """Add the statistics of rollouts that the next step learns from; statistics of several batches are averaged.
+        """Add the statistics of rollouts that the next step learns from; those of several batches are averaged by `responses`.
 
         Args:
-            weight: Weight of this batch in the average; 0 if it has no statistics.
+            weight: Further weight of this batch in the average; 0 if it has no statistics.
             **statistics: Arguments of `LrController.update`, over all ranks. If the gradient norm is not finite, its step is
                 skipped, and the call is ignored.
         """
@@ -160,7 +160,7 @@ class RateControl:
             RecordError: The trigger's statistic is missing or not finite.
         """
         collected, self._collected = self._collected, []
-        counted = [(weight, found) for weight, found in collected if weight]
+        counted = [(weight * (found.get("responses") or 1.0), found) for weight, found in collected if weight]
         if not self.attached or not counted:
             return {}
         counted = [entry for entry in counted if entry[1].get("responses") != 0] or counted  # no measurement

@@ -134,5 +134,5 @@ class SurgeDetector:
         return SurgeState(
             history=history[-self.smoothing :],
             baseline=Level.of([m.value for m in history]),
-            truncated_baseline=Level.of(cut) if self.counts_truncated and len(cut) == len(history) else None,
+            truncated_baseline=Level.of(cut) if self.counts_truncated and cut else None,
         )

@@ -32,6 +32,11 @@ def as_bool(name: str, mask: Tensor) -> Tensor:
     return kept
 
 
+def output_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return float64 if one of the tensors is, otherwise float32."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
 def k3(log_ratio: Tensor) -> Tensor:
     """Return the k3 estimate exp(d) - 1 - d of each log-ratio (Schulman 2020).
 

@@ -172,9 +172,8 @@ class Patch:
             return version
         told = bool(self.source_digests) or self.probe is not None
         # Only versions newer than the range may pass: its lower end and its exclusions were found by running.
-        newer = in_range(
-            version, ",".join(f">{part.version}" for part in SpecifierSet(self.supports) if part.operator[0] == "<")
-        )
+        upper = [part.version for part in SpecifierSet(self.supports) if part.operator in ("<=", "==")]
+        newer = in_range(version, ",".join(f">{most}" for most in upper))
         open_ = told and newer and self.peer in PEERS and PEERS[self.peer].open and PEERS[self.peer].accepts(version)
         if not in_range(version, self.supports) and not open_:
             raise PatchVersionError(

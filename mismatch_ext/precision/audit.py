@@ -41,8 +41,10 @@ class TrainerReading:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of matrix products: autocast's, or without autocast the dtype of most parameters."""
-        return self.autocast_dtype or max(self.parameter_dtypes, key=self.parameter_dtypes.__getitem__)
+        """The dtype of matrix products: autocast's; without autocast the dtype of most parameters, float32 if there are none."""
+        return self.autocast_dtype or max(
+            self.parameter_dtypes, key=self.parameter_dtypes.__getitem__, default="float32"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

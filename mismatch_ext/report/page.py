@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
+from mismatch_ext.files import write_whole
 from mismatch_ext.report import tables
 from mismatch_ext.report.charts import require_plotly, style
 from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
@@ -189,14 +189,5 @@ def _column_label(name: str) -> tuple[str, str]:
 
 
 def _write(path: Path, page: str) -> None:
-    """Write to a temporary file beside the target and rename it, so that an interruption leaves no half report."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # JSON may carry lone surrogates, which no file encoding has.
-        partial.write_bytes(page.encode("utf-8", "replace"))
-        os.replace(partial, path)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"report {path} cannot be written: {error.strerror}; name a writable file with --out."
-        ) from error
+    # JSON may carry lone surrogates, which no file encoding has.
+    write_whole(path, page.encode("utf-8", "replace"))

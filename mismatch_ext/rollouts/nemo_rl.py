@@ -36,6 +36,8 @@ def read_row(row: Mapping[str, Any], where: str) -> LoggedResponse | None:
             raise RecordError(f"{where}: {key} must be a list with one entry, as NeMo-RL writes a batch of one.")
         one[key] = row[key][0]
     length = one["input_lengths"]
+    if type(length) is not int or length < 0:
+        raise RecordError(f"{where}: input_lengths must be a whole number of tokens, and is {length!r}.")
     found = split(
         token_ids(one, "token_ids", where)[:length],
         flags(one, "token_loss_mask", where)[:length],

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.errors import RecordError
+from mismatch_ext.files import write_whole
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.rollouts.fields import ensure_keys, flags, logprobs, token_ids
 from mismatch_ext.rollouts.logged import LoggedResponse, LoggedRoutes
@@ -43,10 +44,7 @@ def write_rollouts(records: Iterable[RolloutRecord], path: Path, *, routes: bool
         RunDirectoryError: The file cannot be written.
     """
     lines = [json.dumps(_of_record(record, routes), allow_nan=False) for record in records]
-    try:
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}.") from error
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _of_record(record: RolloutRecord, routes: bool) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Batch:
         split: "train" or "eval/<name>".
         routing: A trace per row; None while no routes are known. Under R2 the first scoring pass sets it.
         origin: An object that a batch shares with all batches that are cut from it.
+        part: Whether this is only a part of the rows of a batch.
     """
 
     tokens: Tensor
@@ -52,6 +53,7 @@ class Batch:
     split: str = "train"
     routing: list[RoutingTrace] | None = field(default=None, repr=False)
     origin: object = field(default_factory=object, repr=False)
+    part: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -76,7 +78,7 @@ class Batch:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         cut = {k: v[first:last] for k, v in found.items() if k == "routing" and v is not None or k == "records"}
         cut |= {name: value[first:last] for name, value in found.items() if isinstance(value, Tensor)}
-        return replace(self, **cut)
+        return replace(self, **cut, part=self.part or len(cut["records"]) < len(self))
 
 
 def batch_of(records: Sequence[RolloutRecord], device: torch.device, split: str = "train") -> Batch:

@@ -13,6 +13,7 @@ import numpy as np
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.doctor import Diagnosis, report
 from mismatch_ext.doctor.diagnosis import DOCTOR_FILE
+from mismatch_ext.files import write_whole
 from mismatch_ext.monitor import Alarm
 from mismatch_ext.terminal import say
 
@@ -72,9 +73,8 @@ class RunDoctor:
         folder = self._run_dir / f"doctor_step_{step}"
         try:
             found = look()
-            folder.mkdir(parents=True, exist_ok=True)
             data = {"run": {"step": step, "because": why}, **found.data()}
-            (folder / DOCTOR_FILE).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            write_whole(folder / DOCTOR_FILE, (json.dumps(data, indent=1) + "\n").encode(), make_folder=True)
             table, event = report(found), _said(found, step, why)
         except Exception as error:  # training goes on, whatever it is: memory, a disk, a model that is new
             message = f"the batch of step {step} could not be examined ({why}): {type(error).__name__}: {error}"

@@ -192,10 +192,18 @@ class RunLog:
 
     def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Raise the alarms of a training log, and return the message of an alarm that stops training; all ranks must call it."""
+        return self.decided(self.look(step, metrics))
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Raise the alarms of a training log in the main process; return the message of one that stops training."""
         stop = None
         if self.ranks.rank == 0:
             with self.verdicts.checking("alarms"):
                 stop = self._watch(step, metrics)
+        return stop
+
+    def decided(self, stop: str | None) -> str | None:
+        """Return on every rank what `look` returned in the main process; all ranks must call it."""
         if self.verdicts.observes:
             return None
         if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.monitor.rules.values()):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import HostNames
-from mismatch_ext.ranks import Ranks
+from mismatch_ext.ranks import Ranks, together
 from mismatch_ext.run.pending import Pending
 from mismatch_ext.run.sides import LoopRollout, LoopTrainer
 from mismatch_ext.verdicts import Verdicts
@@ -37,3 +38,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.verdicts = Verdicts(self.block.level, lambda: self.steps)
+
+    def together(self, split: str = "train") -> AbstractContextManager[None]:
+        """Let an error of one rank end all ranks; ranks may evaluate different numbers of batches, and do so by themselves."""
+        return together(self.ranks) if split == "train" else nullcontext()

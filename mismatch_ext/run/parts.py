@@ -64,24 +64,27 @@ class Parts:
             state: Saved state of the run to resume; None begins a new run.
         """
         loop = self._loop
-        precision = loop.block.precision
-        if precision is not None:
-            set_precision(precision, loop.trainer)
-        dtype = loop.trainer.reading().compute_dtype
-        self._report, warning = check_sides(loop, dtype)
-        self.routes.begin()
-        self.log.sampled_with(loop.rollout.sampling)
-        self.stepper.attach(0 if state is None else state["run"]["step"])
+        with loop.together():
+            precision = loop.block.precision
+            if precision is not None:
+                set_precision(precision, loop.trainer)
+            dtype = loop.trainer.reading().compute_dtype
+            self._report, warning = check_sides(loop, dtype)
+            self.routes.begin()
+            self.log.sampled_with(loop.rollout.sampling)
+            self.stepper.attach(0 if state is None else state["run"]["step"])
         self.weights.begin(dtype, self.log, resumed=state is not None)
-        if state is not None:
-            self.load_state_dict(state)
-        self.log.begin(None if state is None else loop.steps)
+        with loop.together():
+            if state is not None:
+                self.load_state_dict(state)
+            self.log.begin(None if state is None else loop.steps)
         said: list[tuple[str, str]] = []
-        with loop.verdicts.checking("vocabulary"):
-            said = to_warn_of(loop, warning)  # on all ranks, because it runs the model, which may be sharded
-        for name, message in said if loop.ranks.rank == 0 else ():
-            self._warn(name, message)
-        self.log.announce(INTEGRATION, measured="at every run.measure")
+        with loop.together():
+            with loop.verdicts.checking("vocabulary"):
+                said = to_warn_of(loop, warning)  # on all ranks, because it runs the model, which may be sharded
+            for name, message in said if loop.ranks.rank == 0 else ():
+                self._warn(name, message)
+            self.log.announce(INTEGRATION, measured="at every run.measure")
         if state is not None:
             changed = changed_settings(state.get("config"), loop.block.to_dict())
             if changed is not None:

@@ -15,14 +15,14 @@ class Pending:
     """Keeps the metrics of a training split until they are logged."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
+        self._values: dict[str, list[tuple[float, float]]] = {}
 
-    def note(self, name: str, value: float) -> None:
-        """Keep a value of a metric, in addition to its earlier values."""
-        self._values.setdefault(name, []).append(value)
+    def note(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Keep a value of a metric, in addition to its earlier values; the weight is the number of things it is a mean over."""
+        self._values.setdefault(name, []).append((value, weight))
 
     def take(self) -> dict[str, float]:
-        """Return one value per metric and begin anew: the extreme for a name in `_max` or `_min`, otherwise the mean."""
+        """Return one value per metric and begin anew: the extreme for a name in `_max` or `_min`, otherwise the weighted mean."""
         values, self._values = self._values, {}
         return {name: _merged(name, found) for name, found in values.items()}
 
@@ -57,7 +57,9 @@ def number(value: Any) -> float:
     return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
 
 
-def _merged(name: str, values: Sequence[float]) -> float:
+def _merged(name: str, entries: Sequence[tuple[float, float]]) -> float:
+    values = [value for value, _ in entries]
     if name.endswith(("_max", "_min")):
         return max(values) if name.endswith("_max") else min(values)
-    return sum(values) / len(values)
+    total = sum(weight for _, weight in entries)
+    return sum(value * weight for value, weight in entries) / total if total else sum(values) / len(values)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class Run:
         self.trainer, self.rollout = trainer, rollout
         names = HostNames() if names is None else names
         self._loop = Loop(block=self.block, trainer=trainer, rollout=rollout, names=names, seed=seed, ranks=ranks)
-        self._parts = Parts(self._loop, Path(output))
+        with self._loop.together():
+            self._parts = Parts(self._loop, Path(output))
         self._started = self._ended = False
 
     @property
@@ -108,7 +110,9 @@ class Run:
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
         try:
-            self._parts.begin(None if resume is None else saved_state(Path(resume)))
+            with self._loop.together():
+                state = None if resume is None else saved_state(Path(resume))
+            self._parts.begin(state)
         except BaseException as error:
             self._parts.end_after(error)
             raise
@@ -130,11 +134,12 @@ class Run:
             LoopError: The trainer's weights have changed since they were last sent to the engine.
         """
         self._begun()
-        self._parts.weights.check_sent()
-        batch = lay_out(records, self.trainer.device, split, self._loop.verdicts)
-        with self._loop.verdicts.checking("records"):
-            expect_present(batch.provenance, self.rollout.weight_version)
-        self._parts.routes.check(batch)
+        with self._loop.together(split):
+            self._parts.weights.check_sent()
+            batch = lay_out(records, self.trainer.device, split, self._loop.verdicts)
+            with self._loop.verdicts.checking("records"):
+                expect_present(batch.provenance, self.rollout.weight_version)
+            self._parts.routes.check(batch)
         if split == "train":
             self._parts.used.batch(batch)
             if self._parts.kl is not None:
@@ -191,30 +196,35 @@ class Run:
             LoopError: There is a `kl` section, and no reference is given.
         """
         self._begun()
-        mask = batch.response_mask
+        mask, measured = batch.response_mask, False
         gap = (old.detach(), batch.rollout_logprobs, mask)
-        with self._loop.verdicts.checking("measure"):
-            self._parts.log.observe(batch.split, *gap)
-        native = self._parts.routes.native(batch)
-        if native is not None:
-            self._parts.log.observe(batch.split, native, *gap[1:], native=True)
-        if batch.split != "train":
-            return
-        self._parts.used.note("measure", batch)
+        with self._loop.together(batch.split):
+            with self._loop.verdicts.checking("measure"):
+                self._parts.log.observe(batch.split, *gap)
+                measured = True
+            native = self._parts.routes.native(batch)
+            if native is not None:
+                self._parts.log.observe(batch.split, native, *gap[1:], native=True)
+            if batch.split != "train":
+                return
+            self._parts.used.note("measure", batch)
+            if self._parts.kl is not None:
+                if reference is None:
+                    raise LoopError(
+                        "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
+                    )
+                sums = self._parts.kl.sums(old.detach(), reference, mask)
         if self._parts.kl is not None:
-            if reference is None:
-                raise LoopError(
-                    "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
-                )
-            for name, value in self._parts.kl.collect(old.detach(), reference, mask, self._loop.ranks).items():
-                self._loop.pending.note(PREFIX + name, value)
-        self._parts.stepper.lead_by_gap(*gap)
+            found = self._loop.ranks.sum(sums).tolist()
+            for name, value in self._parts.kl.collect(found).items():
+                self._loop.pending.note(PREFIX + name, value, found[-1])
+        self._parts.stepper.lead_by_gap(*(gap if measured else (torch.zeros_like(values) for values in gap)))
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.
 
         Args:
-            batch: The rollouts.
+            batch: The rollouts; with `normalize` a whole batch, whose weights are divided by their mean over all ranks.
             old: The trainer's log-probabilities when they were sampled `[B, T]`, nats. In mode `bypass`, whose ratio is pi/mu,
                 give the current policy's instead; the loss `ppo_clip` then takes `batch.rollout_logprobs` as the old ones.
             advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
@@ -224,10 +234,19 @@ class Run:
         found = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
             return found
-        settings = resolve(section)
-        if bool(mask.any()):
-            found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
+        with self._loop.together():
+            settings = resolve(section)
+            if settings.normalize and (batch.part or (len(batch) == self._loop.ranks.size == 1)):
+                raise LoopError(
+                    f"mismatch.correction.normalize with {len(batch)} rows of a batch: weights would be divided by their "
+                    "own mean only. Give run.correct whole batches of several responses, or set normalize: false."
+                )
+            if bool(mask.any()):
+                found = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
         figures = over_ranks(found.metrics, mask, settings, self._loop.ranks)  # on a rank without tokens too
+        if settings.normalize and found.metrics:
+            mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all
+            found = replace(found, weights=found.weights * (found.metrics[mean] / figures[mean]))
         for name, value in figures.items() if batch.split == "train" else ():
             self._loop.pending.note(PREFIX + name, value)
         return found
@@ -282,7 +301,8 @@ class Run:
         """
         if loss is not None:
             self.backward(loss)
-        self._parts.used.check_step(self.steps)
+        with self._loop.together():
+            self._parts.used.check_step(self.steps)
         done = self._parts.stepper.step(max_norm)
         self._loop.steps, self._parts.weights.stepped = self.steps + 1, True
         return done
@@ -324,16 +344,21 @@ class Run:
             All metrics of this log, and whether the run should stop.
         """
         self._begun()
+        with self._loop.together():
+            own = {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
         findings_of_ranks(self._loop.verdicts, self._loop.ranks)
-        found = self._parts.log.measured(self.steps, split)
+        with self._loop.together():  # the main process alone writes
+            found = self._parts.log.measured(self.steps, split)
         if split == "train":
             found |= self._loop.pending.take()
             found |= means_of_ranks(found, (self._loop.names.loss, PREFIX + "weight_sync_gap"), self._loop.ranks)
             found |= self._parts.stepper.metrics()
         of_routes, by_layer = self._parts.routes.metrics(split)
-        found |= of_routes | {name: number(value) for name, value in {**(metrics or {}), **more}.items()}
-        self._parts.log.write(self.steps, found | by_layer, split)
-        return Logged(metrics=found, stop=self._parts.log.watch(self.steps, found) if split == "train" else None)
+        found |= of_routes | own
+        with self._loop.together():
+            self._parts.log.write(self.steps, found | by_layer, split)
+            stop = self._parts.log.look(self.steps, found) if split == "train" else None
+        return Logged(metrics=found, stop=self._parts.log.decided(stop) if split == "train" else None)
 
     # State.
 
@@ -349,8 +374,9 @@ class Run:
             The file. If the process is killed, the file holds either the previous state or this one.
         """
         path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
-        if self._loop.ranks.rank == 0:
-            write_state(path, state)
+        with self._loop.together():
+            if self._loop.ranks.rank == 0:
+                write_state(path, state)
         return path
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -360,7 +386,8 @@ class Run:
             RecordError: The state is damaged, or was saved with other settings.
         """
         self._begun()
-        self._parts.load_state_dict(state)
+        with self._loop.together():
+            self._parts.load_state_dict(state)
 
     # End.
 

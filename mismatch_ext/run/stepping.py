@@ -74,7 +74,7 @@ class Stepper:
             named = {self._loop.names.length: found.response_length, "truncated_fraction": found.truncated_fraction}
             for name, value in named.items():
                 if value is not None:
-                    self._pending.note(name, value)
+                    self._pending.note(name, value, found.responses)
 
     def lead_by_gap(self, old: Tensor, rollout: Tensor, mask: Tensor) -> None:
         """Pass the gap of a batch to the rate if it is its trigger; all ranks must call this.

@@ -48,7 +48,7 @@ class Weights:
             if monitor.weight_sync == "warn":
                 warnings.warn(message, stacklevel=6)
 
-        with self._verdicts.checking("weight_sync"):
+        with self._loop.together(), self._verdicts.checking("weight_sync"):
             probes = draw_probes(self._trainer.vocabulary(), rollout.longest)
             engine = rollout.reading().model_dtype
             verifier = WeightVerifier(
@@ -74,11 +74,12 @@ class Weights:
     def send(self) -> SyncVerdict | None:
         """Send the weights, and verify that the engine computes with them; as `Run.send`."""
         self._check_stepped()
-        reading, samples = self._rollout.update(self._trainer.checkpoint_parameters())
-        if not self._sent_once:
-            self._sent_once = True
-            with self._verdicts.checking("precision"):
-                audited(self._loop, reading)
+        with self._loop.together():
+            reading, samples = self._rollout.update(self._trainer.checkpoint_parameters())
+            if not self._sent_once:
+                self._sent_once = True
+                with self._verdicts.checking("precision"):
+                    audited(self._loop, reading)
         return self._verified(samples)
 
     def sent(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
@@ -89,18 +90,19 @@ class Weights:
     def _check_stepped(self) -> None:
         block = self._loop.block
         acts = block != MismatchConfig(level=block.level, monitor=block.monitor)
-        if not self.stepped and acts and self._verifier is not None and self._verifier.moved():
-            raise LoopError(
-                f"step {self._loop.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "
-                "block asks for; step by it."
-            )
+        with self._loop.together():
+            if not self.stepped and acts and self._verifier is not None and self._verifier.moved():
+                raise LoopError(
+                    f"step {self._loop.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "
+                    "block asks for; step by it."
+                )
 
     def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
         self.stepped = False
         if self._verifier is None:
             return None
         verdict: SyncVerdict | None = None
-        with self._verdicts.checking("weight_sync"):
+        with self._loop.together(), self._verdicts.checking("weight_sync"):
             verdict = self._verifier.verify(samples)
         if verdict is not None:
             self._loop.pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)

@@ -144,6 +144,9 @@ class DecodeChecker:
             RecordError: The shapes do not fit each other.
         """
         now = _seen(decoded, prefill)
+        if self._seen and self._seen[0].tokens.shape != now.tokens.shape:
+            # A checkpoint under other settings; its tokens cannot be compared, and its noise is of another number of them.
+            self._noise, self._observations, self._seen = None, 0, []
         if self._observations == 0:
             self._offer(now)
         self._observations += 1
@@ -173,7 +176,7 @@ class DecodeChecker:
         for older in self._seen:
             # A token's log-probability depends on the tokens before it.
             common = (now.tokens == older.tokens).long().cumprod(1).bool()
-            if older.tokens.shape != now.tokens.shape or common.float().mean() < COMPARABLE:
+            if common.float().mean() < COMPARABLE:
                 continue
             moved = _mean((now.prefill - older.prefill)[common])
             distance = _mean((now.decode - older.prefill)[common])

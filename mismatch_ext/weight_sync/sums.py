@@ -117,7 +117,8 @@ def compare_sums(
         if name not in held or name not in shapes:
             continue
         columns, stride = _layout(shapes[name])
-        elements = -(-shapes[name][0] // stride) * columns
+        rows = shapes[name][0] if shapes[name] else 1
+        elements = -(-rows // stride) * columns
         if not elements or not all(sums[name][0] and sums[name][0] % elements == 0 for sums in (held, sent)):
             continue
         equal = _equal(held[name], sent[name], elements)

@@ -49,6 +49,9 @@ def test_a_probe_that_holds_lets_a_version_beyond_the_range_be_patched_where_the
 def test_beyond_the_range_a_patch_without_probe_or_digest_is_refused(upstream: Any, open_peer: None) -> None:
     with pytest.raises(PatchVersionError, match=r"upst 1\.2\.0\+cpu is outside the supported range >=1\.0,<=1\.1"):
         PatchSet(upstream.patch("upst.core:greet", supports=">=1.0,<=1.1")).apply()
+    for older in ("==1.3", ">=1.3,<=1.4", ">=1.0,<=1.3,!=1.2.0"):  # with a probe too: only what is newer may pass
+        with pytest.raises(PatchVersionError):
+            PatchSet(upstream.patch("upst.core:greet", supports=older, probe=two_words)).apply()
     other = {"0123456789abcdef": "1.1"}
     with pytest.raises(PatchDriftError):
         PatchSet(upstream.patch("upst.core:greet", supports=">=1.0,<=1.1", source_digests=other)).apply()

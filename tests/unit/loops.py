@@ -102,7 +102,8 @@ class Two:
     def gather(self, value: Any) -> list[Any]:
         self.asked.append(value)
         # Of metrics a rank says a mapping; what is of the same kind is merged.
-        return [value, type(value)(self.said) if isinstance(self.said, type(value)) else value]
+        merged = value is not None and isinstance(self.said, type(value))
+        return [value, type(value)(self.said) if merged else value]
 
     def sum(self, values: Tensor) -> Tensor:
         self.asked.append(values)

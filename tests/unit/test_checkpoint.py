@@ -29,21 +29,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_state(path) == {"schema": 1, "kl": {"coef": 0.1}, "lr": None, "weight_version": 3}
 
 
-def test_a_kill_while_it_is_written_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / STATE_FILE
-    write_state(path, {"kl": {"coef": 0.1}})
-    write = Path.write_text
-
-    def torn(file: Path, text: str, **kwargs: Any) -> int:
-        write(file, text[: len(text) // 2], **kwargs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Path, "write_text", torn)
-        write_state(path, {"kl": {"coef": 0.2}})
-    assert read_state(path) == {"schema": 1, "kl": {"coef": 0.1}}
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -149,7 +134,7 @@ def test_a_damaged_choice_is_refused_and_leaves_the_generator(change: Any) -> No
 def test_a_file_that_cannot_be_written_or_read_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").touch()
     path = tmp_path / "checkpoint-3" / STATE_FILE
-    with pytest.raises(RunDirectoryError, match="mismatch.json cannot be written: .*; free space, or save elsewhere"):
+    with pytest.raises(RunDirectoryError, match="mismatch.json cannot be written: .*; free space"):
         write_state(path, {"kl": None})
     unreadable = Path("/proc/self/mem")  # its first page is mapped nowhere
     with pytest.raises(RecordError, match="/proc/self/mem cannot be read: .*Resume from another checkpoint"):

@@ -17,6 +17,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "token": {"preset": "decoupled_geo_rs_token_tis"},
     "plain": {"preset": "decoupled_token_is"},
     "sequence": {"preset": "decoupled_seq_is_rs"},
+    "normalized": {"level": "sequence", "upper": 100.0, "normalize": True},
     "masked": {"preset": "icepop", "veto": 0.5},
     "rejected": {"reject": "token_k1", "reject_threshold": "0.8_1.2"},
 }

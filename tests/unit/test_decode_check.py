@@ -157,6 +157,20 @@ def test_state_goes_through_json_and_judges_on() -> None:
         other.load_state_dict(checker.state_dict() | {"version": 9})
 
 
+def test_a_checkpoint_of_another_number_of_tokens_begins_anew() -> None:
+    engine, checker, fewer = Engine("bfloat16", 0.01), DecodeChecker("bfloat16"), DecodeChecker("bfloat16")
+    decoded, prefill = engine.ask()
+    fewer.baseline(Decoded(tokens=decoded.tokens[:, :-3], logprobs=decoded.logprobs[:, :-3]), prefill[:, :-3])
+    checker.load_state_dict(fewer.state_dict())
+    assert checker.observe(decoded, prefill, numerics=NOISE["bfloat16"]).ok
+    engine.capture()  # it is named as soon as without the checkpoint
+    while checker.observe(*engine.ask(), numerics=NOISE["bfloat16"]).ok:
+        engine.update()
+    assert [len(entry[0][0]) for entry in checker.state_dict()["seen"]] == [COUNT - 1] * len(
+        checker.state_dict()["seen"]
+    )
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     decoded, prefill = Engine("float32", 0.0).ask()
     with pytest.raises(RecordError, match="allowed: the same shape"):

@@ -158,10 +158,6 @@ def test_what_is_missing_or_too_large_is_named() -> None:
         controller.update(start, step=0, mismatch_kl=0.1, f_tau=1.5)
     with pytest.raises(RecordError, match="responses=-1"):
         controller.update(start, step=0, mismatch_kl=0.1, responses=-1)
-    lengths = LrController(LrConfig())
-    state, _ = lengths.update(lengths.initial_state(), step=0, response_length=5.0, truncated_fraction=0.1)
-    with pytest.raises(RecordError, match="truncated_fraction=None, but it was 0.1 at step 0"):
-        lengths.update(state, step=1, response_length=5.0)
 
 
 CONFIGS = [SMALL, LrConfig(period=7)]

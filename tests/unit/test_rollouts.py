@@ -137,6 +137,8 @@ def changed(node: int, **fields: Any) -> dict[str, Any]:
         ({"text": "1+1="}, "line 2 holds text, which no format that is known here has"),
         (NEMO | {"generation_logprobs": None}, "line 2 has no generation_logprobs"),
         (NEMO | {"token_ids": [[1], [2]]}, "line 2: token_ids must be a list with one entry"),
+        (NEMO | {"input_lengths": [12.0]}, "line 2: input_lengths must be"),
+        (NEMO | {"input_lengths": [-1]}, "line 2: input_lengths must be"),
         (NEMO | {"token_loss_mask": [[1] * 21]}, "line 2: its first token is sampled already"),
         (PRIME | {"traces": 3}, "line 2: traces must be a list"),
         (PRIME | {"traces": [{}]}, "line 2, trace 0 has no list of nodes"),

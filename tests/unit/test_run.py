@@ -31,6 +31,7 @@ from tests.unit.loops import (
     KL,
     NOISE,
     PROMPTS,
+    Two,
     learn,
     rewards_of,
     same,
@@ -342,6 +343,35 @@ def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
             run.step()
             run.send()
             assert run.log().metrics["loss"] == pytest.approx(losses[0].item() * parts)
+
+
+def test_weights_are_normalized_over_all_responses_or_refused(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    block = {"correction": {"level": "sequence", "upper": 100, "normalize": True}}
+    with Run(block, trainer, rollout, tmp_path).start() as run:
+        records = rollout.generate(PROMPTS)
+        batch = run.batch(records)
+        old = run.score(batch).detach()
+        expected = correct(batch.rollout_logprobs, old, batch.response_mask, run.block.correction)  # type: ignore[arg-type]
+        assert torch.equal(run.correct(batch, old).weights, expected.weights)
+        alone = run.batch(records[:1])
+        for part, scored in ((batch.rows(0, 8), old[:8]), (alone, run.score(alone).detach())):
+            with pytest.raises(LoopError, match="mismatch.correction.normalize"):
+                run.correct(part, scored)
+
+    class Ranks(Two):
+        """The other rank has three responses, whose weights are twice this one's."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [
+                value,
+                (9.0, 3.0, {name: 2 * x for name, x in value[2].items()}) if isinstance(value, tuple) else value,
+            ]
+
+    with Run(block, trainer, rollout, tmp_path / "ranks", ranks=Ranks()).start() as run:
+        alone = run.batch(records[:1])
+        found = run.correct(alone, run.score(alone).detach()).weights
+    torch.testing.assert_close(found, torch.full_like(found, 1 / 1.75))
 
 
 def test_each_batch_of_a_step_is_measured_and_corrected(tmp_path: Path) -> None:

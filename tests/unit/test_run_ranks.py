@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,23 @@ def test_lengths_are_summed_where_the_model_is(tmp_path: Path, monkeypatch: pyte
         run.batch(records)
 
 
+def test_batches_of_a_step_count_by_their_responses(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
+        lengths = []
+        for prompts in (PROMPTS[:1], PROMPTS):
+            records = rollout.generate(prompts)[: len(prompts) ** 2]
+            lengths += [len(record.response_ids) for record in records]
+            batch = run.batch(records)
+            with torch.no_grad():
+                run.measure(batch, run.score(batch))
+            run.backward(run.score(batch).mean())
+        run.step()
+        (entry,) = run._parts.stepper.rate.control.state.surge.history  # type: ignore[union-attr]
+        assert entry.value == pytest.approx(sum(lengths) / len(lengths))
+        assert run.log().metrics["length"] == pytest.approx(entry.value)
+
+
 def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
     trainer, rollout = sides()
     with Run({"lr": {}}, trainer, rollout, tmp_path).start() as run:
@@ -125,3 +144,37 @@ def test_saving_moves_the_kl_controller_on_every_rank(rank: int, tmp_path: Path)
         path = run.save(tmp_path)
         assert run._parts.kl.controller.state_dict()["steps"] == 1
     assert path.exists() == (rank == 0)
+
+
+# Verb: words of the error of the rank that fails in it.
+FAILURES = {
+    "init": "not writable",
+    "start": "engine is gone",
+    "batch": "weight version 7",
+    "measure": "not finite",
+    "correct": "is nan",
+    "step": "no gradient went through",
+    "send": "no space on device",
+    "verify": "WeightSyncError",
+    "log": "float()",
+    "write": "disk is full",
+    "save": "cannot be written",
+    "observe measure": "nothing",
+    "observe correct": "nothing",
+}
+
+
+def test_an_error_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.rank_errors"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), *FAILURES], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for lines in told:
+        found = dict(line.split(": ", 1) for line in lines if line.split(": ")[0] in FAILURES)
+        assert {name: words for name, words in FAILURES.items() if words not in found.get(name, "")} == {}

@@ -1,0 +1,96 @@
+"""Two ranks of a loop, of which the second fails in each verb in turn; each prints what every verb raised."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mismatch_ext import Run
+from mismatch_ext.ranks import WORLD
+from mismatch_ext.run import Batch
+from tests.unit.loops import PROMPTS, sides
+
+BLOCK: dict[str, Any] = {
+    "kl": {"coef": 0.1},
+    "correction": {"preset": "token_truncate"},
+    "lr": {"trigger": "mismatch_kl"},
+}
+NAN = float("nan")
+
+
+def fail(words: str) -> Callable[..., Any]:
+    """Return a function that raises an error that is not of this package."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise OSError(words)
+
+    return raises
+
+
+def one(name: str, fails: bool, folder: Path) -> str:
+    """Take the step of a run up to the verb that is to fail, and return what it raised."""
+    level = "observe" if name.startswith("observe") else "enforce"
+    name = name.removeprefix("observe ")
+    if fails and name == "init":
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.touch()
+    trainer, rollout = sides()
+    run = Run({"level": level, **BLOCK}, trainer, rollout, folder, ranks=WORLD)
+    if fails and name == "start":
+        rollout.check = fail("engine is gone")  # type: ignore[method-assign]
+    with run.start():
+        records = rollout.generate(PROMPTS)
+        if fails and name == "batch":
+            stale = dataclasses.replace(records[0].provenance, weight_version=7)
+            records = [dataclasses.replace(record, provenance=stale) for record in records]
+        batch: Batch = run.batch(records)
+        with torch.no_grad():
+            old, ref = run.score(batch), run.reference(batch)
+        spoiled = old.clone()
+        spoiled[0, 0] = NAN
+        run.measure(batch, spoiled if fails and name == "measure" else old, ref)
+        run.correct(batch, spoiled if fails and name == "correct" else old)
+        loss = run.score(batch).mean() + run.kl(batch, run.score(batch), ref).mean()
+        if fails and name == "step":
+            loss = loss.detach().requires_grad_()
+        run.step(loss)
+        if fails and name == "send":
+            rollout.update = fail("no space on device")  # type: ignore[method-assign]
+        if fails and name == "verify":
+            rollout.drops_updates = True
+        run.send()
+        if fails and name == "write":
+            run._parts.log.recorder.step = fail("disk is full")  # type: ignore[method-assign]
+        run.log(reward=object() if fails and name == "log" else 1.0)
+        if fails and name == "save":
+            (folder.parent / "saved").touch()
+        run.save(folder.parent / "saved")
+        run.log()
+    return "nothing"
+
+
+def main(rank: int, folder: Path, names: list[str]) -> None:
+    """Let each verb fail on one rank."""
+    warnings.simplefilter("ignore")
+    limit = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2, timeout=limit)
+    for number, name in enumerate(names):
+        failing = 0 if name.split()[-1] in ("init", "write", "save") else 1  # files are written on rank 0
+        try:
+            said = one(name, rank == failing, folder / str(number) / "run")
+        except Exception as error:  # noqa: BLE001  # that is what is looked at
+            said = f"{type(error).__name__}: {error}"
+        print(f"{name}: {' '.join(said.split())}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
