@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import ray
 from mismatch_ext.adapters.verl.block import active_block, early_findings
 from mismatch_ext.adapters.verl.driver.batch_checks import (
+    check_masks,
     check_routes,
-    check_sampled,
-    check_turns,
     sampled_rows,
     versions,
 )
@@ -220,13 +219,12 @@ class MismatchTrainer(
         with self._verdicts.checking("rollouts"):
             self._raise_refused("rollouts")
         with self._verdicts.checking("records"):
-            check_sampled(batch, self.global_steps)
+            if self._block.acting.sampling_mask is not None:
+                check_masks(batch, self.global_steps)
             self._origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
-                if self.trainer_mode != SYNC:
-                    check_turns(batch, self.global_steps)
         with self._measuring(batch, "train"), self._by_version(batch, "batch", self._version):
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):

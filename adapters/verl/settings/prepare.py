@@ -15,7 +15,7 @@ from mismatch_ext.adapters.verl.settings.correction import set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
 from mismatch_ext.adapters.verl.settings.masks import set_masks
 from mismatch_ext.adapters.verl.settings.modes import MODES, TRAINER, run_mode, trainer_of
-from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, LOOPS, check_bypass, check_host, refused
+from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, check_bypass, check_host, refused
 from mismatch_ext.adapters.verl.settings.rehearsal import entered, leave, rehearse, say_changes
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import need_reference_policy
@@ -146,9 +146,6 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
 
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
     config.trainer.v1.trainer_mode = trainer_of(run_mode(config).name)
-    loops = config.actor_rollout_ref.rollout.get("agent")
-    if block.level == "enforce" and loops is not None and not loops.get("agent_loop_manager_class"):
-        loops.agent_loop_manager_class = LOOPS
     if config.actor_rollout_ref.rollout.name != "vllm":
         return  # SGLang's server is ours by verl's registry
     engine = config.actor_rollout_ref.rollout.engine_kwargs
