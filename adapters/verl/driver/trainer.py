@@ -74,7 +74,6 @@ class MismatchTrainer(
         routing = block.routing
         self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
         self._updated_step = self._saved_step = 0
-        self._updating = False
         self._step_metrics = StepMetrics()
         self._waiting: list[Mapping[str, float | None]] = []
         super().__init__(config)
@@ -167,8 +166,7 @@ class MismatchTrainer(
 
     def on_step_end(self) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
-        if self._updating:
-            self._finished_update()  # only the critic was updated, in its warm-up
+        self._updated_step = self.global_steps
         with self._verdicts.checking("weight_sync"):
             self._look_at_weights()
         self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
@@ -273,7 +271,6 @@ class MismatchTrainer(
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._watchdog.phase(f"updating the critic in step {self.global_steps}")
-        self._updating = True
         with self._without_routes(batch):
             return super()._update_critic(batch, metrics)
 
@@ -300,11 +297,9 @@ class MismatchTrainer(
                 self._waiting = []
         self._measured = None
         self._carry_coefficient(batch)
-        self._updating = True
         batch = super()._update_actor(batch, metrics)
         under_our_names(metrics)
         if self._last_update:
-            self._finished_update()
             metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 
@@ -314,11 +309,9 @@ class MismatchTrainer(
             with self._verdicts.checking("lr"):
                 metrics.update(self._would_set_rate())
         self._measured = None
-        self._updating = True
         batch = super()._update_actor(batch, metrics)
         if self._last_update:
             self._after_update(metrics)
-            self._finished_update()
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:

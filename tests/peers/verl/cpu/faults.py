@@ -153,26 +153,6 @@ def stale_weights() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
-def between_updates() -> None:
-    """Let the driver find a fault in the batch of the step's second local update, when the first has been made."""
-
-    def change(module: Any) -> None:
-        from mismatch_ext.errors import RoutingError
-
-        trainer = module.MismatchTrainer
-        original = trainer._compute_old_log_prob
-
-        @functools.wraps(original)
-        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.global_steps >= STEPS["between_updates"] and self.local_trigger_step == 1:
-                raise RoutingError(f"{MESSAGE}: routes of step {self.global_steps}")
-            return original(self, *args, **kwargs)
-
-        trainer._compute_old_log_prob = compute
-
-    AfterImport("mismatch_ext.adapters.verl.driver.trainer", change)
-
-
 def no_room_for_a_copy() -> None:
     """Let the worker have no memory for the copy of its model on which a batch is examined."""
 
@@ -231,7 +211,6 @@ FAULTS = {
         hanging_answers,
         failing_weight_update,
         stale_weights,
-        between_updates,
         null_logprob,
         no_room_for_a_copy,
     )
