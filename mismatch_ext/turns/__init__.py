@@ -5,9 +5,8 @@ samples from there. The trainer trains on one row of tokens. Every token of the 
 sampled by a turn, after exactly the tokens that the turn was given.
 """
 
-from mismatch_ext.turns.holding import Calls, Sampled, expect_sampled
 from mismatch_ext.turns.joining import Joined, join_turns
-from mismatch_ext.turns.masks import masks_of
+from mismatch_ext.turns.masks import Calls, Sampled, masks_of
 from mismatch_ext.turns.rows import Trained, any_asked
 
-__all__ = ["Calls", "Joined", "Sampled", "Trained", "any_asked", "expect_sampled", "join_turns", "masks_of"]
+__all__ = ["Calls", "Joined", "Sampled", "Trained", "any_asked", "join_turns", "masks_of"]

@@ -57,7 +57,7 @@ def join_turns(
         ProvenanceError: Two turns of a completion have different weights or settings; names both.
         RoutingError: Tokens at the end of a completion were never given to the engine and have no routes.
     """
-    rows = [Row[RolloutRecord](name, one, limit) for name, one in enumerate(trained)]
+    rows = [Row(name, one, limit) for name, one in enumerate(trained)]
     waiting = by_length(turns)
     for row in rows:
         row.take_from(waiting)
@@ -84,7 +84,7 @@ class _Counts:
     rerouted: int = 0
 
 
-def _record(row: Row[RolloutRecord], counts: _Counts) -> RolloutRecord:
+def _record(row: Row, counts: _Counts) -> RolloutRecord:
     """Return the record of a row whose turns have all been found."""
     one = row.trained
     if not row.turns:
@@ -111,20 +111,20 @@ def _record(row: Row[RolloutRecord], counts: _Counts) -> RolloutRecord:
     )
 
 
-def _expect_one_origin(row: Row[RolloutRecord]) -> None:
+def _expect_one_origin(row: Row) -> None:
     expect_one_version(row.name, [turn.provenance.weight_version for turn, _ in row.turns])
     one_provenance(
         (f"completion {row.name}, turn {number}", turn.provenance) for number, (turn, _) in enumerate(row.turns)
     )
 
 
-def _expect_logprobs(row: Row[RolloutRecord], found: Sequence[float], mask: Sequence[bool]) -> None:
+def _expect_logprobs(row: Row, found: Sequence[float], mask: Sequence[bool]) -> None:
     for place, (ours, theirs, counted) in enumerate(zip(found, row.trained.rollout_logprobs or (), mask, strict=False)):
         if counted and not near(ours, theirs):
             raise moved(row.name, place, ours, theirs)
 
 
-def _pieces(row: Row[RolloutRecord]) -> Iterator[tuple[RoutingTrace, int, int, int]]:
+def _pieces(row: Row) -> Iterator[tuple[RoutingTrace, int, int, int]]:
     """Yield each turn's routes, start and stop of the rows that no earlier turn has, and the first of these that it sampled."""
     at = 0
     for turn, _ in row.turns:
@@ -139,7 +139,7 @@ def _pieces(row: Row[RolloutRecord]) -> Iterator[tuple[RoutingTrace, int, int, i
             at = stop
 
 
-def _routing(row: Row[RolloutRecord], counts: _Counts) -> RoutingTrace | None:
+def _routing(row: Row, counts: _Counts) -> RoutingTrace | None:
     if all(turn.routing is None for turn, _ in row.turns):
         return None
     parts: list[RoutingTrace] = []
@@ -160,7 +160,7 @@ def _routing(row: Row[RolloutRecord], counts: _Counts) -> RoutingTrace | None:
     return joined
 
 
-def _support(row: Row[RolloutRecord]) -> TokenSupport | None:
+def _support(row: Row) -> TokenSupport | None:
     supports = [turn.support for turn, _ in row.turns]
     if all(support is None for support in supports):
         return None

@@ -2,10 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
 from mismatch_ext.errors import RecordError
 from mismatch_ext.sampling_mask.support import TokenSupport, join
-from mismatch_ext.turns.holding import Calls, Sampled, beginning
 from mismatch_ext.turns.rows import Trained, near
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One call of the engine.
+
+    Args:
+        prompt_ids: Token ids that the engine was given.
+        response_ids: Token ids that the engine sampled `[T]`.
+        rollout_logprobs: Log-probabilities of the sampled tokens, nats `[T]`; empty if the engine was not asked for them.
+        support: The ids that each token was sampled from, or the reason why they are unknown; None if nobody asked for them.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    support: TokenSupport | str | None = None
+
+
+class Calls:
+    """The calls of the engine for one conversation.
+
+    Each call is given the whole conversation so far. Of that, only the tokens that the previous call did not have are stored.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, Sampled]] = []
+        self._last: tuple[int, ...] = ()
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        rollout_logprobs: Sequence[float] | None,
+        support: TokenSupport | str | None = None,
+    ) -> None:
+        """Note a call; the arguments are those of `Sampled`, with None if there are no log-probabilities."""
+        prompt, response = tuple(prompt_ids), tuple(response_ids)
+        same = beginning(self._last, prompt)
+        kept = Sampled(
+            prompt_ids=prompt[same:],
+            response_ids=response,
+            rollout_logprobs=tuple(rollout_logprobs or ()),
+            support=support,
+        )
+        self._kept.append((same, kept))
+        self._last = prompt + response
+
+    def __iter__(self) -> Iterator[Sampled]:
+        last: tuple[int, ...] = ()
+        for same, kept in self._kept:
+            prompt = last[:same] + kept.prompt_ids
+            yield replace(kept, prompt_ids=prompt)
+            last = prompt + kept.response_ids
 
 
 def masks_of(name: str, one: Trained, calls: Calls) -> TokenSupport:
@@ -60,3 +117,11 @@ def _apart(one: Trained, call: Sampled) -> tuple[int, int]:
     theirs = (one.rollout_logprobs or ())[place : place + same]
     pairs = zip(call.rollout_logprobs, theirs, one.response_mask[place : place + same], strict=False)
     return sum(1 for ours, other, own in pairs if own and not near(ours, other)), -same
+
+
+def beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return how many tokens two sequences share from the start; in most calls, one sequence is the beginning of the other."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Generic, Protocol, TypeVar
 
 from mismatch_ext.errors import ProvenanceError, RecordError
+from mismatch_ext.records import RolloutRecord
 
 TOLERANCE = 1e-5
 """Allowed difference, in nats, between the engine's log-probability of a token and the trained one: room for a float32 cast."""
@@ -32,41 +32,24 @@ class Trained:
     rollout_logprobs: tuple[float | None, ...] | None = None
 
 
-class Turn(Protocol):
-    """One call of the engine: a `RolloutRecord`, or the part of one that is needed to find its row."""
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """Token ids that the engine was given."""
-
-    @property
-    def response_ids(self) -> tuple[int, ...]:
-        """Token ids that the engine sampled."""
-
-    @property
-    def rollout_logprobs(self) -> tuple[float, ...]:
-        """Log-probabilities of the sampled tokens, nats."""
-
-
-T = TypeVar("T", bound=Turn)
-Waiting = dict[int, list[tuple[int, T]]]
+Waiting = dict[int, list[tuple[int, RolloutRecord]]]
 """Turns, with their numbers, that no row has taken yet; keyed by prompt length, because a batch may have thousands of turns."""
 
 
-def by_length(turns: Sequence[T]) -> Waiting[T]:
+def by_length(turns: Sequence[RolloutRecord]) -> Waiting:
     """Return turns in the form that `Row.take_from` takes."""
-    found: Waiting[T] = defaultdict(list)
+    found: Waiting = defaultdict(list)
     for number, turn in enumerate(turns):
         found[len(turn.prompt_ids)].append((number, turn))
     return found
 
 
 @dataclass
-class Row(Generic[T]):
+class Row:
     """A completion whose turns are being looked for.
 
     Args:
-        name: Its number, or the host's name for it.
+        name: Its number.
         trained: The completion.
         limit: As in `join_turns`.
 
@@ -75,10 +58,10 @@ class Row(Generic[T]):
         at: Index in the whole sequence of the first token after these turns.
     """
 
-    name: int | str
+    name: int
     trained: Trained
     limit: int | None
-    turns: list[tuple[T, int]] = field(default_factory=list)
+    turns: list[tuple[RolloutRecord, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = self.trained.prompt_ids + self.trained.response_ids
@@ -86,7 +69,7 @@ class Row(Generic[T]):
         self.at = len(self.trained.prompt_ids)
         self.ended = False
 
-    def fit(self, turn: Turn) -> int | None:
+    def fit(self, turn: RolloutRecord) -> int | None:
         """Return how well a turn continues the row: 0 is best, None means that it does not."""
         start, stop = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids)
         if self.ended or not self.at <= start <= len(self.tokens):
@@ -101,7 +84,7 @@ class Row(Generic[T]):
             return 2 if may_end else None
         return 0 if stop == len(self.tokens) or not self.mask[stop] else 1
 
-    def take_from(self, waiting: Waiting[T]) -> None:
+    def take_from(self, waiting: Waiting) -> None:
         """Take the turns that continue the row, one by one; of equally good ones, take one with the row's log-probabilities."""
         while True:
             last = next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), len(self.tokens))
@@ -120,13 +103,13 @@ class Row(Generic[T]):
             self.turns.append((turn, kept))
             self.at, self.ended = start + kept, kept < len(turn.response_ids)
 
-    def _other(self, turn: Turn) -> bool:
+    def _other(self, turn: RolloutRecord) -> bool:
         """Tell whether a turn has other log-probabilities than its place in the row."""
         first = len(turn.prompt_ids) - len(self.trained.prompt_ids)
         given = (self.trained.rollout_logprobs or ())[first:]
         return any(not near(ours, theirs) for ours, theirs in zip(turn.rollout_logprobs, given, strict=False))
 
-    def common(self, turn: Turn) -> int:
+    def common(self, turn: RolloutRecord) -> int:
         """Return the number of tokens up to the first that differs from the row's."""
         pairs = zip(turn.prompt_ids + turn.response_ids, self.tokens, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -136,15 +119,7 @@ class Row(Generic[T]):
         first = len(self.trained.prompt_ids)
         return f"token {place - first} of the completion" if place >= first else f"token {place} of the prompt"
 
-    def unsampled(self, place: int) -> RecordError:
-        """Return the error for a token that counts as the policy's, but that no call sampled."""
-        return RecordError(
-            f"completion {self.name}: {self.token(place)} (id {self.tokens[place]}) counts as the policy's, but no call "
-            "of the trainer's engine has sampled it there. Generate by the trainer's own means (in TRL trainer.vllm_generation, "
-            "in verl its LLMServerClient), and mask what the policy has not sampled."
-        )
-
-    def expect_covered(self, left: Sequence[Turn]) -> None:
+    def expect_covered(self, left: Sequence[RolloutRecord]) -> None:
         """Refuse a row if no turn sampled one of the policy's tokens; say which turn should have."""
         missing = next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), None)
         if missing is None:
@@ -165,7 +140,11 @@ class Row(Generic[T]):
         # Otherwise, of the turns that should have sampled the token, take the one that shares most with the row.
         nearest = sampled or max(should, key=self.common, default=None)
         if given_it or nearest is None:
-            raise self.unsampled(missing)
+            raise RecordError(
+                f"completion {self.name}: {self.token(missing)} (id {self.tokens[missing]}) counts as the policy's, but no call "
+                "of the trainer's engine has sampled it there. Generate by the trainer's own means (in TRL "
+                "trainer.vllm_generation), and mask what the policy has not sampled."
+            )
         place = self.common(nearest)
         if place == len(self.tokens):
             raise RecordError(
@@ -186,7 +165,7 @@ class Row(Generic[T]):
             "keep the token ids that were sampled."
         )
 
-    def _sampled_at(self, place: int, left: Sequence[Turn]) -> Turn | None:
+    def _sampled_at(self, place: int, left: Sequence[RolloutRecord]) -> RolloutRecord | None:
         """Return the turn of the row's prompt that sampled the row's tokens from `place` on, but after other tokens."""
         first = len(self.trained.prompt_ids)
         found = [
@@ -198,7 +177,7 @@ class Row(Generic[T]):
         return max(found, key=self.common, default=None)
 
 
-def any_asked(turns: Sequence[Turn], trained: Sequence[Trained]) -> bool:
+def any_asked(turns: Sequence[RolloutRecord], trained: Sequence[Trained]) -> bool:
     """Tell whether any turn was given a completion's prompt; if none was, something else sampled the completions."""
     return any(turn.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids for one in trained for turn in turns)
 
@@ -207,7 +186,7 @@ def near(ours: float, theirs: float | None) -> bool:
     return theirs is None or abs(ours - theirs) <= TOLERANCE * max(1.0, abs(ours))
 
 
-def expect_one_version(name: int | str, versions: Sequence[int | None]) -> None:
+def expect_one_version(name: int, versions: Sequence[int | None]) -> None:
     """Refuse a completion whose turns were sampled by several versions of the weights; names the first two."""
     for number, version in enumerate(versions):
         if version != versions[0]:
@@ -218,7 +197,7 @@ def expect_one_version(name: int | str, versions: Sequence[int | None]) -> None:
             )
 
 
-def moved(name: int | str, place: int, ours: float, theirs: float | None) -> RecordError:
+def moved(name: int, place: int, ours: float, theirs: float | None) -> RecordError:
     """Return the error for a token that is trained with another log-probability than the engine reported."""
     return RecordError(
         f"completion {name}: token {place} of the completion is trained with log-probability {theirs}, and the "
@@ -227,16 +206,16 @@ def moved(name: int | str, place: int, ours: float, theirs: float | None) -> Rec
     )
 
 
-def _length(turn: Turn) -> int:
+def _length(turn: RolloutRecord) -> int:
     return len(turn.prompt_ids) + len(turn.response_ids)
 
 
-def _continues(turn: Turn, earlier: Turn) -> bool:
+def _continues(turn: RolloutRecord, earlier: RolloutRecord) -> bool:
     """Tell whether a turn was given all of another."""
     return turn.prompt_ids[: _length(earlier)] == earlier.prompt_ids + earlier.response_ids
 
 
-def expect_none_dropped(rows: Sequence[Row[T]], left: Sequence[T], every_turn: bool) -> None:
+def expect_none_dropped(rows: Sequence[Row], left: Sequence[RolloutRecord], every_turn: bool) -> None:
     """Refuse turns that continue a completion but are not part of it."""
     for turn in left:
         if not every_turn:

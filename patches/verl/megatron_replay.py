@@ -70,7 +70,7 @@ REPLAYED_BATCH = Patch(
     reason="Rows that an agent loop filled with zeros are replayed as expert 0, K times; nobody looks at an id on the way.",
     not_covered="What happens to routes after this: splitting into micro-batches and packing are verl's own. Rows of padding, "
     "which verl sends to expert 0 under R2. With one expert per token, rows of zeros are routes. Routes of other "
-    "layers that are valid ids. With context parallelism, which tokens a pass is over.",
+    "layers that are valid ids.",
     remove_when="verl checks the ids of routed_experts before its Megatron engine replays them.",
 )
 
@@ -85,6 +85,7 @@ CLOSED_TOPK = Patch(
     reason="A router without routes chooses for itself, and tokens behind the last row of routes reach no expert, both without "
     "an error.",
     not_covered="megatron-core's own RouterReplay, which verl leaves in place where routers take input_ids. Which micro-batch's "
-    "routes a recomputation gets: verl's queue hands them out in the order of the forward passes.",
+    "routes a recomputation gets: verl's queue hands them out in the order of the forward passes. A pass of an own loss over as "
+    "many other tokens as the micro-batch has, which takes its routes.",
     remove_when="verl raises there instead of routing natively.",
 )

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
-from mismatch_ext.adapters.verl.rollout.client import TOLD
+from mismatch_ext.adapters.verl.rollout.masks import UNKNOWN
 from mismatch_ext.adapters.verl.worker.replay import FIELD
 
 from mismatch_ext.errors import RecordError, RoutingError
 
-ONE_TURN = 2
-"""verl's count of turns for a prompt and one answer."""
 SHOWN = 5
 """How many faulty rollouts an error message describes."""
 
@@ -32,27 +29,26 @@ def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
     return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
 
 
-def check_sampled(batch: Any, step: int) -> None:
-    """Refuse rollouts that differ from what the servers were given and sampled; the agent loops' processes have found them.
+def check_masks(batch: Any, step: int) -> None:
+    """Refuse rollouts without sampling masks; the agent loops' processes have found them.
 
     Args:
         batch: verl's keys of the batch.
         step: Step that trains on it.
 
     Raises:
-        RecordError: There are some; says for the first `SHOWN` what was done to their turns.
+        RecordError: There are some; says for the first `SHOWN` why they have none.
     """
     keys = [batch.keys[row] for row in sampled_rows(batch)]
     if told := list(told_of(keys, batch.partition_id).values()):
         more = f" And {len(told) - SHOWN} more." if len(told) > SHOWN else ""
         raise RecordError(
-            f"{len(told)} of {len(keys)} rollouts of step {step} are not what the servers sampled. "
-            f"{' '.join(told[:SHOWN])}{more}"
+            f"{len(told)} of {len(keys)} rollouts of step {step} have no sampling masks. {' '.join(told[:SHOWN])}{more}"
         )
 
 
 def told_of(keys: Sequence[str], partition: str) -> dict[str, str]:
-    """Return the faults that the agent loops' processes have found in rollouts, by key; a rollout without one has no entry.
+    """Return why rollouts have no sampling masks, by key; a rollout with masks has no entry.
 
     Args:
         keys: Keys of the rollouts in TransferQueue.
@@ -62,40 +58,7 @@ def told_of(keys: Sequence[str], partition: str) -> dict[str, str]:
         return {}
     found = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=["extra_fields"])
     extras = found.pop("extra_fields").tolist()
-    return {key: extra[TOLD] for key, extra in zip(keys, extras, strict=True) if TOLD in (extra or ())}
-
-
-def check_turns(batch: Any, step: int) -> None:
-    """Refuse rollouts with the last turn's routes only, if the weights have changed between their turns.
-
-    verl's own client is made to keep the routes of each turn (`rollout/client.py`); another client may not keep them.
-
-    Args:
-        batch: verl's keys of the batch.
-        step: Step that trains on it.
-
-    Raises:
-        RoutingError: There are some.
-    """
-    rows = [row for row in sampled_rows(batch) if _first(batch, row) != batch.tags[row].get("max_global_steps")]
-    if not rows:
-        return
-    keys = [batch.keys[row] for row in rows]
-    found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["num_turns", "extra_fields"])
-    told = [VERSIONS in (extra or ()) for extra in found.pop("extra_fields").tolist()]
-    for row, count, kept in zip(rows, found.pop("num_turns").tolist(), told, strict=True):
-        if int(count) > ONE_TURN and not kept:
-            raise RoutingError(
-                f"rollout {batch.keys[row]} of step {step} has {int(count)} turns, of weights {_first(batch, row)} to "
-                f"{batch.tags[row].get('max_global_steps')}: their client of the servers keeps no routes of each turn, "
-                "so that earlier tokens would be replayed by the routes of newer weights. Let verl's own LLMServerClient ask the "
-                "servers, set trainer.v1.trainer_mode='sync', or take out mismatch.routing."
-            )
-
-
-def _first(batch: Any, row: int) -> int | None:
-    found: int | None = batch.tags[row].get("min_global_steps")
-    return found
+    return {key: extra[UNKNOWN] for key, extra in zip(keys, extras, strict=True) if UNKNOWN in (extra or ())}
 
 
 def check_routes(batch: Any, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Failure, checkpoint and resume in verl's driver: the driver's state in a checkpoint, and what is saved when a run fails."""
+"""Failure, checkpoint and resume in verl's driver: the driver's state in a checkpoint, and how a run has ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
-from mismatch_ext.adapters.verl.driver.whole import resumable
 from mismatch_ext.adapters.verl.settings.modes import SYNC
-from omegaconf import open_dict
 
 from mismatch_ext.checkpoint import (
     STATE_FILE,
@@ -24,7 +21,6 @@ from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, S
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.run.log import RunLog
-from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.watchdog import Watchdog
 
@@ -33,11 +29,6 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
-
-IN_FLIGHT = (
-    "The checkpoint holds the prompts and answers in flight; the batch of the step that failed is not trained on again."
-)
-"""What a rescued checkpoint of an asynchronous mode holds."""
 
 Note = tuple[str, str, str, dict[str, Any] | None]
 """An event of the step that is resumed: level, name, message, data."""
@@ -55,13 +46,9 @@ class SavingMixin(_Host):
     _weights: RolloutWeights | None
     _updated_step: int
     _saved_step: int
-    _updating: bool
     _waiting: list[Mapping[str, float | None]]
     """Statistics of batches that the learning rate's rule has not counted yet."""
-    _kept: tuple[Any, dict[str, Any]] = (None, {})
     _resumed: tuple[dict[str, Any], list[Note]] = ({}, [])
-    _rescued = False
-    _logged_step = 0
     global_steps: int
 
     if TYPE_CHECKING:
@@ -87,46 +74,29 @@ class SavingMixin(_Host):
 
     def _write_state(self) -> None:
         """Write the driver's state into the checkpoint of the present step."""
-        state = self._kept[1] if self._rescued else self._state()
-        watched = {
+        state = {
             **self._log.state_dict(),
-            "weight_sync": None if self._weights is None else self._weights.state_dict(),
-            "log": {"written": self._logged_step >= self.global_steps},
-        }
-        write_state(self._folder(self.global_steps) / STATE_FILE, {**state, **watched})
-
-    def _state(self) -> dict[str, Any]:
-        """Return the state that the driver resumes with, except its log's, as JSON-able data."""
-        return {
             "config": self._block.to_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
             "routing": None if self._draws is None else self._draws.state_dict(),
             "lr": {"waiting": [dict(statistics) for statistics in self._waiting]} if self._waiting else None,
+            "weight_sync": None if self._weights is None else self._weights.state_dict(),
         }
+        write_state(self._folder(self.global_steps) / STATE_FILE, state)
 
     def _logged(self) -> None:
         """Write the state into this step's checkpoint again, because verl saves before it logs, and logging changes the state."""
-        self._logged_step = self.global_steps
-        if self._saved_step == self.global_steps:
+        # A `checkpoint_callback_class` may have moved the folder away, and our file alone would look like a checkpoint.
+        if self._saved_step == self.global_steps and self._folder(self.global_steps).is_dir():
             self._write_state()
 
     def _load_checkpoint(self) -> None:
-        """Resume as verl does, but from the last checkpoint that is whole, and load the driver's own state too."""
-        notes: list[Note] = []
-        trainer, folder = self.config.trainer, None
-        if trainer.resume_mode == "auto" and trainer.nnodes == 1 and not trainer.del_local_ckpt_after_load:
-            with self._verdicts.checking("checkpoint"):
-                # Only on one node: on several, the driver's node holds only a part of the files.
-                folder, message = resumable(Path(trainer.default_local_dir).absolute())
-                if message and self._verdicts.observes:
-                    message = f"enforce would not resume as verl does: {message}"
-                notes += [("warning", "torn_checkpoint", message, None)] if message else []
-        with _resuming_from(self.config, None if self._verdicts.observes else folder):
-            super()._load_checkpoint()
-            with self._verdicts.checking("checkpoint"):
-                self._resume_state(notes)
+        """Resume as verl does, and load the driver's own state too."""
+        super()._load_checkpoint()
+        with self._verdicts.checking("checkpoint"):
+            self._resume_state()
 
-    def _resume_state(self, notes: list[Note]) -> None:
+    def _resume_state(self) -> None:
         """Load the driver's state from the checkpoint that verl has loaded."""
         self._updated_step = self._saved_step = self.global_steps
         if not self.global_steps:
@@ -142,20 +112,14 @@ class SavingMixin(_Host):
             self._draws.load_state_dict(state["routing"])
         self._waiting = waiting_of(state, self._block)
         self._log.load_state_dict(state, step=self.global_steps)
-        notes += [("warning", "settings_changed", message, None) for message in said if message]
-        if (state.get("log") or {}).get("written") is False:
-            message = (
-                f"the run was ended between the checkpoint of step {self.global_steps} and that step's log: the step was "
-                "trained, and its metrics are lost."
-            )
-            notes.append(("warning", "lost_log", message, None))
+        notes: list[Note] = [("warning", "settings_changed", message, None) for message in said if message]
         self._resumed = state, notes
         for note in notes:
             self._event(*note)
 
     @contextlib.contextmanager
     def _failing_loudly(self) -> Iterator[None]:
-        """Raise a hang as StallError, save what was trained if a check of this package fails, and write how the run ended."""
+        """Raise a hang as StallError, and write how the run ended; what verl has saved stays."""
         try:
             yield
         except BaseException as error:
@@ -163,12 +127,9 @@ class SavingMixin(_Host):
                 with self._verdicts.checking("metrics"):
                     self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
                 raise
-            # A StallError that a poll raises leaves the workers alive, so what was trained can be saved.
             stalled = None if isinstance(error, StallError) else self._watchdog.message
             if stalled is None and isinstance(error, Exception) and not isinstance(error, MismatchError):
                 error = self._refusal(error) or error
-            if stalled is None and isinstance(error, MismatchError):
-                self._rescue(error)
             with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
                 self._log.end("failed", stalled or f"{type(error).__name__}: {error}", step=self._updated_step)
             if stalled is not None:
@@ -186,75 +147,6 @@ class SavingMixin(_Host):
         except AttributeError:
             pass  # it failed before there were any servers
         return None
-
-    def _finished_update(self) -> None:
-        """Keep the driver's state of this step for a checkpoint: when a later step fails, the driver is at the next batch."""
-        self._updated_step, self._updating = self.global_steps, False
-        if self._verdicts.observes:
-            return  # under `observe` no check of this package fails
-        self._kept = (self.train_dataloader.state_dict(), self._state())
-
-    def _rescue(self, error: MismatchError) -> None:
-        """Save a checkpoint of the last finished update, unless this run has saved it."""
-        step = self._updated_step
-        if self._updating:
-            error.add_note(
-                f"It failed in an update of step {self.global_steps}, or between two of them: the weights are of no step; resume "
-                "from the last checkpoint."
-            )
-            return
-        if step == 0:
-            return
-        if self._saved_step != step:
-            failed_in, self.global_steps = self.global_steps, step
-            kept, self._rescued = self._kept, True
-            try:
-                self._pause_rollout()
-                with _no_limit(self.config):
-                    self._save_checkpoint()
-                if self.trainer_mode == SYNC:
-                    torch.save(
-                        kept[0], self._folder(step) / "data.pt"
-                    )  # the prompts of the step that failed are sampled again
-                else:
-                    error.add_note(IN_FLIGHT)  # also all prompts that were read and not taken for a batch
-            except Exception as failure:  # noqa: BLE001 - whatever it is, the first error is the one to raise
-                error.add_note(f"The training state of step {step} could not be saved: {failure}")
-                return
-            finally:
-                self.global_steps, self._rescued = failed_in, False
-        where = f"The training state of step {step} is in {self._folder(step)}; resume with trainer.resume_mode=auto."
-        error.add_note(where)
-        say(f"mismatch-ext: {where}")
-
-
-@contextlib.contextmanager
-def _no_limit(config: Any) -> Iterator[None]:
-    """Keep older checkpoints while one is rescued, because nobody knows yet whether the new one is any good."""
-    given = config.trainer.get("max_actor_ckpt_to_keep"), config.trainer.get("max_critic_ckpt_to_keep")
-    with open_dict(config):
-        config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
-    try:
-        yield
-    finally:
-        with open_dict(config):
-            config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep = given
-
-
-@contextlib.contextmanager
-def _resuming_from(config: Any, folder: Path | None) -> Iterator[None]:
-    """Let verl resume a checkpoint that its own file does not name; None leaves the choice to verl."""
-    if folder is None:
-        yield
-        return
-    given = config.trainer.resume_mode, config.trainer.get("resume_from_path")
-    with open_dict(config):
-        config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(folder)
-    try:
-        yield
-    finally:
-        with open_dict(config):
-            config.trainer.resume_mode, config.trainer.resume_from_path = given
 
 
 def waiting_of(state: Mapping[str, Any], block: MismatchConfig) -> list[Mapping[str, float | None]]:

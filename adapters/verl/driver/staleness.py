@@ -49,8 +49,9 @@ class StalenessMixin(_Host):
         def _bypasses(self) -> bool: ...
 
     def get_llm_client(self) -> Any:
-        """Return verl's client, made to note versions where it resumes answers and, under `enforce`, every turn."""
-        return versioned(super().get_llm_client(), turns=self._block.level == "enforce")
+        """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
+        acting = self._block.acting
+        return versioned(super().get_llm_client(), turns=bool(acting.routing or acting.sampling_mask))
 
     def _follow_versions(self) -> None:
         """Measure numerics and drift apart from here on, if rollouts may be of older weights and the trainer scores them."""

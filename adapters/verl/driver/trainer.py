@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import ray
 from mismatch_ext.adapters.verl.block import active_block, early_findings
 from mismatch_ext.adapters.verl.driver.batch_checks import (
+    check_masks,
     check_routes,
-    check_sampled,
-    check_turns,
     sampled_rows,
     versions,
 )
@@ -75,7 +74,6 @@ class MismatchTrainer(
         routing = block.routing
         self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
         self._updated_step = self._saved_step = 0
-        self._updating = False
         self._step_metrics = StepMetrics()
         self._waiting: list[Mapping[str, float | None]] = []
         super().__init__(config)
@@ -168,8 +166,7 @@ class MismatchTrainer(
 
     def on_step_end(self) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
-        if self._updating:
-            self._finished_update()  # only the critic was updated, in its warm-up
+        self._updated_step = self.global_steps
         with self._verdicts.checking("weight_sync"):
             self._look_at_weights()
         self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
@@ -220,13 +217,12 @@ class MismatchTrainer(
         with self._verdicts.checking("rollouts"):
             self._raise_refused("rollouts")
         with self._verdicts.checking("records"):
-            check_sampled(batch, self.global_steps)
+            if self._block.acting.sampling_mask is not None:
+                check_masks(batch, self.global_steps)
             self._origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
-                if self.trainer_mode != SYNC:
-                    check_turns(batch, self.global_steps)
         with self._measuring(batch, "train"), self._by_version(batch, "batch", self._version):
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
@@ -275,7 +271,6 @@ class MismatchTrainer(
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self._watchdog.phase(f"updating the critic in step {self.global_steps}")
-        self._updating = True
         with self._without_routes(batch):
             return super()._update_critic(batch, metrics)
 
@@ -304,11 +299,9 @@ class MismatchTrainer(
                 self._waiting = []
         self._measured = None
         self._carry_coefficient(batch)
-        self._updating = True
         batch = super()._update_actor(batch, metrics)
         under_our_names(metrics)
         if self._last_update:
-            self._finished_update()
             metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 
@@ -318,11 +311,9 @@ class MismatchTrainer(
             with self._verdicts.checking("lr"):
                 metrics.update(self._would_set_rate())
         self._measured = None
-        self._updating = True
         batch = super()._update_actor(batch, metrics)
         if self._last_update:
             self._after_update(metrics)
-            self._finished_update()
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from mismatch_ext.adapters.verl.megatron.passes import PassGuard
 from mismatch_ext.adapters.verl.worker.samples import ALTERED, altered, lengths, names, routes
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
@@ -47,7 +46,7 @@ class ReplayGuard:
         self._chunks: WeakKeyDictionary[Any, tuple[Layers, int]] = (
             WeakKeyDictionary()
         )  # its chunk's layers, and experts
-        self.passes = PassGuard()
+        self._others = 0  # passes that scored other tokens than their routes were recorded of
 
     @contextmanager
     def batch(self, engine: Any, data: Any, loss_function: Any = None, forward_only: bool = False) -> Iterator[None]:
@@ -75,7 +74,7 @@ class ReplayGuard:
         agree(error)
         if any(gathered(others)):
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
-            self.passes.others += 1
+            self._others += 1
             tu.assign_non_tensor(data, **{FLAG: False})
             try:
                 yield
@@ -84,7 +83,7 @@ class ReplayGuard:
             return
         self._passes = WeakKeyDictionary()
         try:
-            with self.passes.batch(engine), nullcontext() if self.agreement is None else self.agreement.batch():
+            with nullcontext() if self.agreement is None else self.agreement.batch():
                 yield
             missed = [layer for router, layer in routers if not self._passes.get(router)]
         except BaseException:
@@ -103,7 +102,7 @@ class ReplayGuard:
 
     def take_others(self) -> int:
         """Return how many passes were over other tokens since the last call."""
-        found, self.passes.others = self.passes.others, 0
+        found, self._others = self._others, 0
         return found
 
     @staticmethod
@@ -140,8 +139,6 @@ class ReplayGuard:
 
     def before(self, router: Any) -> None:
         """Refuse to let a router choose for itself where it is to replay."""
-        if self.passes.foreign:
-            return
         action = router.router_replay_action
         missing = {
             RouterReplayAction.REPLAY_FORWARD: router.target_topk_idx is None,

@@ -22,8 +22,6 @@ from mismatch_ext.turns import Calls
 
 FIELD = "weight_versions"
 """Entry of a rollout's `extra_fields`: each version in order, with the tokens (prompt too) before the first that it sampled."""
-TOLD = "mismatch_turns"
-"""Entry of a rollout's `extra_fields`: what is wrong with its turns (`rollout/turns.py`); absent where nothing is."""
 
 
 class Segments(list[tuple[int | None, int]]):
@@ -113,9 +111,8 @@ class Conversing(LLMServerClient):
             _present.reset(token)
         segments.take(kwargs["prompt_ids"], output)
         if (calls := _calls.get()) is not None:
-            version = output.extra_fields.get("max_global_steps")
             support = _together(segments.masks, len(output.token_ids))
-            calls.add(kwargs["prompt_ids"], output.token_ids, output.log_probs, version, support)
+            calls.add(kwargs["prompt_ids"], output.token_ids, output.log_probs, support)
         output.extra_fields[FIELD] = segments
         return output
 
@@ -146,8 +143,8 @@ def versioned(client: Any, *, turns: bool = False) -> Any:
 
     Args:
         client: verl's client.
-        turns: Whether rollouts are checked against their turns, and replayed by each turn's routes. Without that, versions are
-            only of use where answers are resumed.
+        turns: Whether rollouts have the routes and masks of each turn. Without that, versions are only of use where answers are
+            resumed.
     """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient

@@ -23,6 +23,8 @@ from mismatch_ext.sampling_mask import TokenSupport, support_of_top
 
 FIELD = "sampling_mask"
 """Entry of an answer's `extra_fields`: its masks, or why they are not known."""
+UNKNOWN = "sampling_mask_unknown"
+"""Entry of a rollout's `extra_fields`: why it has no masks; absent where it has some."""
 IDS, SIZES = "sampling_mask_ids", "sampling_mask_sizes"
 """Fields of a batch: the ids that were left to sample from at all tokens of a response, and how many there are at each token."""
 

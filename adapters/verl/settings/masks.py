@@ -14,7 +14,7 @@ PROCESSED = "processed_logprobs"
 
 
 def set_masks(config: DictConfig, block: MismatchConfig) -> None:
-    """Let vLLM report as many of its most likely tokens as the masks need.
+    """Let vLLM report as many of its most likely tokens as the masks need, and our agent loops join them to rollouts.
 
     Args:
         config: All of verl's configuration; changed in place.
@@ -60,6 +60,8 @@ def set_masks(config: DictConfig, block: MismatchConfig) -> None:
             "the doctor scores batches without masks",
         ),
     )  # fmt: skip
+    if manager is None:
+        OmegaConf.update(rollout, "agent.agent_loop_manager_class", LOOPS, force_add=True)
     asked = block.sampling_mask.asked(_sampling(rollout))
     engine.vllm = OmegaConf.merge(given, {"max_logprobs": _most(given.get("max_logprobs"), asked)})
 

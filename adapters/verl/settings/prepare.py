@@ -14,9 +14,8 @@ from mismatch_ext.adapters.verl.megatron.settings import megatron_settings
 from mismatch_ext.adapters.verl.settings.correction import set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
 from mismatch_ext.adapters.verl.settings.masks import set_masks
-from mismatch_ext.adapters.verl.settings.media import check_media
 from mismatch_ext.adapters.verl.settings.modes import MODES, TRAINER, run_mode, trainer_of
-from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, LOOPS, check_bypass, check_host, refused
+from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, check_bypass, check_host, refused
 from mismatch_ext.adapters.verl.settings.rehearsal import entered, leave, rehearse, say_changes
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import need_reference_policy
@@ -80,7 +79,6 @@ def _prepare(config: DictConfig) -> None:
         return
     _check_peers(config, block)
     check_host(config, block)
-    check_media(config, block)
     with open_dict(config):
         _set_trainer(config, block)
         megatron = config.actor_rollout_ref.actor.strategy == "megatron"
@@ -118,7 +116,6 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
         [
             ("versions", lambda target: _check_peers(target, block)),
             ("settings", lambda target: check_host(target, block)),
-            ("media", lambda target: check_media(target, block)),
             *(
                 [("megatron_settings", lambda target: megatron_settings(target, block))]
                 if config.actor_rollout_ref.actor.strategy == "megatron"
@@ -149,9 +146,6 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
 
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:
     config.trainer.v1.trainer_mode = trainer_of(run_mode(config).name)
-    loops = config.actor_rollout_ref.rollout.get("agent")
-    if block.level == "enforce" and loops is not None and not loops.get("agent_loop_manager_class"):
-        loops.agent_loop_manager_class = LOOPS
     if config.actor_rollout_ref.rollout.name != "vllm":
         return  # SGLang's server is ours by verl's registry
     engine = config.actor_rollout_ref.rollout.engine_kwargs

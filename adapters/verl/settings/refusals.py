@@ -20,7 +20,7 @@ SGLANG = ("0.5.12", "0.5.18")
 FSDP = {"fsdp", "fsdp2"}
 """Strategies of verl's FSDP engine; verl has one class for both."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.vllm_extension.RolloutExtension"
-LOOPS = "mismatch_ext.adapters.verl.rollout.turns.CheckedLoopManager"
+LOOPS = "mismatch_ext.adapters.verl.rollout.loops.MaskedLoopManager"
 # Other trainers of verl that check their configuration as main_ppo does. The list names modules one by one, because main_ppo
 # uses modules beside them too: its separate_async has a worker from verl.experimental.separation.
 ELSEWHERE = (

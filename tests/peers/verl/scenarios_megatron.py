@@ -356,49 +356,22 @@ def checked() -> dict[str, Any]:
 
 
 def other_tokens() -> dict[str, Any]:
-    """Run the model on other tokens in the loss of a batch, and give batches whose tokens were changed without their routes."""
+    """Give batches whose tokens were changed without their routes."""
     found: dict[str, Any] = {}
-    for mode, recompute in (("R3", "none"), ("R3", "uniform"), ("R2", "none")):
-        engine = built(mode, recompute)
+    for mode in ("R3", "R2"):
+        engine = built(mode)
         given = routes() if mode == "R3" else list(passed(engine, batch(), forward_only=True)["routes"].unbind())
-        expected = passed(engine, batch(given))
-        ids = torch.arange(9)[None] % VOCABULARY
-        model = engine.module[0]
-        with torch.no_grad():
-            native = model(ids, torch.arange(9)[None])
-        extra = []
-
-        def with_extra(model_output: Any, data: Any, dp_group: Any, model: Any = model, extra: Any = extra) -> Any:
-            with torch.no_grad():
-                extra.append(model(ids, torch.arange(9)[None]))  # noqa: B023
-            return loss(model_output, data, dp_group)
-
-        got = passed(engine, batch(given), function=with_extra)
-        logps = all(torch.equal(a, b) for a, b in zip(got["logps"], expected["logps"], strict=True))
-        own = {
-            "replayed": logps and same(got["gradients"], expected["gradients"]),
-            "extra_is_native": len(extra) == 3 and all(torch.equal(each, native) for each in extra),
-            "others": megatron.replayed_others(),
-        }
-
-        def with_gradients(model_output: Any, data: Any, dp_group: Any, model: Any = model) -> Any:
-            model(ids, torch.arange(9)[None])  # noqa: B023
-            return loss(model_output, data, dp_group)
-
-        own["with_gradients"] = refused(passed, engine, batch(given), function=with_gradients)
-        gradients(model)
         changed = batch(given)
         rows = [row.clone() for row in changed["input_ids"].unbind()]
         rows[1][0] = (rows[1][0] + 1) % VOCABULARY
         changed["input_ids"] = nested(rows)
-        megatron.replayed_others()
-        own["update"] = refused(passed, engine, changed)
+        own = {"update": refused(passed, engine, changed)}
         flagged = changed.clone()
         tu.assign_non_tensor(flagged, enable_routing_replay=False)
         stock = passed(engine, flagged, forward_only=True)
         own["scored_natively"] = alike(passed(engine, changed, forward_only=True), stock)
         own["scored_others"] = megatron.replayed_others()
-        found[f"{mode} {recompute}"] = own
+        found[mode] = own
     return found
 
 

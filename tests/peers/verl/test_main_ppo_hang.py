@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_what_a_hang_left_in_the_same_metrics_file(example: E
     # Of step 2 there is what was measured before the hang.
     assert [step.step for step in data.steps] == [1, 2, 3, 4]
     assert [end.status for end in data.ends] == ["failed", "completed"]
-    assert {"resumed", "lost_log"} <= {event.name for event in data.events}
+    assert "resumed" in {event.name for event in data.events}
     assert not [event for event in data.events if event.name == "weight_sync"]
     readiness.expect_told(data)  # of the first run; the other begins with other weights
     saved = [

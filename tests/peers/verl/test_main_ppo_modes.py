@@ -15,7 +15,6 @@ import pytest
 
 from mismatch_ext.rundata import read_run
 from tests.peers.verl.cpu.assets import write_prompts
-from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, run_command
 from tests.peers.verl.modes import COLOCATE, SEPARATE
 from tests.peers.verl.test_main_ppo import DERIVED_CLASSES, EVERYTHING, FLOAT32_K3, TOOLS, TURNS
@@ -51,11 +50,10 @@ def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def separate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Return a run on two devices with tools and truncated sampling; a fault strikes between the updates of its fourth step."""
+    """Return a run on two devices with tools and truncated sampling."""
     work = tmp_path_factory.mktemp("separate")
-    overrides = [*SEPARATE, *TOOLS, *TRUNCATED, f"trainer.total_training_steps={STEPS + 1}"]
-    fault = {FAULT: f"between_updates@{STEPS + 1}"}
-    return run_recipe("run_separate_async.sh", work, overrides, moe, **fault), work
+    overrides = [*SEPARATE, *TOOLS, *TRUNCATED, f"trainer.total_training_steps={STEPS}"]
+    return run_recipe("run_separate_async.sh", work, overrides, moe), work
 
 
 def check_sections(run: VerlRun, work: Path, host: str) -> None:
@@ -104,7 +102,7 @@ def test_every_section_where_answers_are_aborted_and_resumed(colocate: Ran) -> N
 
 def test_every_section_where_servers_sample_during_updates(separate: Ran) -> None:
     run, work = separate
-    run.expect_failure(STEPS)
+    run.expect(STEPS)
     check_sections(run, work, "PPOTrainerSeparateAsync")
     assert all(1 < step["mismatch/sampling_mask_size"] <= 8.5 for step in run.steps)
     assert all(step["num_turns/min"] == step["num_turns/max"] == 2 * TURNS for step in run.steps)
@@ -119,12 +117,3 @@ def test_an_alarm_stops_while_answers_are_in_flight_and_they_are_saved(colocate:
     assert list((saved / "actor").glob("model_world_size_1_rank_0.pt"))
     (end,) = read_run(work / "checkpoints/mismatch").ends
     assert end.status == "completed"
-
-
-def test_nothing_is_saved_of_weights_between_two_updates(separate: Ran) -> None:
-    run, work = separate
-    run.expect_failure(STEPS)
-    assert f"It failed in an update of step {STEPS + 1}, or between two of them" in run.log
-    assert not list((work / "checkpoints").glob("global_step_*"))
-    (end,) = read_run(work / "checkpoints/mismatch").ends
-    assert end.status == "failed" and f"routes of step {STEPS + 1}" in end.message

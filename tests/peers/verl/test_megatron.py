@@ -38,12 +38,9 @@ def test_verl_alone_replays_and_goes_native_without_an_error(ran: dict[str, Any]
     assert ran["stock"][case] is True
 
 
-@pytest.mark.parametrize("case", ["R3 none", "R3 uniform", "R2 none"])
-def test_other_tokens_are_routed_by_the_model_and_never_trained_on(ran: dict[str, Any], case: str) -> None:
-    found = ran["other"][case]
-    assert found["replayed"] and found["extra_is_native"] and found["others"] == 3
-    refused = "recomputed in the backward pass" if "uniform" in case else "nothing was refused"
-    assert refused in found["with_gradients"]
+@pytest.mark.parametrize("mode", ["R3", "R2"])
+def test_other_tokens_are_routed_by_the_model_and_never_trained_on(ran: dict[str, Any], mode: str) -> None:
+    found = ran["other"][mode]
     assert "its token ids are others than those that its routes were recorded of (1 of 3 samples)" in found["update"]
     assert found["scored_natively"] and found["scored_others"] == 1
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("verl")  # part of `make setup`
 
-import pyarrow
-import pyarrow.parquet
 import ray
 import verl.utils.config
 from mismatch_ext.adapters.verl.settings.modes import unsupported
@@ -301,29 +297,3 @@ def test_sglang_is_quantised_as_verl_quantises_what_it_sends(sglang_is: Callable
         prepared(*asked, own)
     for rest in ((), (own,)):
         prepared(*asked, "actor_rollout_ref.rollout.quantization=fp8", *rest)
-
-
-@pytest.mark.parametrize(
-    ("column", "suffix"), [("images", "parquet"), ("videos", "parquet"), ("audios", "jsonl"), ("pictures", "jsonl")]
-)
-def test_routing_for_data_with_images_is_refused_before_ray(tmp_path: Path, column: str, suffix: str) -> None:
-    rows = {"prompt": [[{"role": "user", "content": "<image>What?"}]], column: [["one.png"]]}
-
-    def written(name: str, table: dict[str, Any]) -> str:
-        file = tmp_path / f"{name}.{suffix}"
-        if suffix == "parquet":
-            pyarrow.parquet.write_table(pyarrow.table(table), file)
-        else:
-            file.write_text(json.dumps({key: value[0] for key, value in table.items()}) + "\n")
-        return str(file)
-
-    text, empty = written("text", {"prompt": rows["prompt"]}), written("empty", {**rows, column: [[]]})
-    images = written("images", rows)
-    key = ("data.image_key=pictures",) if column == "pictures" else ()
-    for setting, mode in (("train_files", "R2"), ("val_files", "R3")):
-        with pytest.raises(ConfigError) as refusal:
-            prepared(*key, f"data.{setting}=[{text},{images}]", f"+mismatch.routing.mode={mode}")
-        said = str(refusal.value)
-        assert f"mismatch.routing.mode='{mode}'" in said and f"data.{setting} has '{column}'" in said and images in said
-    prepared(*key, f"data.train_files=[{text},{empty},/nowhere/else.{suffix}]", "+mismatch.routing.mode=R3")
-    prepared(*key, f"data.train_files={images}", "+mismatch={}")

@@ -35,7 +35,6 @@ def test_the_smallest_block_changes_trainer_environment_and_what_it_enters_by_al
     }
     assert changed == {
         "trainer.v1.trainer_mode",
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
         "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
         "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
@@ -44,7 +43,7 @@ def test_the_smallest_block_changes_trainer_environment_and_what_it_enters_by_al
 
 def test_a_manager_of_agent_loops_of_ones_own_stays() -> None:
     setting = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    assert OmegaConf.select(prepared("+mismatch={}"), setting).endswith(".CheckedLoopManager")
+    assert OmegaConf.select(prepared("+mismatch.sampling_mask={}"), setting).endswith(".MaskedLoopManager")
     assert OmegaConf.select(prepared("+mismatch={}", f"+{setting}=my.Manager"), setting) == "my.Manager"
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.verl.rollout.turns import CheckedLoopManager
+from mismatch_ext.adapters.verl.rollout.loops import MaskedLoopManager
 from mismatch_ext.adapters.verl.rollout.vllm_extension import RolloutExtension
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
@@ -29,7 +29,7 @@ class OwnExtension(RolloutExtension):
         return super().mismatch_report()
 
 
-class OwnLoopManager(CheckedLoopManager):
+class OwnLoopManager(MaskedLoopManager):
     """In the driver."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

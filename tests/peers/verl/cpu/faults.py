@@ -11,7 +11,6 @@ import functools
 import multiprocessing
 import os
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 from tests.peers.verl.cpu.after_import import AfterImport, Missing
@@ -86,24 +85,6 @@ def nonfinite_logprob() -> None:
     _spoil_one_answer(STEPS["nonfinite_logprob"], spoil)
 
 
-def many_turns() -> None:
-    """Let every answer be counted as one of two turns, by a client of the servers that keeps no more than verl's own."""
-
-    def change(module: Any) -> None:
-        loop = module.SeededSingleTurn
-        original = loop.run
-
-        async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = await original(self, *args, **kwargs)
-            output.num_turns = 4
-            del output.extra_fields["weight_versions"]
-            return output
-
-        loop.run = run
-
-    AfterImport("tests.peers.verl.cpu.agent_loop", change)
-
-
 def lost_routes() -> None:
     """Let one answer come without its routing."""
 
@@ -172,26 +153,6 @@ def stale_weights() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
-def between_updates() -> None:
-    """Let the driver find a fault in the batch of the step's second local update, when the first has been made."""
-
-    def change(module: Any) -> None:
-        from mismatch_ext.errors import RoutingError
-
-        trainer = module.MismatchTrainer
-        original = trainer._compute_old_log_prob
-
-        @functools.wraps(original)
-        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.global_steps >= STEPS["between_updates"] and self.local_trigger_step == 1:
-                raise RoutingError(f"{MESSAGE}: routes of step {self.global_steps}")
-            return original(self, *args, **kwargs)
-
-        trainer._compute_old_log_prob = compute
-
-    AfterImport("mismatch_ext.adapters.verl.driver.trainer", change)
-
-
 def no_room_for_a_copy() -> None:
     """Let the worker have no memory for the copy of its model on which a batch is examined."""
 
@@ -239,56 +200,6 @@ def null_logprob() -> None:
     AfterImport("verl.workers.rollout.sglang_rollout.async_sglang_server", listen)
 
 
-def spoiled_turns() -> None:
-    """Let three answers to one prompt, of three turns each, be no more what the servers were given and sampled.
-
-    The first one's turn is tokenised anew before the next is asked for, as a chat template may that renders it again; of the
-    second one a turn is dropped; and the third one's second turn is of newer weights than its first.
-    """
-    prompts: list[str] = []
-    kind: ContextVar[int | None] = ContextVar("kind", default=None)
-    asked: ContextVar[list[bool]] = ContextVar("asked")
-
-    def change(module: Any) -> None:
-        from verl.workers.rollout.llm_server import LLMServerClient
-
-        loop = module.SeededTools
-        run, turn, answer = loop.run, loop._handle_generating_state, LLMServerClient.generate
-
-        async def spoiled_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs["global_steps"] >= STEPS["spoiled_turns"]:
-                prompts.append(kwargs["uid"])
-                kind.set(kwargs["session_id"] if kwargs["uid"] == prompts[0] else None)
-            asked.set([])
-            output = await run(self, *args, **kwargs)
-            if kind.get() == 1:
-                mask = output.response_mask
-                second = mask.index(1, mask.index(0))
-                third = mask.index(1, mask.index(0, second))
-                for of in (output.response_ids, mask, output.response_logprobs):
-                    del of[second:third]
-            return output
-
-        async def spoiled_turn(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-            if kind.get() == 0 and len(asked.get()) == 1:
-                place = len(data.prompt_ids) - len(data.response_mask)
-                data.prompt_ids = [*data.prompt_ids]
-                data.prompt_ids[place] = 4 if data.prompt_ids[place] == 3 else 3
-            return await turn(self, data, *args, **kwargs)
-
-        async def spoiled_answer(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = await answer(self, *args, **kwargs)
-            asked.get().append(True)
-            if kind.get() == 2 and len(asked.get()) > 1:
-                for name in ("global_steps", "min_global_steps", "max_global_steps"):
-                    output.extra_fields[name] += 1
-            return output
-
-        loop.run, loop._handle_generating_state, LLMServerClient.generate = spoiled_run, spoiled_turn, spoiled_answer
-
-    AfterImport("tests.peers.verl.cpu.agent_loop", change)
-
-
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -300,10 +211,7 @@ FAULTS = {
         hanging_answers,
         failing_weight_update,
         stale_weights,
-        between_updates,
-        many_turns,
         null_logprob,
-        spoiled_turns,
         no_room_for_a_copy,
     )
 }

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.driver.whole import resumable
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename
 
 from tests.peers.death import Death, plain
@@ -26,7 +25,7 @@ BLOCK = {
 
 
 def leg(model: str, out: str, steps: int, kill: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train to the end or die on the way, from the last whole checkpoint where there is one.
+    """Train to the end or die on the way, from the last checkpoint where there is one.
 
     Args:
         model: The checkpoint to begin with.
@@ -37,14 +36,14 @@ def leg(model: str, out: str, steps: int, kill: dict[str, Any] | None = None) ->
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     built = worker(model, BLOCK, micro_batch=2)
-    chosen = resumable(folder)[0] or find_latest_ckpt_path(out)
+    chosen = find_latest_ckpt_path(out)
     first = 0
     if chosen is not None:
         built.load_checkpoint(str(Path(chosen) / "actor"))
         first = int(Path(chosen).name.removeprefix("global_step_"))
     death = None if kill is None else Death(kill["count"], kill["part"], lambda: step > 0)
     step = first
-    if death is not None and kill is not None and kill["where"] != "tracker":
+    if death is not None and kill is not None:
         death.plant(kill["where"])
     for step in range(first, steps):
         built.engine.mismatch_update_lr()
@@ -56,8 +55,6 @@ def leg(model: str, out: str, steps: int, kill: dict[str, Any] | None = None) ->
         built.save_checkpoint(str(saved / "actor"))
         torch.save({"step": step + 1}, saved / "data.pt")
         tracker = Path(get_checkpoint_tracker_filename(out))
-        if death is not None and kill is not None and kill["where"] == "tracker" and death.due():
-            death.torn(tracker, b"")
         tracker.write_text(str(step + 1))
     last = folder / f"global_step_{steps}/actor"
     optimizer = torch.load(last / "optim_world_size_1_rank_0.pt", weights_only=False)

@@ -1,6 +1,6 @@
-"""verl's processes of agent loops, which check what a loop made of its turns against what the servers were given and sampled.
+"""verl's processes of agent loops, which join the sampling masks of a rollout's turns where the block asks for masks.
 
-verl trains without a rollout that raised. So a fault travels with its rollout, and the driver raises it.
+verl trains without a rollout that raised. So a rollout without masks goes on with the reason, and the driver raises it.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from mismatch_ext.adapters.verl.block import active_block, active_mode
-from mismatch_ext.adapters.verl.rollout.client import TOLD, following, present_calls
-from mismatch_ext.adapters.verl.rollout.masks import with_masks
+from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.rollout.client import following, present_calls
+from mismatch_ext.adapters.verl.rollout.masks import UNKNOWN, with_masks
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from mismatch_ext.sampling_mask import TokenSupport
-from mismatch_ext.turns import Calls, Trained, expect_sampled, masks_of
+from mismatch_ext.turns import Calls, Trained, masks_of
 
 # verl hands out the class of a Ray actor, which cannot be derived from.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__  # type: ignore[attr-defined]
 
 
-class CheckedLoops(_Worker):  # type: ignore[misc]
+class MaskedLoops(_Worker):  # type: ignore[misc]
     """Runs in the Ray actors that verl starts for agent loops."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,34 +34,29 @@ class CheckedLoops(_Worker):  # type: ignore[misc]
             return await super()._run_agent_loop(*args, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
-        """Publish what an agent loop returned as verl does, together with what is wrong with it."""
-        if not validate:
+        """Publish what an agent loop returned as verl does, with its masks."""
+        block = active_block()  # a user's own manager may be derived from ours in a run without masks
+        if not validate and block is not None and block.acting.sampling_mask is not None:
             output = output if isinstance(output, list) else [output]
-            tell(output, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")
+            add_masks(output, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
 
-def tell(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
-    """Add to an agent loop's outputs what is wrong with them, and their sampling masks if the block asks for these.
+def add_masks(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
+    """Add sampling masks to an agent loop's outputs, or say why one has none.
 
     Args:
         outputs: What the loop returned, a row of the batch each; changed in place.
-        calls: Its calls of the servers; empty if it asked others, and then its turns are unknown.
+        calls: Its calls of the servers.
         name: Beginning of the outputs' keys in verl's TransferQueue.
     """
-    one_version, block = not active_mode().asynchronous, active_block()
-    masking = block is not None and block.acting.sampling_mask is not None
-    for number, output in enumerate(outputs if len(calls) or masking else ()):
-        row, one = f"{name}_{number}", _trained(output)
+    for number, output in enumerate(outputs):
         try:
-            if len(calls):
-                expect_sampled(row, one, calls, one_version=one_version)
-            if masking:
-                outputs[number] = with_masks(output, masks_of(row, one, calls))
+            outputs[number] = with_masks(output, masks_of(f"{name}_{number}", _trained(output), calls))
         except Exception as error:  # noqa: BLE001 - raised here, it would take the rollout out of the batch in silence
-            output.extra_fields[TOLD] = f"{type(error).__name__}: {error}"
-            if masking:  # all outputs of an answer need the same fields
-                outputs[number] = with_masks(output, TokenSupport.empty(len(output.response_ids), 1))
+            output.extra_fields[UNKNOWN] = f"{type(error).__name__}: {error}"
+            # All outputs of an answer need the same fields.
+            outputs[number] = with_masks(output, TokenSupport.empty(len(output.response_ids), 1))
 
 
 def _trained(output: AgentLoopOutput) -> Trained:
@@ -74,9 +69,9 @@ def _trained(output: AgentLoopOutput) -> Trained:
     )
 
 
-class CheckedLoopManager(AgentLoopManagerTQ):
+class MaskedLoopManager(AgentLoopManagerTQ):
     """verl's manager of agent loops, with our processes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(CheckedLoops)
+        self.agent_loop_workers_class = ray.remote(MaskedLoops)
