@@ -22,7 +22,6 @@ from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.lr import numerics_statistics
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import StaleGap
-from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin as _Host
@@ -40,7 +39,6 @@ class StalenessMixin(_Host):
 
     _block: MismatchConfig
     _log: RunLog
-    _watchdog: Watchdog
     _numerics: StaleGap | None = None
 
     if TYPE_CHECKING:
@@ -127,7 +125,6 @@ class StalenessMixin(_Host):
 
     def _score_buffer(self, gap: StaleGap, batch: Any) -> None:
         """Score finished rollouts of the present version that are not trained on yet; they stay in the buffer."""
-        self._watchdog.phase(f"scoring rollouts in the buffer at step {self.global_steps}")
         self.replay_buffer._sync_metadata_from_transfer_queue()
         taken, version = set(batch.keys), self._version
         rows = [
@@ -148,7 +145,6 @@ class StalenessMixin(_Host):
 
     def _score_kept(self, gap: StaleGap, batch: Any) -> None:
         """Keep the present weights, and score a share of the stale tokens by the kept weights of their own version."""
-        self._watchdog.phase(f"scoring stale rollouts of step {self.global_steps} by kept weights")
         workers, now = self.actor_rollout_wg, self._version
         kept = workers.mismatch_keep_weights(now, self._block.monitor.keep_weights)[0]
         rows = list(zip(batch.keys, batch.tags, strict=True))
