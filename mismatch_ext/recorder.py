@@ -19,6 +19,7 @@ from mismatch_ext.metrics.growth import Growth
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.rundata import read_run
 from mismatch_ext.staleness import StaleGap
+from mismatch_ext.staleness.gap import ENOUGH
 from mismatch_ext.stream import METRICS_FILE, RunStream
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ class RunRecorder:
             accumulator = self._merged([state for state in states if state is not None])
         return None if accumulator is None or accumulator.is_empty else accumulator.compute()
 
-    def follow_versions(self, least: int) -> None:
+    def follow_versions(self, least: int = ENOUGH) -> None:
         """From now on, separate drift from numerics in the train split; either all ranks must call this or none.
 
         Args:

@@ -61,12 +61,8 @@ class MonitorConfig:
     scatter_samples: int = 500
     """Tokens kept per profile record for the rollout-vs-trainer scatter; 0 keeps none."""
     numerics_tokens: int = 256
-    """Tokens of one version, sampled and scored by the same weights, that are enough for a step's figure of numerics where
-    rollouts may be of older weights (docs/drift.md). With fewer in the batch, finished rollouts in the buffer are scored too."""
-    keep_weights: int = 0
-    """Older versions of the trainer's weights, 0 to 2, that verl's asynchronous modes keep in host memory: a copy of each rank's
-    shards for each of them, and one of the present weights. A share of the stale tokens, about `numerics_tokens` of each version,
-    is then scored by the weights that sampled it: numerics of stale tokens, and the one measure of drift. 0 keeps none."""
+    """Tokens of the present weights that TRL's AsyncGRPO has the server sample after each update, for a step's figure of numerics
+    (docs/drift.md). verl's asynchronous modes take the batch's own tokens of the present weights, however many there are."""
     alarms: dict[str, AlarmConfig] = field(default_factory=dict, hash=False)
     """Alarms by metric as it is logged; the prefix `mismatch/` may be left out. They are laid over the built-in ones.
     Evaluation metrics are not watched."""
@@ -101,7 +97,6 @@ class MonitorConfig:
             decoded,
             f"0, or at least 2 (the first is prefill's) and less than weight_sync_probe_length ({length})",
         )
-        _require(0 <= self.keep_weights <= 2, "mismatch.monitor.keep_weights", self.keep_weights, "0, 1 or 2")
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
         from mismatch_ext.monitor.rules import resolve
 

@@ -176,7 +176,7 @@ class MismatchTrainer(
                 check_routes(batch, self.global_steps)
                 if self.trainer_mode != SYNC:
                     check_turns(batch, self.global_steps)
-        with self._measuring(batch, "train"), self._by_version(batch, "batch", self._version):
+        with self._measuring(batch, "train"), self._by_version(batch):
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
@@ -200,7 +200,7 @@ class MismatchTrainer(
         groups, parts = self._collected(batch)
         self._measured = self._known(batch, parts, groups.scalars("train"))
         self._log.merge("train", groups.state_dict()["train"])
-        self._measure_parts(batch)
+        self._measure_parts()
         if not self._first_update:
             return  # a further pass would score with weights that an update has changed
         if not self._verdicts.observes:
