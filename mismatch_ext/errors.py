@@ -21,7 +21,6 @@
     ├── WeightSyncError (RuntimeError)        the engine holds stale or garbled weights
     ├── EngineError (RuntimeError)            the rollout engine failed
     ├── LoopError (RuntimeError)              a training loop of your own does not follow its block
-    ├── StallError (RuntimeError)             the host waits for something that will not come
     └── RunDirectoryError (OSError)           the run directory cannot be read or written
 
 Each leaf also inherits the closest standard exception, so that `except ValueError` works as expected. All take
@@ -117,10 +116,6 @@ class EngineError(MismatchError, RuntimeError):
 
 class LoopError(MismatchError, RuntimeError):
     """A training loop of your own did not use what its block asks for, or used it in the wrong order."""
-
-
-class StallError(MismatchError, RuntimeError):
-    """The host trainer made no progress: it waits for something that failed, or takes longer than `monitor.stall_timeout`."""
 
 
 class RunDirectoryError(MismatchError, OSError):

@@ -104,11 +104,6 @@ class MismatchConfigMixin(_Host):
         return self.vllm_enable_sleep_mode and self.vllm_mode == "colocate"
 
     def _check_host(self, block: MismatchConfig) -> None:
-        if block.monitor.keep_weights:
-            raise ConfigError(
-                f"mismatch.monitor.keep_weights={block.monitor.keep_weights}: this trainer's rollouts are of the weights that "
-                "score them, so that there is nothing to keep; allowed: 0."
-            )
         if not self.use_vllm and block.monitor.doctor is not None:
             raise ConfigError(
                 f"mismatch.monitor.doctor={block.monitor.doctor!r} with use_vllm=False: generation by transformers reports no "

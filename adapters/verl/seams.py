@@ -100,7 +100,7 @@ SEAMS = (
         name="verl/weight_versions",
         peer="verl",
         features=("monitor",),
-        what="which weights and experts sampled each token of a rollout, and rollouts that wait in the buffer",
+        what="which weights and experts sampled each token of a rollout",
         claims=(
             Takes("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", "prompt_ids"),
             Takes("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id", "prompt_ids"),
@@ -109,9 +109,6 @@ SEAMS = (
             Has(f"{_LOOPS}:AgentLoopWorker._run_agent_loop"),
             Has("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ"),
             Has(f"{_TRAINER}:PPOTrainer.get_llm_client"),
-            Has(f"{_TRAINER}:PPOTrainer._build_replay_buffer"),
-            Has(f"{_TRAINER}:PPOTrainer.on_sample_begin"),
-            Has("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue"),
         ),
         upstream=_SOURCE + "workers/rollout/llm_server.py",
         where=("verl",),

@@ -45,14 +45,6 @@ class MonitorConfig:
     weight_sync: Action = "error"
     """What to do when, after a weight update, the engine computes with stale or garbled weights: its prefill with others than the
     trainer, or its decode with others than its prefill."""
-    keep_weights: int = 0
-    """Older versions of the trainer's weights, 0 to 2, that verl's asynchronous modes keep in host memory: a copy of each rank's
-    shards for each of them, and one of the present weights. A share of the stale tokens, about 256 of each version,
-    is then scored by the weights that sampled it: numerics of stale tokens, and the one measure of drift. 0 keeps none."""
-    stall_timeout: float = 7200.0
-    """Seconds that one phase of a step (sampling, a scoring pass, an update, a weight update, a validation) may take under verl,
-    which waits for ever for a worker that has failed, before the run is ended with an error; 0 never ends it. Servers have
-    ten minutes to start even where this is less. Other hosts raise such errors by themselves."""
     alarms: dict[str, AlarmConfig] = field(default_factory=dict, hash=False)
     """Alarms by metric as it is logged; the prefix `mismatch/` may be left out. They are laid over the built-in ones.
     Evaluation metrics are not watched."""
@@ -64,8 +56,6 @@ class MonitorConfig:
     docs/doctor.md."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.keep_weights <= 2, "mismatch.monitor.keep_weights", self.keep_weights, "0, 1 or 2")
-        _require(self.stall_timeout >= 0, "mismatch.monitor.stall_timeout", self.stall_timeout, "a number >= 0")
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
         from mismatch_ext.monitor.rules import resolve
 

@@ -97,10 +97,9 @@ MITIGATION_MEASURES = {
 
 STALENESS_MEASURES = {
     "numerics/<name>": "measures above of tokens of one version, v = w: what precision, kernels and routing make; no such name where unknown",
-    "numerics/source": "where these tokens are from: 1 the batch, 2 finished rollouts in the buffer (TRL's AsyncGRPO: tokens sampled for it), 3 scored by kept weights of their version",
-    "numerics/<source>/tokens": "tokens of one version that each source gave: `batch`, `buffer`, `kept`; 0 where it was not asked, too",
+    "numerics/source": "where these tokens are from: 1 the batch, 2 TRL's AsyncGRPO: tokens sampled for it",
+    "numerics/<source>/tokens": "tokens of one version that each source gave: `batch`, `buffer`; 0 where it was not asked, too",
     "numerics/<source>/logp_abs_diff_mean": "mean |rollout(v) - train(v)| of each source that has tokens; likewise `k3_kl`",
-    "drift/<name>": "measures above of train(v) - train(w), over the tokens of source `kept`: what training did since they were sampled",
     "stale/<name>": "measures above of the batch's tokens of other or unknown versions: numerics and drift together",
     "staleness_mean": "mean w - v over tokens of known version, in weight updates; TRL's AsyncGRPO: in optimizer steps",
     "staleness_max": "largest w - v of a token",
@@ -109,7 +108,7 @@ STALENESS_MEASURES = {
     "unknown_version_frac": "share of the batch's tokens of which nobody says with which weights they were sampled",
 }
 """What is logged where rollouts may be of older weights, by name without prefix."""
-PARTS_OF_STALE = ("numerics/", "drift/", "stale/")
+PARTS_OF_STALE = ("numerics/", "stale/")
 """What such figures of the gap's parts begin with."""
 
 

@@ -15,11 +15,7 @@ from mismatch_ext.staleness import SOURCES
 MARK = PREFIX + "staleness_max"
 """This metric is in every log of a run whose rollouts may have been sampled with older weights."""
 NUMERICS = "numerics/"
-SOURCE_LABELS = {
-    "batch": "tokens of the batch",
-    "buffer": "rollouts in the buffer",
-    "kept": "kept weights",
-}
+SOURCE_LABELS = {"batch": "tokens of the batch", "buffer": "tokens sampled for it"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +25,6 @@ class Parts:
     Args:
         numerics: Mean |rollout(v) - train(v)|, both sides at one version, nats; None if no step could measure it.
         k3: k3 of the same tokens.
-        drift: Mean |train(v) - train(w)|, nats; None if it was not measured separately.
         total: Mean |rollout(v) - train(w)| of all tokens, nats.
         stale: The same mean over stale tokens only.
         staleness: Mean number of updates since the tokens were sampled.
@@ -40,7 +35,6 @@ class Parts:
 
     numerics: float | None
     k3: float | None
-    drift: float | None
     total: float | None
     stale: float | None
     staleness: float | None
@@ -55,11 +49,10 @@ def parts(run: RunData) -> Parts | None:
     if not logs:
         return None
     found = {name: pooled(run, name) for name in (f"{NUMERICS}{ABS_DIFF_MEAN}", f"{NUMERICS}k3_kl", "staleness_mean")}
-    of = {name: pooled(run, name) for name in (f"drift/{ABS_DIFF_MEAN}", ABS_DIFF_MEAN, f"stale/{ABS_DIFF_MEAN}")}
+    of = {name: pooled(run, name) for name in (ABS_DIFF_MEAN, f"stale/{ABS_DIFF_MEAN}")}
     return Parts(
         numerics=found[f"{NUMERICS}{ABS_DIFF_MEAN}"],
         k3=found[f"{NUMERICS}k3_kl"],
-        drift=of[f"drift/{ABS_DIFF_MEAN}"],
         total=of[ABS_DIFF_MEAN],
         stale=of[f"stale/{ABS_DIFF_MEAN}"],
         staleness=found["staleness_mean"],
@@ -95,7 +88,7 @@ def said_of(known: Parts) -> str:
 
 
 def figures(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    """Plot numerics, drift and the age of rollouts; nothing if all rollouts come from the weights that score them."""
+    """Plot numerics, the gap of stale tokens and their age; nothing if all rollouts come from the weights that score them."""
     found = {name: known for name, run in runs.items() if (known := parts(run)) is not None}
     if not found:
         return ()
@@ -114,20 +107,11 @@ def figures(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
         ),
         over_steps(
             runs,
-            "drift",
-            f"{PREFIX}drift/{ABS_DIFF_MEAN}",
-            "Drift: mean |Δlogp| between the trainer's versions",
-            "mean |Δlogp| (nat)",
-            "What training did to the policy since the tokens were sampled; no precision closes it, a correction weighs it.",
-            log=True,
-        ),
-        over_steps(
-            runs,
             "stale",
             f"{PREFIX}stale/{ABS_DIFF_MEAN}",
             "Mean |Δlogp| of stale tokens",
             "mean |Δlogp| (nat)",
-            "Numerics and drift together.",
+            "Numerics, and what training did to the policy since the tokens were sampled: drift, which a correction weighs.",
             log=True,
         ),
         over_steps(

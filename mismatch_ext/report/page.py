@@ -39,10 +39,6 @@ COLUMN_LABELS = {
         "mean |Δlogp| of tokens that were scored by the weights that sampled them, in nat",
     ),
     "numerics/k3_kl": ("numerics k3", "k3 of the same tokens, in nat per token"),
-    "drift/logp_abs_diff_mean": (
-        "drift |Δlogp|",
-        "mean |Δlogp| between the trainer's versions that sampled and score, in nat",
-    ),
     "ess_token": ("ESS token", "effective sample size of the token weights as a fraction, mean over steps"),
     "ess_seq": ("ESS seq", "effective sample size of the sequence weights as a fraction, mean over steps"),
 }

@@ -19,7 +19,7 @@ from mismatch_ext.metrics.names import PARTS_OF_STALE
 from mismatch_ext.rundata import RunData, find_runs, read_run
 
 NATIVE = "native/"
-KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer", "kept")), *PARTS_OF_STALE)
+KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer")), *PARTS_OF_STALE)
 """Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
 # Metric -> the count that weights it; tokens by default. None means a plain mean over steps: ESS describes one batch.
 ROUTING_WEIGHT = "routing/compared_tokens"
@@ -29,7 +29,7 @@ ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
 COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq")
-STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl", "drift/" + ABS_DIFF_MEAN)
+STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl")
 """Columns of runs whose rollouts may have been sampled with older weights."""
 RATIO_COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "k3_kl", "seq_kl", "seq_k3_kl")
 # With up to this many runs, every pair is compared; with more, each run is compared with the run of the smallest gap.

@@ -68,8 +68,8 @@ _PLURAL = {level: text.replace("has", "have", 1) for level, text in _SINGULAR.it
 
 
 TELL_APART = (
-    "have a share of the stale tokens scored by the weights that sampled them (mismatch.monitor.keep_weights) before changing "
-    "anything for that gap"
+    "let rollouts be less stale, so that a batch has tokens of the weights that score it, before changing anything for that "
+    "gap"
 )
 NO_PRECISION = (
     "what is left is drift, which no precision closes: let importance weights correct it, or let rollouts be less stale"

@@ -31,11 +31,6 @@ def check_block(block: MismatchConfig) -> None:
     Raises:
         ConfigError: Names the setting, and what is allowed.
     """
-    if block.monitor.keep_weights:
-        raise ConfigError(
-            f"mismatch.monitor.keep_weights={block.monitor.keep_weights}: the rollouts of a loop are of the weights that score "
-            "them, so that there is nothing to keep; allowed: 0."
-        )
     if block.monitor.doctor is not None:
         raise ConfigError(
             f"mismatch.monitor.doctor={block.monitor.doctor!r}: a loop of one's own is not asked for its model's class and "

@@ -8,8 +8,7 @@ v is the version of the weights that sampled a token, w the version that scores 
 Tokens of one version, v = w, have no drift: their gap is exactly the numerics. The sources of such tokens, in order:
 
     batch   tokens of the batch that the scoring weights themselves sampled; they need no extra pass
-    buffer  finished rollouts of the scoring version that are not trained on yet, scored beside the batch
-    kept    tokens of older versions, scored by kept weights of their own version; only this source measures drift too
+    buffer  other tokens of the scoring version, which are not trained on
 
 If no source has a token, numerics is unknown, which is not 0. The staleness of tokens does not tell how large the parts are:
 regressing the gap on it gave intercepts whose error was several times the numerics.
@@ -26,12 +25,12 @@ from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.staleness.versions import UNKNOWN, staleness
 
-Source = Literal["batch", "buffer", "kept"]
+Source = Literal["batch", "buffer"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 """Where tokens of one version come from, best first; `numerics/source` is the place in this list, counted from 1."""
 ENOUGH = 256
 """Default number of tokens that a source needs for its figure."""
-PARTS = ("stale", "drift", *SOURCES)
+PARTS = ("stale", *SOURCES)
 COUNTS = ("tokens", "known", "unknown", "staleness", "mixed")
 
 
@@ -40,8 +39,7 @@ class StaleGap:
 
         gap = StaleGap()
         gap.add_batch(old, rollout, mask, versions, scoring=w)
-        if not gap.enough():
-            gap.add_buffer(fresh_old, fresh_rollout, fresh_mask)
+        gap.add_buffer(fresh_old, fresh_rollout, fresh_mask)
         metrics = gap.metrics()         # "numerics/k3_kl": ..., or no such name where it is unknown
 
     Args:
@@ -104,7 +102,7 @@ class StaleGap:
         self._oldest = max(self._oldest, int(known.max()) if len(known) else 0)
 
     def add_buffer(self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
-        """Add rollouts that are not trained on yet, scored by the version that sampled them.
+        """Add tokens that are not trained on, scored by the version that sampled them.
 
         Args:
             train_logprobs: The trainer's log-probabilities `[B, T]`.
@@ -113,25 +111,9 @@ class StaleGap:
         """
         self._parts["buffer"].update(train_logprobs, rollout_logprobs, mask)
 
-    def add_kept(self, own_logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
-        """Add stale tokens that the kept weights of their own version have scored too.
-
-        Args:
-            own_logprobs: The trainer's log-probabilities at the version that sampled each token, train(v) `[B, T]`.
-            old_logprobs: The trainer's log-probabilities at the version that scores the batch, train(w) `[B, T]`.
-            rollout_logprobs: The engine's log-probabilities `[B, T]`.
-            mask: True, or 1, at tokens that both versions scored `[B, T]`.
-        """
-        self._parts["kept"].update(own_logprobs, rollout_logprobs, mask)
-        self._parts["drift"].update(old_logprobs, own_logprobs, mask)
-
     def tokens(self, source: Source) -> int:
         """Return how many tokens of one version a source gave."""
         return int(self._parts[source].tokens)
-
-    def enough(self) -> bool:
-        """Whether some source has enough tokens, so that no further source is needed."""
-        return any(self.tokens(source) >= self.least for source in SOURCES)
 
     @property
     def source(self) -> Source | None:
@@ -187,9 +169,8 @@ class StaleGap:
             found["same_version_frac"] = (self.tokens("batch") + mixed) / self._counts["tokens"]
             found["mixed_routes_frac"] = mixed / self._counts["tokens"]
             found["unknown_version_frac"] = self._counts["unknown"] / self._counts["tokens"]
-        for name in ("stale", "drift"):
-            if not self._parts[name].is_empty:
-                found |= {f"{name}/{key}": value for key, value in self._parts[name].compute().scalars.items()}
+        if not self._parts["stale"].is_empty:
+            found |= {f"stale/{key}": value for key, value in self._parts["stale"].compute().scalars.items()}
         for source in SOURCES:
             found[f"numerics/{source}/tokens"] = float(self.tokens(source))
             if self.tokens(source):

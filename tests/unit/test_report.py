@@ -387,9 +387,7 @@ def test_a_missing_renderer_names_the_extra(tmp_path: Path, monkeypatch: pytest.
                 render(run)
 
 
-def stale_run(
-    folder: Path, name: str, *, numerics: float | None, drift: float | None = 0.05, total: float = 0.06
-) -> Path:
+def stale_run(folder: Path, name: str, *, numerics: float | None, total: float = 0.06) -> Path:
     """Write a bfloat16 run of stale rollouts."""
     stream = RunStream.open(folder / name, header=header(name))
     for step in range(1, 5):
@@ -401,10 +399,9 @@ def stale_run(
             "staleness_mean": 1.5,
         }
         if numerics is not None and step > 1:
-            logged |= {"numerics/tokens": 40.0, "numerics/source": 3.0, "numerics/k3_kl": numerics**2}
+            logged |= {"numerics/tokens": 40.0, "numerics/source": 1.0, "numerics/k3_kl": numerics**2}
             logged |= {"numerics/logp_abs_diff_mean": numerics}
-            if drift is not None:
-                logged |= {"drift/tokens": 40.0, "drift/logp_abs_diff_mean": drift}
+            logged |= {"stale/tokens": 60.0, "stale/logp_abs_diff_mean": total}
         stream.step(step, {f"mismatch/{key}": value for key, value in logged.items()})
     stream.end(4, "completed")
     stream.close()
@@ -422,7 +419,7 @@ def test_no_precision_is_advised_for_what_is_drift(tmp_path: Path) -> None:
     assert faulty.endswith("set mismatch.precision.dtype to float16.")
     unknown = say(stale_run(tmp_path / "c", "bf16", numerics=None))
     assert "bf16 (mean |Δlogp| 0.06 of both) has stale rollouts and no token of one version" in unknown
-    assert "scored by the weights that sampled them" in unknown and "float16" not in unknown
+    assert "less stale" in unknown and "float16" not in unknown
 
 
 def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path, page: Page) -> None:
@@ -431,8 +428,8 @@ def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path, 
 
     runs = load_runs(stale_run(tmp_path, "bf16", numerics=0.002))
     section = next(section for section in sections(runs) if section.id == "drift")
-    assert [figure.id for figure in section.figures] == ["numerics", "drift", "staleness"]
-    assert "numerics is known of 3 of 4 logs by kept weights in 3 (120 tokens)" in section.figures[0].caption
+    assert [figure.id for figure in section.figures] == ["numerics", "stale", "staleness"]
+    assert "numerics is known of 3 of 4 logs by tokens of the batch in 3 (120 tokens)" in section.figures[0].caption
     assert "numerics" not in page.text.lower()
 
 

@@ -229,7 +229,6 @@ def test_an_unstarted_run_is_named(tmp_path: Path) -> None:
     ("block", "error", "named"),
     [
         ({"kl": {}}, ConfigError, "mismatch.kl.coef is not given"),
-        ({"monitor": {"keep_weights": 1}}, ConfigError, "mismatch.monitor.keep_weights=1: the rollouts of a loop"),
         ({"correction": {"preset": "tiss"}}, ConfigError, "unknown preset 'tiss'"),
         ({"routing": {"mode": "R3"}}, MismatchError, "no module of the model has experts"),
         ({"precision": {"dtype": "float16"}}, PrecisionAuditError, "engine dtype: expected float16, found float32"),

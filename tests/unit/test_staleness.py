@@ -43,12 +43,9 @@ class Stream:
     versions: Tensor
     scoring: int
 
-    def gap(self, *, kept: float = 0.0, least: int = 1) -> StaleGap:
+    def gap(self, *, least: int = 1) -> StaleGap:
         gap = StaleGap(least=least)
         gap.add_batch(self.old, self.rollout, self.mask, self.versions, scoring=self.scoring)
-        if kept:
-            rows = torch.arange(len(self.mask))[:, None] < kept * len(self.mask)
-            gap.add_kept(self.own, self.old, self.rollout, self.mask & rows & (self.versions != self.scoring))
         return gap
 
 
@@ -76,22 +73,18 @@ def interval(values: Tensor, mask: Tensor) -> tuple[float, float]:
     return found.low, found.high
 
 
-def test_each_source_gives_the_truth() -> None:
+def test_tokens_of_the_scoring_weights_give_the_truth() -> None:
     given = stream(numerics=2e-3, drift=5e-2)
-    found = given.gap(kept=0.5).metrics()
+    found = given.gap().metrics()
     truth = float((given.rollout - given.own)[given.mask].abs().mean())
     same = given.mask & (given.versions == 3)
-    scored = given.mask & ~same & (torch.arange(ROWS)[:, None] < ROWS / 2)
-    for source, mask in (("batch", same), ("kept", scored)):
-        low, high = interval(given.rollout - given.own, mask)
-        assert low < truth < high and low < found[f"numerics/{source}/logp_abs_diff_mean"] < high
+    low, high = interval(given.rollout - given.own, same)
+    assert low < truth < high and low < found["numerics/batch/logp_abs_diff_mean"] < high
     assert found["numerics/batch/tokens"] == int(same.sum()) > 50
     assert found["numerics/logp_abs_diff_mean"] == pytest.approx(
         float((given.rollout - given.own)[same].abs().mean()), rel=1e-12
     )
     stale = given.mask & ~same
-    low, high = interval(given.own - given.old, stale)
-    assert low < found["drift/logp_abs_diff_mean"] < high
     assert found["stale/logp_abs_diff_mean"] == pytest.approx(
         mismatch_metrics(given.old, given.rollout, stale)["logp_abs_diff_mean"], rel=1e-12
     )
@@ -99,18 +92,16 @@ def test_each_source_gives_the_truth() -> None:
     assert found["staleness_mean"] == pytest.approx(float(known.mean())) and found["staleness_max"] == 3
 
 
-def test_a_fault_of_numerics_raises_numerics_alone() -> None:
-    good, bad = (stream(numerics=size, drift=5e-2).gap(kept=1.0).metrics() for size in (2e-3, 2e-2))
+def test_a_fault_of_numerics_is_in_numerics() -> None:
+    good, bad = (stream(numerics=size, drift=5e-2).gap().metrics() for size in (2e-3, 2e-2))
     assert bad["numerics/logp_abs_diff_mean"] > 8 * good["numerics/logp_abs_diff_mean"]
-    assert bad["numerics/kept/logp_abs_diff_mean"] > 8 * good["numerics/kept/logp_abs_diff_mean"]
-    assert bad["drift/logp_abs_diff_mean"] == good["drift/logp_abs_diff_mean"]
+    assert bad["stale/logp_abs_diff_mean"] < 1.5 * good["stale/logp_abs_diff_mean"]
 
 
-def test_drift_raises_drift_alone() -> None:
-    good, bad = (stream(numerics=2e-3, drift=size).gap(kept=1.0).metrics() for size in (5e-3, 5e-2))
-    assert bad["drift/logp_abs_diff_mean"] > 8 * good["drift/logp_abs_diff_mean"]
+def test_drift_raises_the_gap_of_stale_tokens_alone() -> None:
+    good, bad = (stream(numerics=2e-3, drift=size).gap().metrics() for size in (5e-3, 5e-2))
     assert bad["stale/logp_abs_diff_mean"] > 5 * good["stale/logp_abs_diff_mean"]
-    for name in ("numerics/logp_abs_diff_mean", "numerics/k3_kl", "numerics/kept/k3_kl"):
+    for name in ("numerics/logp_abs_diff_mean", "numerics/k3_kl"):
         assert bad[name] == pytest.approx(good[name], rel=1e-6), name
 
 
@@ -118,29 +109,31 @@ def test_what_is_unknown_has_no_figure() -> None:
     gap = stream(numerics=2e-3, drift=5e-2, fresh=False).gap()
     found = gap.metrics()
     assert gap.source is None and gap.numerics() is None
-    named = {name for name in found if name.startswith(("numerics/", "drift/"))}
-    assert named == {f"numerics/{source}/tokens" for source in ("batch", "buffer", "kept")}
+    named = {name for name in found if name.startswith("numerics/")}
+    assert named == {f"numerics/{source}/tokens" for source in ("batch", "buffer")}
     assert all(found[name] == 0 for name in named) and found["same_version_frac"] == 0
     assert found["stale/logp_abs_diff_mean"] > 0
 
 
 def test_the_first_source_with_enough_tokens_speaks() -> None:
     given = stream(numerics=2e-3, drift=5e-2)
-    few = given.gap(least=10_000, kept=1.0)
-    assert few.source == "kept" and not few.enough()  # none has enough: the one with most
-    assert given.gap(least=1, kept=1.0).source == "batch"
-    gap = stream(numerics=2e-3, drift=5e-2, fresh=False).gap(kept=1.0)
+    few, many = given.gap(least=10_000), given.gap(least=1)
+    for gap in (few, many):
+        gap.add_buffer(given.own, given.rollout, given.mask)
+    assert few.source == "buffer"  # none has enough: the one with most
+    assert many.source == "batch"
+    gap = stream(numerics=2e-3, drift=5e-2, fresh=False).gap()
     gap.add_buffer(given.own, given.rollout, given.mask)
-    assert gap.source == "buffer" and gap.enough() and gap.metrics()["numerics/source"] == 2
+    assert gap.source == "buffer" and gap.metrics()["numerics/source"] == 2
 
 
 def test_parts_merge_as_if_they_were_one(tmp_path: Path) -> None:
     given = stream(numerics=2e-3, drift=5e-2)
-    whole, merged = given.gap(kept=1.0), StaleGap(least=1)
+    whole, merged = given.gap(), StaleGap(least=1)
     for rows in (slice(0, 20), slice(20, ROWS)):
         part = replace(given, **{k: getattr(given, k)[rows] for k in ("rollout", "own", "old", "mask", "versions")})
         other = StaleGap(least=1)
-        other.load_state_dict(json.loads(json.dumps(part.gap(kept=1.0).state_dict())))
+        other.load_state_dict(json.loads(json.dumps(part.gap().state_dict())))
         merged.merge(other)
     one, two = whole.metrics(), merged.metrics()
     assert one.keys() == two.keys()

@@ -43,10 +43,6 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
                 "monitor.doctor", monitor.doctor, monitor.doctor is not None,
                 "it examines rollouts of the weights that score them, and these are of older ones", "none",
             ),
-            (
-                "monitor.keep_weights", monitor.keep_weights, bool(monitor.keep_weights),
-                "the trainer scores a batch in its update alone", "0",
-            ),
         ):  # fmt: skip
             if wrong:
                 shown = "" if dataclasses.is_dataclass(value) else f"={value!r}"

@@ -14,7 +14,6 @@ from mismatch_ext.errors import RecordError
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.run.doctor import EXAMINED_TOKENS, rows_within
 from mismatch_ext.run.log import RunLog
-from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
@@ -27,7 +26,6 @@ class ExaminingMixin(_Host):
 
     _block: MismatchConfig
     _log: RunLog
-    _watchdog: Watchdog
     _checked: Checked
     _measured: Measured | None
 
@@ -41,7 +39,6 @@ class ExaminingMixin(_Host):
         doctor = self._log.doctor
         if doctor is None or not doctor.due or self._measured is None or not self._first_update:
             return {}
-        self._watchdog.phase(f"examining rollouts of step {self.global_steps}")
         found = doctor.examine(self.global_steps, lambda: self._found(batch))
         return {PREFIX + name: value for name, value in found.items()}
 

@@ -29,7 +29,6 @@ from mismatch_ext.records import SamplingSettings
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.watchdog import Watchdog
 from mismatch_ext.weight_sync.verifier import draw_probes
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ class PreflightMixin(_Host):
     _block: MismatchConfig
     _verdicts: Verdicts
     _log: RunLog
-    _watchdog: Watchdog
     _checked: Checked
     _weights: RolloutWeights | None = None
     _resumed: tuple[dict[str, Any], list[Note]]
@@ -67,7 +65,6 @@ class PreflightMixin(_Host):
         Raises:
             MismatchError: One does not; names the process and what it runs with.
         """
-        self._watchdog.phase("checking workers and rollout servers")
         self._probes = self._draw_probes()
         workers = self.actor_rollout_wg.mismatch_report()
         rollouts = read_rollouts(self._replicas(), ANSWER_TIMEOUT)
@@ -112,7 +109,6 @@ class PreflightMixin(_Host):
     def _look_at_weights(self) -> None:
         """Ask the actor what it scores, while the rollout sleeps."""
         if self._weights is not None:
-            self._watchdog.phase(f"scoring probe tokens after step {self.global_steps}")
             self._weights.look()
 
     def _verify_weights(self) -> None:
@@ -122,7 +118,6 @@ class PreflightMixin(_Host):
             WeightSyncError: One does not, and `monitor.weight_sync` is "error".
         """
         if self._weights is not None:
-            self._watchdog.phase(f"checking the rollout's weights after step {self.global_steps}")
             self._weights.verify()
 
     def _raise_refused(self, what: str, timeout: float = ANSWER_TIMEOUT) -> None:

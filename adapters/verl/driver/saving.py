@@ -17,12 +17,11 @@ from mismatch_ext.checkpoint import (
     write_state,
 )
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError, StallError
+from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
@@ -42,7 +41,6 @@ class SavingMixin(_Host):
     _kl: KlTerm | None
     _draws: MeasuredPasses | None
     _log: RunLog
-    _watchdog: Watchdog
     _weights: RolloutWeights | None
     _updated_step: int
     _saved_step: int
@@ -66,7 +64,6 @@ class SavingMixin(_Host):
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
 
     def _save_checkpoint(self) -> None:
-        self._watchdog.phase(f"saving a checkpoint of step {self.global_steps}")
         with self._verdicts.checking("checkpoint"):
             self._write_state()  # first: a checkpoint that verl has finished must not lack our part of it
         super()._save_checkpoint()
@@ -119,7 +116,7 @@ class SavingMixin(_Host):
 
     @contextlib.contextmanager
     def _failing_loudly(self) -> Iterator[None]:
-        """Raise a hang as StallError, and write how the run ended; what verl has saved stays."""
+        """Write how the run ended; what verl has saved stays."""
         try:
             yield
         except BaseException as error:
@@ -127,13 +124,10 @@ class SavingMixin(_Host):
                 with self._verdicts.checking("metrics"):
                     self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
                 raise
-            stalled = None if isinstance(error, StallError) else self._watchdog.message
-            if stalled is None and isinstance(error, Exception) and not isinstance(error, MismatchError):
+            if isinstance(error, Exception) and not isinstance(error, MismatchError):
                 error = self._refusal(error) or error
             with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
-                self._log.end("failed", stalled or f"{type(error).__name__}: {error}", step=self._updated_step)
-            if stalled is not None:
-                raise StallError(stalled) from error
+                self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
             raise error
 
     def _refusal(self, error: Exception) -> MismatchError | None:

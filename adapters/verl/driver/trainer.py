@@ -8,7 +8,6 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +44,6 @@ from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.watchdog import STARTING, Watchdog
 
 
 class MismatchTrainer(
@@ -70,7 +68,6 @@ class MismatchTrainer(
             # verl reads its mode in many places, for settings, checkpoints and the replay buffer.
             config.trainer.v1.trainer_mode = self.host_mode
         self._log = self._new_log(config)
-        self._watchdog = self._new_watchdog()
         routing = block.routing
         self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
         self._updated_step = self._saved_step = 0
@@ -93,17 +90,6 @@ class MismatchTrainer(
             tell=lambda message: say(f"mismatch-ext: {message}"),
         )
 
-    def _new_watchdog(self) -> Watchdog:
-        """Return the watchdog, which ends a run that hangs; under `observe` it only says that enforce would have."""
-        watchdog = partial(Watchdog, self._block.monitor.stall_timeout, host="verl", logs="Ray's worker logs")
-        if not self._verdicts.observes:
-            return watchdog(self._release_waiting)
-
-        def stalled() -> None:
-            self._verdicts.found("stall", self._watchdog.message or "")
-
-        return watchdog(stalled, end=lambda _: None, grace=0.0)
-
     def _init_resource_pool_mgr(self) -> None:
         """Map verl's roles as it does, with our worker where it has its own."""
         super()._init_resource_pool_mgr()
@@ -111,17 +97,9 @@ class MismatchTrainer(
             if "actor" in str(role):
                 self.role_worker_mapping[role] = ray.remote(MismatchWorker)
 
-    def _release_waiting(self) -> None:
-        """End the processes whose answers the trainer may be waiting for."""
-        handles = list(getattr(getattr(self, "actor_rollout_wg", None), "workers", []))
-        handles += [server for replica in self._replicas() for server in replica.servers]
-        for handle in handles:
-            ray.kill(handle)
-
     def init(self) -> None:
-        """Initialise as verl does, watched: a rollout server that fails to start leaves its caller waiting."""
-        self._watchdog.phase("starting workers and rollout servers", at_least=STARTING)
-        with self._watchdog.watching(), self._failing_loudly():
+        """Initialise as verl does, and write how the run ended if that fails."""
+        with self._failing_loudly():
             super().init()
 
     def on_init_end(self) -> None:
@@ -142,44 +120,16 @@ class MismatchTrainer(
             self._announce()
         self._collect_findings()
 
-    def _build_replay_buffer(self) -> Any:
-        """Build the buffer as verl does, watched: the trainer polls it for rollouts."""
-        buffer = super()._build_replay_buffer()
-        polled = getattr(buffer, "_sync_metadata_from_transfer_queue", None)  # a buffer of the user's may have another
-        if polled is not None and not self._verdicts.observes:
-
-            def watched() -> None:
-                self._watchdog.polled()
-                polled()
-
-            buffer._sync_metadata_from_transfer_queue = watched  # type: ignore[method-assign]
-        return buffer
-
-    def on_step_begin(self) -> None:
-        self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")
-        super().on_step_begin()
-
-    def on_sample_begin(self) -> None:
-        # Called once for each local update of a step.
-        self._watchdog.phase(f"sampling rollouts of step {self.global_steps}")
-        super().on_sample_begin()
-
     def on_step_end(self) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
         self._updated_step = self.global_steps
         with self._verdicts.checking("weight_sync"):
             self._look_at_weights()
-        self._watchdog.phase(f"updating the rollout's weights after step {self.global_steps}")
         super().on_step_end()
         with self._verdicts.checking("records"):
             self._follow_weights()
         with self._verdicts.checking("weight_sync"):
             self._verify_weights()
-        self._watchdog.phase(f"finishing step {self.global_steps}")
-
-    def on_validate_begin(self) -> None:
-        self._watchdog.phase(f"validating at step {self.global_steps}")
-        super().on_validate_begin()
 
     def on_validate_end(self) -> None:
         with self._verdicts.checking("rollouts"):
@@ -213,7 +163,6 @@ class MismatchTrainer(
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
-        self._watchdog.phase(f"scoring the rollouts of step {self.global_steps}")
         with self._verdicts.checking("rollouts"):
             self._raise_refused("rollouts")
         with self._verdicts.checking("records"):
@@ -223,7 +172,7 @@ class MismatchTrainer(
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
-        with self._measuring(batch, "train"), self._by_version(batch, "batch", self._version):
+        with self._measuring(batch, "train"), self._by_version(batch):
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
@@ -247,7 +196,7 @@ class MismatchTrainer(
         groups, parts = self._collected(batch)
         self._measured = self._known(batch, parts, groups.scalars("train"))
         self._log.merge("train", groups.state_dict()["train"])
-        self._measure_parts(batch)
+        self._measure_parts()
         if not self._first_update:
             return  # a further pass would score with weights that an update has changed
         if not self._verdicts.observes:
@@ -258,19 +207,16 @@ class MismatchTrainer(
                     metrics.update(self._compare_routes(batch))
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        self._watchdog.phase(f"scoring the rollouts of step {self.global_steps} by the reference")
         if self._block.routing is not None and self._block.routing.reference:
             return super()._compute_ref_log_prob(batch, metrics)
         with self._without_routes(batch):
             return super()._compute_ref_log_prob(batch, metrics)
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        self._watchdog.phase(f"computing values in step {self.global_steps}")
         with self._without_routes(batch):
             return super()._compute_values(batch, metrics)
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        self._watchdog.phase(f"updating the critic in step {self.global_steps}")
         with self._without_routes(batch):
             return super()._update_critic(batch, metrics)
 
@@ -288,7 +234,6 @@ class MismatchTrainer(
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
-        self._watchdog.phase(f"updating the actor in step {self.global_steps}")
         if self._verdicts.observes:
             return self._update_observed(batch, metrics)
         if self._block.lr is not None:
@@ -351,10 +296,8 @@ class MismatchTrainer(
         self.total_training_steps = self.global_steps
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train as verl does, watched; a failure of ours saves what was trained first."""
-        self._watchdog = self._new_watchdog()
-        self._watchdog.phase("starting to train")
-        with self._watchdog.watching(), self._failing_loudly():
+        """Train as verl does; a failure of ours saves what was trained first."""
+        with self._failing_loudly():
             super().fit(agent_loop_manager)
         with self._verdicts.checking("metrics"):
             self._log.end("completed", step=self._updated_step)

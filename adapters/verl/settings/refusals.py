@@ -124,9 +124,6 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused(
             setting, given, f"{EXTENSION}, or a class derived from it", why, "Derive your class from ours, or remove it"
         )
-    if block.monitor.keep_weights and run_mode(config).name == SYNC:
-        why = "with trainer_mode='sync' no rollout is of older weights"
-        raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", why)
     if block.monitor.doctor is not None:
         _check_doctor(config, block.monitor.doctor)
     limit = config.actor_rollout_ref.rollout.max_model_len
@@ -206,9 +203,6 @@ def check_bypass(config: DictConfig, block: MismatchConfig) -> None:
     why = "bypass mode takes no pass of the trainer over fresh rollouts"
     if block.monitor.doctor is not None:
         raise _without_doctor(block.monitor.doctor, "rollout_correction.bypass_mode", True, "False", why)
-    if block.monitor.keep_weights:
-        more = f"{why}, so that numerics and drift are not told apart"
-        raise refused("mismatch.monitor.keep_weights", block.monitor.keep_weights, "0", more)
     if block.routing is not None and block.routing.mode == "R2":
         raise refused(
             "mismatch.routing.mode", "R2", "'R3'", f"{why}, which R2 records", "Use R3, or a decoupled correction"

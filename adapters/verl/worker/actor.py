@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.torch.kept import KeptWeights
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.doctor_in_run import unexaminable
@@ -64,7 +63,6 @@ class MismatchWorker(ActorRolloutRefWorker):
     _readiness: str | None = None
     _measured: PartMeasured | None = None
     _stale: Any = None
-    _kept: KeptWeights | None = None
 
     @property
     def _actor(self) -> TrainingWorker:
@@ -193,19 +191,6 @@ class MismatchWorker(ActorRolloutRefWorker):
             return dataclasses.replace(found, foretold=None)
         except Exception as error:  # noqa: BLE001 - the run goes on, and the driver writes it
             return f"{type(error).__name__}: {error}"
-
-    @on_all_ranks
-    def mismatch_keep_weights(self, version: int, count: int) -> list[int]:
-        """Copy the actor's present weights to host memory, and return which versions are kept; see `KeptWeights.keep`."""
-        self._kept = KeptWeights() if self._kept is None else self._kept
-        self._kept.keep(self._engine.module, version, count)
-        return self._kept.versions
-
-    @on_all_ranks
-    def mismatch_use_weights(self, version: int) -> None:
-        """Replace the actor's weights by a kept version; see `KeptWeights.use`."""
-        assert self._kept is not None
-        self._kept.use(self._engine.module, version)
 
     @on_each_rank
     def mismatch_look_at(self, keys: list[str], partition: str, first: int) -> list[PartMeasured]:

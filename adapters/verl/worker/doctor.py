@@ -18,7 +18,7 @@ from mismatch_ext.adapters.transformers.doctor_in_run import (
 from mismatch_ext.adapters.verl.worker import samples
 from mismatch_ext.adapters.verl.worker.measuring import MASK, ROLLOUT
 from mismatch_ext.adapters.verl.worker.replay import FIELD, EngineReplay
-from mismatch_ext.adapters.verl.worker.staleness import EXTRA, OLD, PROMPTS
+from mismatch_ext.adapters.verl.worker.staleness import EXTRA, PROMPTS
 from torch import Tensor
 from verl.utils.device import get_device_id, get_device_name
 
@@ -26,7 +26,7 @@ from mismatch_ext.doctor import Diagnosis
 from mismatch_ext.errors import RecordError
 from mismatch_ext.routing import RoutingTrace
 
-RESPONSES = "responses"
+OLD, RESPONSES = "old_log_probs", "responses"
 
 
 def sent_weights(engine: Any) -> SentWeights | None:

@@ -25,8 +25,6 @@ else:
 ROW = "mismatch_row"
 NATIVE = "mismatch_native"
 """Entry of a batch that asks for a pass without replay, to measure the gap that replay closes."""
-FURTHER = "mismatch_further"
-"""Entry of a batch that asks for a pass beside verl's own, perhaps by other weights; nothing of it is counted."""
 OBSERVED = "mismatch_observed"
 """Entry of a batch that asks, under `observe`, for a pass in which the rollout's routes are compared with the model's own."""
 
@@ -40,7 +38,6 @@ class RoutingMixin(_Host):
     weight_version: int | None = None  # version that the rollout engine was sent last; None if none was sent from here
     _routes: list[SampleRoutes] | None = None  # routes of the running mini-batch
     _recording = False
-    _further = False  # whether the mini-batch that runs is scored beside verl's own passes
     moved = False  # whether an update has moved the weights since the rollout engine was sent them
     _adapter_off = False
 
@@ -72,7 +69,6 @@ class RoutingMixin(_Host):
         if replay is None or self._routes_natively(data):
             return super().forward_backward_batch(data, loss_function, forward_only)
         reference = self._is_reference
-        self._further = bool(tu.get_non_tensor_data(data=data, key=FURTHER, default=False))
         self._recording = replay.config.mode == "R2" and forward_only and not reference
         error, others = None, False
         if self._recording:
@@ -95,7 +91,7 @@ class RoutingMixin(_Host):
             data[ROW] = torch.arange(len(data))
             return super().forward_backward_batch(data, loss_function, forward_only)
         finally:
-            self._routes, self._recording, self._further = None, False, False
+            self._routes, self._recording = None, False
 
     def _ingested(self, replay: EngineReplay, data: Any) -> list[SampleRoutes]:
         replay.weight_version = self.weight_version
@@ -149,7 +145,7 @@ class RoutingMixin(_Host):
             routes = [self._routes[row] for row in micro_batch[ROW].tolist()]
             # Where rollouts are of older weights, routes are compared by those that were sent: an update's scores come before it.
             drifted = replay.takes_older and self.moved and not forward_only
-            split = REFERENCE if self._is_reference or self._further or drifted else TRAIN
+            split = REFERENCE if self._is_reference or drifted else TRAIN
             with replay.over_samples(routes, rows, split=split, share=share):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         ids = samples.tokens(micro_batch)

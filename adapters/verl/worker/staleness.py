@@ -13,32 +13,28 @@ from mismatch_ext.errors import MismatchError, RecordError
 from mismatch_ext.staleness import Segment, StaleGap, of_one_version, segments_of_span, token_versions
 
 STALE = "mismatch_stale"
-"""Entry of a batch that asks for its parts by version in the pass that scores it: `part`, `version`, `least`."""
-OLD, EXTRA, PROMPTS = "old_log_probs", "extra_fields", "prompts"
+"""Entry of a batch that asks for its parts by version in the pass that scores it: `version`, `replayed`."""
+EXTRA, PROMPTS = "extra_fields", "prompts"
 
 
 def fields_of_stale(data: Any) -> dict[str, Any]:
     """Return the fields of a batch that are measured; read them before a pass, which may take them out."""
-    return {name: data.get(name, None) for name in (ROLLOUT, MASK, OLD, EXTRA, PROMPTS)}
+    return {name: data.get(name, None) for name in (ROLLOUT, MASK, EXTRA, PROMPTS)}
 
 
-def stale_gap(
-    fields: Mapping[str, Any], log_probs: Any, *, part: str, version: int, least: int, replayed: bool = False
-) -> Any:
+def stale_gap(fields: Mapping[str, Any], log_probs: Any, *, version: int, replayed: bool) -> Any:
     """Measure a part of a batch by the versions that sampled its tokens.
 
     Args:
         fields: As `fields_of_stale` returns them.
         log_probs: Log-probabilities of all of its tokens at this version, prompts included, a nested tensor.
-        part: What is scored: the `batch`, the `buffer`, or stale tokens by `kept` weights.
         version: Version of the weights that score it.
-        least: As for `StaleGap`.
         replayed: Whether the pass replays the rollouts' routes.
 
     Returns:
         A state of `StaleGap`, or the error that stands in the way.
     """
-    gap = StaleGap(least=least)
+    gap = StaleGap()
     try:
         if fields[ROLLOUT] is None or fields[EXTRA] is None:
             raise RecordError(
@@ -49,14 +45,7 @@ def stale_gap(
         mask = fields[MASK].to_padded_tensor(0).bool().cpu()
         versions = token_versions(_segments(fields), mask)
         comparable = of_one_version(versions, mask) if replayed else mask
-        if part == "batch":
-            gap.add_batch(now, rollout, mask, versions, scoring=version, comparable=comparable)
-        elif part == "buffer":
-            # A rollout with a log-probability that is not finite is named when its own batch comes.
-            gap.add_buffer(now, rollout, mask & comparable & (versions == version) & rollout.isfinite())
-        else:
-            old = fields[OLD].to_padded_tensor(0.0).float().cpu()
-            gap.add_kept(now, old, rollout, mask & comparable & (versions == version))
+        gap.add_batch(now, rollout, mask, versions, scoring=version, comparable=comparable)
     except MismatchError as error:
         return error
     return gap.state_dict()

@@ -267,7 +267,6 @@ def _section(block: dict[str, Any]) -> Any:
         ({"routing": {"mode": "R2"}}, "mismatch.routing.mode='R2' with AsyncGRPO"),
         ({"routing": {"mode": "R3", "reference": True}}, "mismatch.routing.reference=True with AsyncGRPO"),
         ({"monitor": {"doctor": "first_batch"}}, "mismatch.monitor.doctor='first_batch' with AsyncGRPO"),
-        ({"monitor": {"keep_weights": 1}}, "mismatch.monitor.keep_weights=1 with AsyncGRPO"),
         (
             {"correction": {"preset": "token_truncate", "normalize": True}},
             "mismatch.correction.normalize=True with AsyncGRPO",

@@ -1,4 +1,4 @@
-"""verl's separate_async, ended while answers are in flight: by an alarm, a fault, a kill, a number that is none and a hang."""
+"""verl's separate_async, ended while answers are in flight: by an alarm, a fault, a kill and a number that is none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ pytestmark = pytest.mark.nightly
 
 
 def test_separate_async_goes_on_from_every_ending(tmp_path: Path) -> None:
-    """In separate_async, a run that is stopped, loses routes, is killed, gets NaN or hangs goes on from what was saved."""
+    """In separate_async, a run that is stopped, loses routes, is killed or gets NaN goes on from what was saved."""
     found = endings(tmp_path / "run", SEPARATE, tiny_model("moe", tmp_path / "moe"))
     check_endings(found, tmp_path / "run")

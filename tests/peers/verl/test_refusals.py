@@ -78,7 +78,6 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
             "actor_rollout_ref.actor.strategy='megatron'",
         ),
-        (("+mismatch.monitor.keep_weights=1",), "mismatch.monitor.keep_weights=1"),
         *(
             (("+mismatch.monitor.doctor=first_batch", *overrides), f"mismatch.monitor.doctor='first_batch' with {why}")
             for overrides, why in (
@@ -125,14 +124,6 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
             "rollout.mtp.enable_rollout=True",
         ),
         (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
-        (
-            (
-                "trainer.v1.trainer_mode=colocate_async",
-                "+mismatch.monitor.keep_weights=1",
-                "algorithm.rollout_correction.bypass_mode=True",
-            ),
-            "mismatch.monitor.keep_weights=1 with a mismatch block: bypass mode",
-        ),
         *(
             (
                 ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8", *overrides),

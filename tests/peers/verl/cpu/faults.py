@@ -6,7 +6,6 @@ Several are separated by commas.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import multiprocessing
 import os
@@ -94,42 +93,6 @@ def lost_routes() -> None:
     _spoil_one_answer(STEPS["lost_routes"], spoil)
 
 
-def hanging_answers() -> None:
-    """Let no answer to a prompt of the step, or of a later one, ever end."""
-
-    def change(module: Any) -> None:
-        original = module.SeededSingleTurn.run
-
-        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-            if kwargs["global_steps"] >= STEPS["hanging_answers"]:
-                await asyncio.Event().wait()
-            return await original(self, sampling_params, **kwargs)
-
-        module.SeededSingleTurn.run = run
-
-    AfterImport("tests.peers.verl.cpu.agent_loop", change)
-
-
-def failing_weight_update() -> None:
-    """Let the weight update after the step fail inside the rollout worker, of which one is before step 1: verl waits for ever."""
-
-    def change(module: Any) -> None:
-        extension = module.vLLMColocateWorkerExtension
-        original = extension.update_weights_from_ipc
-        calls = []
-
-        @functools.wraps(original)
-        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append(True)
-            if len(calls) == STEPS["failing_weight_update"] + 1:
-                raise RuntimeError(f"{MESSAGE}: the weight update failed")
-            return original(self, *args, **kwargs)
-
-        extension.update_weights_from_ipc = update
-
-    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
-
-
 def stale_weights() -> None:
     """Let vLLM's worker receive the weights after the step as always, and load none of them."""
 
@@ -208,8 +171,6 @@ FAULTS = {
         no_routed_experts,
         nonfinite_logprob,
         lost_routes,
-        hanging_answers,
-        failing_weight_update,
         stale_weights,
         null_logprob,
         no_room_for_a_copy,

@@ -1,4 +1,4 @@
-"""Older weights that verl's engine puts back for a while, and parts of a gap by version, without Ray."""
+"""Parts of a gap by the versions of its tokens, without Ray."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.torch.kept import KeptWeights
-from mismatch_ext.adapters.verl.driver.staleness import enough_rows, flags_of_pass
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from mismatch_ext.adapters.verl.worker.staleness import segments_of, stale_gap
@@ -22,43 +20,13 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from mismatch_ext.config import MismatchConfig, RoutingConfig
-from mismatch_ext.errors import RecordError
 from mismatch_ext.staleness import StaleGap
 from mismatch_ext.verdicts import Level, Verdicts
-from tests.peers.verl.in_process.workers import R2, batch, logprobs, parameters, scored, update, worker
-
-
-def kept(model: str) -> dict[str, Any]:
-    """Score by the weights of before two updates, and go on with those of after them."""
-    built = worker(model, {})
-    module, weights, data = built.engine.module, KeptWeights(), batch()
-    seen = []
-    for version in range(3):
-        weights.keep(module, version, 1)
-        seen.append(logprobs(built, data))
-        if version < 2:
-            update(built, scored(built, data))
-    present = parameters(built)
-    weights.use(module, 1)
-    again = logprobs(built, data)
-    weights.use(module, 2)
-    try:
-        weights.use(module, 0)
-        forgotten = ""
-    except RecordError as error:
-        forgotten = f"{type(error).__name__}: {error}"
-    return {
-        "versions": weights.versions,
-        "again": again == seen[1],
-        "moved": max(abs(a - b) for x, y in zip(seen[1], seen[2], strict=True) for a, b in zip(x, y, strict=True)),
-        "kept": parameters(built) == present and logprobs(built, data) == seen[2],
-        "forgotten": forgotten,
-    }
+from tests.peers.verl.in_process.workers import batch, worker
 
 
 def parts() -> dict[str, Any]:
-    """Measure nested rows of several versions, as a worker does, and choose rows, as the driver does."""
+    """Measure nested rows of several versions, as a worker does."""
     lengths, prompts = [4, 3, 2], [2, 1, 3]
     nested = lambda rows: torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # noqa: E731
     rollout = nested([torch.full((n,), -1.0) for n in lengths])
@@ -73,7 +41,6 @@ def parts() -> dict[str, Any]:
     fields = {
         "rollout_log_probs": rollout,
         "response_mask": nested([torch.ones(n, dtype=torch.int64) for n in lengths]),
-        "old_log_probs": nested([torch.full((n,), -3.0) for n in lengths]),
         "extra_fields": NonTensorStack(*extra),
         "prompts": nested([torch.zeros(n, dtype=torch.int64) for n in prompts]),
     }
@@ -81,22 +48,14 @@ def parts() -> dict[str, Any]:
         "segments": [[(s.version, s.start) for s in segments_of(e, p)] for e, p in zip(extra, prompts, strict=True)],
         "first_turn": [(s.version, s.start) for s in segments_of(first_turn, 2)],
     }
-    parts = {"ahead": "batch", "replayed": "batch"}
-    for part, version in (("batch", 7), ("buffer", 7), ("kept", 6), ("ahead", 6), ("replayed", 7)):
-        given: dict[str, Any] = {"part": parts.get(part, part), "version": version, "replayed": part == "replayed"}
-        state = stale_gap(fields, nested(whole), least=1, **given)
+    for name, version in (("batch", 7), ("ahead", 6), ("replayed", 7)):
+        state = stale_gap(fields, nested(whole), version=version, replayed=name == "replayed")
         if isinstance(state, Exception):
-            found[part] = f"{type(state).__name__}: {state}"
+            found[name] = f"{type(state).__name__}: {state}"
             continue
-        gap = StaleGap(least=1)
+        gap = StaleGap()
         gap.load_state_dict(state)
-        found[part] = gap.metrics()
-    rows = [(str(number), {"response_len": 10}) for number in range(7)]
-    more = [("filling", {"response_len": 9})]
-    found["rows"] = [
-        [key for key, _ in enough_rows(*given[:3], filling=given[3])]  # type: ignore[misc]
-        for given in ((rows, 25, 2, ()), (rows, 1000, 4, ()), (rows, 1000, 4, more), (rows[:1], 5, 4, ()))
-    ]
+        found[name] = gap.metrics()
     return found
 
 
@@ -207,7 +166,7 @@ def unreadable(model: str) -> dict[str, Any]:
         mask = data["response_mask"]
         data["rollout_log_probs"] = torch.nested.nested_tensor_from_jagged(-mask.values().float(), mask.offsets())
         data["extra_fields"] = NonTensorStack(1, 2, 3, 4)
-        tu.assign_non_tensor_data(data, "mismatch_stale", {"part": "batch", "version": 1, "least": 1})
+        tu.assign_non_tensor_data(data, "mismatch_stale", {"version": 1, "replayed": False})
         with _asked(worker(model, {}), level) as asked:
             try:
                 found[level] = len(asked.compute_log_prob(data)["log_probs"].offsets())
@@ -215,16 +174,3 @@ def unreadable(model: str) -> dict[str, Any]:
                 found[level] = type(error).__name__
             found[f"{level}_findings"] = [(one.check, one.kind) for one in asked._verdicts.take()]
     return found
-
-
-def recorded(model: str) -> dict[str, list[str]]:
-    """Return what R2's scoring pass gives for the batch, and a further one beside it."""
-    built = worker(model, {"routing": R2})
-    block = MismatchConfig(routing=RoutingConfig(mode="R2"))
-    first, further = batch(), batch()
-    for name, value in flags_of_pass(block, 1.0).items():
-        tu.assign_non_tensor_data(further, name, value)
-    return {
-        name: sorted(key for key in built.infer_batch(data).keys() if key.startswith("routed"))
-        for name, data in (("first", first), ("further", further))
-    }
