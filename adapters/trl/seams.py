@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mismatch_ext.patches.trl.own_loss import OWN_LOSS
-
 from mismatch_ext.compat import Both, Either, Has, Known, Says, Seam, Takes
 
 _GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
@@ -21,34 +19,8 @@ _BASE = "transformers.trainer:Trainer"
 _SCORED = ("self", "model", "input_ids", "attention_mask", "logits_to_keep")
 _IN_OBJECTIVE = ("kl", "correction", "routing", "sampling_mask")
 
-# Digests of methods, in the versions that were run: no check at run time could see a change in them.
-_SCORING = {
-    "8aed4a26e1e831bf": "1.13.0",
-    "b2e568e5cec6184a": "1.14.0 to 1.14.2",
-    "e7dd6378da3b17cb": "1.15.0 and 1.16.0",
-}
-_BATCH = {
-    "acd89052e4045731": "1.13.0",
-    "ea10f84d423f5343": "1.14.0 and 1.14.1",
-    "73eba3ec4d5ca851": "1.14.2",
-    "373446c85cd99e14": "1.15.0 and 1.16.0",
-}
-_REWARDS = {"3facd73aa91b22b5": "1.13.0", "e5ab17c290d55914": "1.14.0 to 1.16.0"}
-_RLOO_LOSS = {"aefa79eca99e5e83": "1.13.0 to 1.16.0"}
-_RLOO_SCORING = {
-    "d6e8ae7b51673377": "1.13.0",
-    "8f55df6c9dbfb5b8": "1.14.0 to 1.14.2",
-    "e7dd6378da3b17cb": "1.15.0 and 1.16.0",
-}
-_RLOO_BATCH = {
-    "96c5f613d5af49ef": "1.13.0",
-    "1a77062e85a9fae2": "1.14.0 and 1.14.1",
-    "03aae441b582bf6f": "1.14.2",
-    "b6b744bca783d07f": "1.15.0 and 1.16.0",
-}
-_RLOO_REWARDS = {"c5e4e4291cbcc410": "1.13.0", "cc6219cda9dcb9e3": "1.14.0 to 1.16.0"}
+# AsyncGRPOTrainer's loss is called in two halves, which nothing at run time could see a change in.
 _ASYNC_LOSS = {"cab9828fb33a6556": "1.16.0"}
-assert isinstance(OWN_LOSS.source_digests, dict)
 
 
 def _trainer(name: str, target: str, file: str, keys: tuple[str, ...]) -> tuple[Seam, ...]:
@@ -107,45 +79,23 @@ def _trainer(name: str, target: str, file: str, keys: tuple[str, ...]) -> tuple[
     )
 
 
-def _objective(
-    name: str,
-    target: str,
-    file: str,
-    *,
-    loss: dict[str, str],
-    scoring: dict[str, str],
-    batch: dict[str, str],
-    rewards: dict[str, str],
-) -> tuple[Seam, ...]:
-    """Return the seams of methods whose every line shapes the loss: no check at run time would see a change in them."""
+def _objective(name: str, target: str, file: str) -> tuple[Seam, ...]:
+    """Return the seams of methods that sections of the objective wrap; `behavior.check_loss` shows what the loss computes."""
     shared = {"peer": "trl", "upstream": _SOURCE + file, "where": (target.rpartition(":")[2],)}
+    rewarded = ("inputs", "prompts", "completions", "completion_ids_list")
     return (
         Seam(
             name=f"trl/{name}_own_loss",
             features=_IN_OBJECTIVE,
             what="the loss that terms are added to and routes are replayed in",
-            claims=(Known(f"{target}._compute_loss", loss),),
-            **shared,  # type: ignore[arg-type]
-        ),
-        Seam(
-            name=f"trl/{name}_own_scoring",
-            features=_IN_OBJECTIVE,
-            what="the passes that the loss is made of",
-            claims=(Known(f"{target}._get_per_token_logps_and_entropies", scoring),),
-            **shared,  # type: ignore[arg-type]
-        ),
-        Seam(
-            name=f"trl/{name}_own_batch",
-            features=_IN_OBJECTIVE,
-            what="what of a batch reaches the loss",
-            claims=(Known(f"{target}._generate_and_score_completions", batch),),
+            claims=(Takes(f"{target}._compute_loss", "self", "model", "inputs", first=True),),
             **shared,  # type: ignore[arg-type]
         ),
         Seam(
             name=f"trl/{name}_rewards",
             features=("kl",),
             what="the KL penalty among the rewards",
-            claims=(Known(f"{target}._calculate_rewards", rewards),),
+            claims=(Takes(f"{target}._calculate_rewards", "self", *rewarded, first=True),),
             **shared,  # type: ignore[arg-type]
         ),
     )
@@ -156,24 +106,8 @@ _KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "adva
 SEAMS = (
     *_trainer("grpo", _GRPO, "trainer/grpo_trainer.py", (*_KEYS, "sampling_per_token_logps", "old_per_token_logps")),
     *_trainer("rloo", _RLOO, "trainer/rloo_trainer.py", _KEYS),
-    *_objective(
-        "grpo",
-        _GRPO,
-        "trainer/grpo_trainer.py",
-        loss=OWN_LOSS.source_digests,
-        scoring=_SCORING,
-        batch=_BATCH,
-        rewards=_REWARDS,
-    ),
-    *_objective(
-        "rloo",
-        _RLOO,
-        "trainer/rloo_trainer.py",
-        loss=_RLOO_LOSS,
-        scoring=_RLOO_SCORING,
-        batch=_RLOO_BATCH,
-        rewards=_RLOO_REWARDS,
-    ),
+    *_objective("grpo", _GRPO, "trainer/grpo_trainer.py"),
+    *_objective("rloo", _RLOO, "trainer/rloo_trainer.py"),
     Seam(
         name="trl/colocated_engine",
         peer="trl",

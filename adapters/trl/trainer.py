@@ -15,6 +15,7 @@ import torch
 from mismatch_ext.adapters.accelerate.deepspeed import engine_of
 from mismatch_ext.adapters.transformers.lr import EngineLr, LrCallback
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
+from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, phantom
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
@@ -101,6 +102,7 @@ class MismatchTrainerMixin(
             server = config.vllm_mode == "server"
             stitches = any(kwargs.get(key) for key in STITCHING)
             check_peers(type(self), self._block, use_vllm=config.use_vllm, server=server, stitches=stitches)
+            check_loss(type(self), self._block, getattr(config, "loss_type", ""))
         check_images(self._block, args, kwargs)
         self._open_log(config.output_dir)
         self._masking = self._block.sampling_mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,12 @@ from mismatch_ext.patching import Patch
 
 SEAM = "_around_own_loss"
 """Method of a trainer that is called instead of TRL's function, with that function as its first argument."""
+
+
+def _probe(original: Any) -> str | None:
+    """Say why a trainer's method cannot be called in the place of this function, or return None."""
+    found = tuple(inspect.signature(original).parameters)
+    return None if found == ("self", "model", "inputs") else f"its parameters are {found}, not (self, model, inputs)."
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +34,7 @@ OWN_LOSS = Patch(
     supports=">=1.13.0,<=1.16.0",
     target="trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
     make=_make,
-    source_digests={"73cbb28d2330ad20": "1.13.0 to 1.14.2", "535b2556a8aebf09": "1.15.0 and 1.16.0"},
+    probe=_probe,
     upstream="https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py",
     reason=(
         "a subclass adds terms, scales and scoring passes around TRL's KL term and importance ratio; what replaces these has to "

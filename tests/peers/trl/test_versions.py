@@ -1,0 +1,111 @@
+"""Versions of TRL that nobody has run: what its loss computes decides, and not its text."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import SeamError
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_versions as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_versions")
+
+ONE, DAPO = {"kl": {"coef": 0.1}}, "dapo"
+RATIO = 'inputs["importance_sampling_ratio"]\n'
+MASK = "mask = completion_mask if"
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that checks a block against TRL's loss with a part of its source replaced."""
+    behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
+    stock = {kind: kind._compute_loss for kind in (behavior.GRPOTrainer, behavior.RLOOTrainer)}
+
+    def check(old: str, new: str, block: dict[str, Any] = ONE, loss: str = DAPO, kind: str = "GRPOTrainer") -> None:
+        trainer = getattr(behavior, kind)
+        source, space = textwrap.dedent(inspect.getsource(stock[trainer])), dict(stock[trainer].__globals__)
+        assert old in source
+        exec(source.replace(old, new), space)
+        monkeypatch.setattr(trainer, "_compute_loss", space["_compute_loss"])
+        parsed = MismatchConfig.parse(block)
+        assert parsed is not None
+        behavior.check_loss(trainer, parsed, loss)
+
+    return check
+
+
+@pytest.mark.parametrize("loss", ["grpo", "sapo", "bnpo", "dr_grpo", "cispo", "dapo", "vespo", "luspo"])
+def test_a_loss_that_computes_the_same_is_accepted_whatever_its_text(check: Any, loss: str) -> None:
+    check(MASK, "# A comment\n    mask = completion_mask if", loss=loss)
+    check('"clip_ratio/', '"clipped/', loss=loss)
+    check("def _compute_loss(self, model, inputs)", "def _compute_loss(self, model, inputs, extra=None)", loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("normalizer = inputs[", "normalizer = 2 * inputs[", ["comes to", "instead of"]),
+        (RATIO, 'inputs["importance_sampling_ratio"] * 1.01\n', ["comes to", "instead of"]),
+        (RATIO, 'inputs["is_ratio"]\n', ["reads 'is_ratio'", "new"]),
+        (MASK, 'mask = inputs.get("weights", completion_mask) if', ["reads 'weights'", "new"]),
+        ("self.beta * per_token_kl", "self.beta * self.kl_scale * per_token_kl", ["kl_scale", "beta=0.1"]),
+        ("max=self.args.delta", "max=1 + self.args.delta", ["args.delta=1.1", "comes to"]),
+        ('if "tool_mask" not in inputs', "if True", ["tool_mask", "comes to"]),
+        ("entropy_mask\n\n", "1\n\n", ["top_entropy_quantile=0.5", "comes to"]),
+        ("model,\n        input_ids,", "model,\n        completion_ids,", ["scores other tokens"]),
+    ],
+)  # fmt: skip
+def test_a_loss_that_computes_something_else_is_refused_by_what_was_seen(
+    check: Any, old: str, new: str, words: list[str]
+) -> None:
+    with pytest.raises(SeamError) as refusal:
+        check(old, new)
+    assert all(word in str(refusal.value) for word in [*words, "mismatch.kl", "pip install trl=="]), refusal.value
+
+
+def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
+    doubled = ("normalizer = inputs[", "normalizer = 2 * inputs[")
+    check(*doubled, {"lr": {}, "precision": {"dtype": "float16"}})
+    check(*doubled, loss="grpo")  # a denominator of other loss types
+    for block in ({"correction": {}}, {"sampling_mask": {}}, {"routing": {"mode": "R2"}}, {"routing": {"mode": "R3"}}):
+        with pytest.raises(SeamError, match="comes to"):
+            check("* mask", "* mask * 2", block)
+    with pytest.raises(SeamError, match="RLOOTrainer.*comes to"):
+        check("coef_1 * advantages", "advantages", {"routing": {"mode": "R2"}}, "", "RLOOTrainer")
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """Return a folder with TRL as version 1.18.2, whose loss has one more comment."""
+    package = Path(importlib.import_module("trl").__file__ or "").parent
+    shutil.copytree(package, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"))
+    info = tmp_path / "trl-1.18.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.18.2\n")
+    module = tmp_path / "trl/trainer/grpo_trainer.py"
+    head = "    def _compute_loss(self, model, inputs):\n"
+    text = module.read_text(encoding="utf-8")
+    assert head in text
+    module.write_text(text.replace(head, f"{head}        # A comment\n"), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.engine
+def test_a_newer_version_with_one_more_comment_runs_every_section_with_one_warning(
+    run: Run, moe: Path, copied: Path, tmp_path: Path
+) -> None:
+    found = run(
+        scenarios.newer, fresh=True, env={"PYTHONPATH": str(copied)}, model=moe, out=tmp_path / "run", timeout=300
+    ).expect()
+    assert found["trl"].startswith(str(copied)) and found["refused"] == []
+    assert found["weights"] == 3 and len(found["untested"]) == 1 and "trl 1.18.2" in found["untested"][0]
