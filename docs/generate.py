@@ -50,10 +50,12 @@ def config_page() -> str:
         "Printed by `python docs/generate.py` from `mismatch_ext/config`. A key that is not listed is an error, and so is one",
         'that is given twice. `Action` is `"error"`, `"warn"` or `"off"`.',
         "",
-        "A section that is written with nothing after it (`lr:` in YAML, `null` in JSON, None in a mapping) is on with its",
-        "defaults, as with `{}`; where a key has no default, it is named. Left out, a section is off. A block that is itself",
-        "nothing (`mismatch: null` in the host's configuration) is no block. TRL's own YAML reader takes the last of two equal",
-        "keys before the block is read; verl's refuses them, and so does this package in texts and files of its own.",
+        "Write `lr: {}` to switch a section on with its defaults, and leave it out to switch it off. A section with nothing",
+        "after it (`lr:` in YAML, `null` in JSON or Hydra, None in a mapping) is an error, because some mean on by it and",
+        "others off. A block that is itself nothing (`mismatch: null` in the host's configuration) is no block. In Python,",
+        "`MismatchConfig(lr=None)` leaves the section off, and every dataclass checks its values as the block does. TRL's own",
+        "YAML reader takes the last of two equal keys before the block is read; verl's refuses them, and so does this package",
+        "in texts and files of its own.",
     ]
     for name, path in SECTIONS.items():
         lines += ["", f"## `{path}`", "", str(ast.get_docstring(classes[name])), ""]

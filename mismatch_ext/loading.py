@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.strict import shown
+from mismatch_ext.strict import nothing_given, shown
 
 
 def load_mapping(text: str | Path, source: str = "the mismatch block") -> Mapping[str, Any]:
@@ -36,6 +36,8 @@ def load_mapping(text: str | Path, source: str = "the mismatch block") -> Mappin
         raise ConfigError(f"{source} is nested too deeply to be read; no section has more than four levels.") from None
     if isinstance(data, Mapping) and set(data) == {"mismatch"}:
         data = data["mismatch"]
+        if data is None:
+            raise nothing_given("mismatch")
     if data is None:
         data = {}
     if not isinstance(data, Mapping):

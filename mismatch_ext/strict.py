@@ -1,13 +1,14 @@
 """Strict loading of frozen dataclasses from mappings: unknown keys and wrong types are errors.
 
-If a section's name is written with nothing after it (`lr:` in YAML, `null` in JSON, None in a mapping), the section is on with
-its defaults, because whoever writes its name wants it. If it is left out, it is off.
+A section's name with nothing after it (`lr:` in YAML, `null` in JSON, None in a mapping) is an error, because some mean "on, with
+its defaults" by it and others "off". A dataclass that is built in Python is checked in the same way, and there None is off.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import reprlib
 import types
@@ -48,21 +49,21 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 
 def build(section: type[Section], data: Any, path: str) -> Section:
-    """Build a frozen dataclass from a mapping, and refuse unknown keys; None stands for an empty mapping.
+    """Build a frozen dataclass from a mapping, and refuse unknown keys.
 
     Raises:
         ConfigError: Unknown or missing key, wrong type, value out of range; names key, value and what is allowed.
     """
     if isinstance(data, section):
         return data
-    unwritten = data is None
-    data = {} if unwritten else data
+    if data is None:
+        raise nothing_given(path)
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{path}: expected a mapping, found {type(data).__name__} {shown(data)}; give its keys, or {{}} for its defaults. "
             "Left out, it is off."
         )
-    hints = typing.get_type_hints(section)
+    hints = _hints(section)
     known = [f.name for f in dataclasses.fields(section)]  # type: ignore[arg-type]
     for key in data:
         if key not in known:
@@ -78,18 +79,40 @@ def build(section: type[Section], data: Any, path: str) -> Section:
     if missing:
         raise ConfigError(
             f"{path}: missing key {missing[0]!r}; it has no default, allowed: {_name(hints[missing[0]])}."
-            + (
-                f" There is nothing after {path.rpartition('.')[2]!r}: leave it out to switch it off."
-                if unwritten
-                else ""
-            )
         )
     return section(**{key: _convert(hints[key], value, f"{path}.{key}") for key, value in data.items()})
 
 
+def settle(section: Any, path: str) -> None:
+    """Check the fields of a dataclass as `build` does, for one that is built in Python; converts them in place.
+
+    Raises:
+        ConfigError: Wrong type, or value out of range; names key, value and what is allowed.
+    """
+    hints = _hints(type(section))
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if value is not None or type(None) not in typing.get_args(hints[field.name]):
+            object.__setattr__(section, field.name, _convert(hints[field.name], value, f"{path}.{field.name}"))
+
+
+def nothing_given(path: str) -> ConfigError:
+    """Return the error for a key with nothing after it."""
+    key = path.rpartition(".")[2]
+    return ConfigError(
+        f"{path}: nothing is given, which could mean on or off; allowed: a mapping. Write `{key}: {{}}` for the defaults, or "
+        "leave the key out to switch it off."
+    )
+
+
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
 def plain(section: Any) -> dict[str, Any]:
     """Return a frozen dataclass as the mapping from which `build` would make it; absent sections are left out."""
-    hints = typing.get_type_hints(type(section))
+    hints = _hints(type(section))
     found = {}
     for field in dataclasses.fields(section):
         value, kinds = getattr(section, field.name), typing.get_args(hints[field.name])
@@ -105,11 +128,16 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         kinds = [a for a in args if a is not type(None)]
-        # None switches a section on with its defaults; for a plain setting, None is a value like any other.
+        # For a plain setting, None is a value like any other; for a section it is not.
         if value is None and type(None) in args and not any(map(dataclasses.is_dataclass, kinds)):
             return None
-        fitting = next((a for a in kinds if isinstance(a, type) and type(value) is a), kinds[0])
-        return _convert(fitting, value, path)
+        if len(kinds) == 1:
+            return _convert(kinds[0], value, path)
+        kind = float if type(value) is int and float in kinds else type(value)
+        if kind not in kinds:
+            expected = " or ".join(map(_name, kinds))
+            raise ConfigError(f"{path}: expected {expected}, found {type(value).__name__} {shown(value)}.")
+        return _convert(kind, value, path)
     if origin is Literal:
         # YAML 1.1 reads a bare `off` as False, and no section has a boolean in a choice.
         value = "off" if value is False and "off" in args else value
@@ -133,7 +161,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 def _convert_entries(hint: Any, value: Any, path: str) -> dict[str, Any]:
     """Convert a mapping from names that users choose to values of one kind."""
-    value = {} if value is None else value
+    if value is None:
+        raise nothing_given(path)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: expected a mapping, found {type(value).__name__} {shown(value)}.")
     for key in value:

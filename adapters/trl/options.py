@@ -36,11 +36,6 @@ class GrpoOptions(_Host):
         self.beta = self.beta if kl.coef is None else kl.coef
         if kl.reward_path == "surrogate":
             return
-        if kl.ratio != "none":
-            raise ConfigError(
-                f"mismatch.kl.reward_path='rewards' with ratio={kl.ratio!r}: a reward is weighed with the policy term "
-                "that it is part of; set ratio='none', or reward_path='surrogate'."
-            )
         if self.mask_truncated_completions:
             raise ConfigError(
                 "mismatch.kl.reward_path='rewards' with mask_truncated_completions=True: masked completions have no KL "
@@ -50,11 +45,6 @@ class GrpoOptions(_Host):
             raise ConfigError(
                 f"mismatch.kl.reward_path='rewards' with multi_objective_aggregation={self.multi_objective_aggregation!r}: the "
                 "KL would be normalised by itself; use reward_path='surrogate'."
-            )
-        if kl.estimator == "full":
-            raise ConfigError(
-                "mismatch.kl.reward_path='rewards' with estimator='full': the vocabulary's log-probabilities are not kept from "
-                "sampling time; use reward_path='surrogate', or another estimator."
             )
 
     def _follow_correction(self, correction: CorrectionConfig) -> None:

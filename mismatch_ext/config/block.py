@@ -15,7 +15,7 @@ from mismatch_ext.config.precision import PrecisionConfig
 from mismatch_ext.config.routing import RoutingConfig
 from mismatch_ext.config.sampling_mask import SamplingMaskConfig
 from mismatch_ext.loading import load_mapping
-from mismatch_ext.strict import build, plain
+from mismatch_ext.strict import build, plain, settle
 from mismatch_ext.verdicts import Level
 
 
@@ -41,6 +41,9 @@ class MismatchConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Measurement; on with its defaults whenever a block is given, even an empty one."""
 
+    def __post_init__(self) -> None:
+        settle(self, "mismatch")
+
     @property
     def features(self) -> tuple[str, ...]:
         """The features that the block switches on, such as ("monitor", "monitor.weight_sync", "routing.R3")."""
@@ -65,8 +68,9 @@ class MismatchConfig:
 
         Args:
             value: None (no block: stock behaviour), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml`
-                or `.yml` file (with or without a top-level `mismatch:` key), or a `MismatchConfig`. A section that is
-                written with nothing after it (null, None) is on, with its defaults; to switch it off, leave it out.
+                or `.yml` file (with or without a top-level `mismatch:` key), or a `MismatchConfig`. A key of a section with
+                nothing after it (null, None) is an error: `{}` switches the section on with its defaults, and it is off if
+                the key is left out.
 
         Returns:
             The frozen configuration, or None when no block was given.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mismatch_ext.strict import settle
+
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
@@ -35,3 +37,10 @@ class CorrectionConfig:
     """Drop a sequence that has any token with ratio below this."""
     off_policy_threshold: float | None = None
     """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
+
+    def __post_init__(self) -> None:
+        settle(self, "mismatch.correction")
+        # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
+        from mismatch_ext.correction.settings import resolve
+
+        resolve(self)

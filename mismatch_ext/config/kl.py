@@ -7,6 +7,7 @@ from typing import Literal
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.strict import require as _require
+from mismatch_ext.strict import settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class KlConfig:
         return self.in_loss and self.baseline != "none" and self.placement != "loss" and self.reward_path == "surrogate"
 
     def __post_init__(self) -> None:
+        settle(self, "mismatch.kl")
         if self.coef is not None:
             _require(
                 self.coef > 0, "mismatch.kl.coef", self.coef, "a number > 0, or leave it out to take the host's own"
@@ -65,8 +67,26 @@ class KlConfig:
                 f"mismatch.kl.reward_path='rewards' with placement='loss' (estimator={self.estimator!r}): nothing of it "
                 "is a reward; leave out reward_path, or set placement to 'reward' or 'both'."
             )
-        if self.target == "token" and self.reward_path == "rewards" and self.placement != "loss":
+        if self.in_rewards:
+            self._check_rewards()
+        if self.estimator == "full" and self.placement == "reward" and self.target == "token":
             raise ConfigError(
-                "mismatch.kl.reward_path='rewards' with target='token': a reward is credited to all earlier tokens as "
-                "well; use reward_path='surrogate', or target='sequence'."
+                "mismatch.kl.estimator='full' with placement='reward' and target='token': this term has no gradient, because a "
+                "token's exact KL has no score-function part; set placement to 'loss', or target to 'sequence'."
             )
+
+    def _check_rewards(self) -> None:
+        for name, wrong, why in (
+            ("target", self.target == "token", "a reward is credited to all earlier tokens as well"),
+            ("ratio", self.ratio != "none", "a reward is weighed with the policy term that it is part of"),
+            (
+                "estimator",
+                self.estimator == "full",
+                "the vocabulary's log-probabilities are not kept from sampling time",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(
+                    f"mismatch.kl.reward_path='rewards' with {name}={getattr(self, name)!r}: {why}; use "
+                    f"reward_path='surrogate', or another {name}."
+                )

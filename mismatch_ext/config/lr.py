@@ -8,6 +8,7 @@ from typing import Literal
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.strict import require as _require
+from mismatch_ext.strict import settle
 
 Trigger = Literal["response_length", "mismatch_kl", "grad_norm", "f_tau"]
 
@@ -36,6 +37,7 @@ class LrConfig:
     """Steps of warm-up; None takes the host's own, which is 0 where there is no host."""
 
     def __post_init__(self) -> None:
+        settle(self, "mismatch.lr")
         section = "mismatch.lr"
         _require(self.period is None or self.period >= 1, f"{section}.period", self.period, "an integer >= 1")
         _require(0 < self.decay < 1, f"{section}.decay", self.decay, "0 < x < 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mismatch_ext.strict import Action
+from mismatch_ext.strict import Action, settle
 from mismatch_ext.strict import require as _require
 
 
@@ -30,6 +30,9 @@ class AlarmConfig:
     action: Literal["warn", "stop", "off"] | None = None
     """`stop` ends training after the step, with a checkpoint (the alarm begins anew if that is resumed); `off` switches
     a built-in rule off; None is `warn`. All but `off` warn and are written to the metrics file."""
+
+    def __post_init__(self) -> None:
+        settle(self, "mismatch.monitor.alarms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class MonitorConfig:
     docs/doctor.md."""
 
     def __post_init__(self) -> None:
+        settle(self, "mismatch.monitor")
         # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
         from mismatch_ext.monitor.rules import resolve
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mismatch_ext.strict import Action
+from mismatch_ext.strict import Action, settle
 from mismatch_ext.strict import require as _require
 
 
@@ -19,6 +19,7 @@ class LossScaleConfig:
     """Steps without overflow before the scale grows."""
 
     def __post_init__(self) -> None:
+        settle(self, "mismatch.precision.loss_scale")
         section = "mismatch.precision.loss_scale"
         _require(self.init_scale >= 1, f"{section}.init_scale", self.init_scale, "a number >= 1")
         _require(self.growth_interval >= 1, f"{section}.growth_interval", self.growth_interval, "an integer >= 1")
@@ -39,6 +40,7 @@ class QuantizedConfig:
     """Dtype of keys and values: `kv_cache_dtype`, such as `fp8_e4m3`. None is the compute dtype."""
 
     def __post_init__(self) -> None:
+        settle(self, "mismatch.precision.quantized")
         for name in ("weights", "kv_cache"):
             value = getattr(self, name)
             ok = value is None or (bool(value.strip()) and value.lower() not in ("auto", "none"))
@@ -57,3 +59,6 @@ class PrecisionConfig:
     """Parts of the engine that are quantised on purpose; all else computes in `dtype`."""
     readiness: Action = "error"
     """What to do when the checkpoint's weights do not fit the dtype."""
+
+    def __post_init__(self) -> None:
+        settle(self, "mismatch.precision")

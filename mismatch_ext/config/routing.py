@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mismatch_ext.strict import require as _require
+from mismatch_ext.strict import settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,4 +22,5 @@ class RoutingConfig:
     pass for a top-k per layer, of a batch by scoring it once more without replay. The gap there is what replay closes."""
 
     def __post_init__(self) -> None:
+        settle(self, "mismatch.routing")
         _require(0 <= self.measured <= 1, "mismatch.routing.measured", self.measured, "0 <= x <= 1")

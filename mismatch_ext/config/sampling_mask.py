@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.strict import require as _require
+from mismatch_ext.strict import settle
 
 if TYPE_CHECKING:
     from mismatch_ext.provenance import SamplingSettings
@@ -24,6 +25,7 @@ class SamplingMaskConfig:
     ties."""
 
     def __post_init__(self) -> None:
+        settle(self, "mismatch.sampling_mask")
         if self.max_support is not None:
             _require(self.max_support >= 2, "mismatch.sampling_mask.max_support", self.max_support, "an integer >= 2")
 

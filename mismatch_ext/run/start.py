@@ -9,7 +9,6 @@ from typing import Any
 from mismatch_ext.banner import Integration
 from mismatch_ext.checkpoint import STATE_FILE, read_state
 from mismatch_ext.config import MismatchConfig, PrecisionConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
@@ -46,8 +45,6 @@ def check_block(block: MismatchConfig) -> None:
         raise ConfigError(
             "mismatch.kl.coef is not given, and a loop of one's own has no coefficient of a host; set it."
         )
-    if block.correction is not None:
-        resolve(block.correction)
 
 
 def set_precision(precision: PrecisionConfig, trainer: LoopTrainer) -> None:

@@ -213,7 +213,7 @@ def asked(**sections: Any) -> tuple[str, ...]:
         (("return model", "return 2 * model"), {"kl": {}, "lr": {}}, "mismatch.kl: "),
         (
             ("return model", "return 2 * model"),
-            {"correction": {}, "kl": {}},
+            {"correction": {"preset": "tis"}, "kl": {}},
             "mismatch.kl and mismatch.correction",
         ),
         (("return model", "return 2 * model"), {"precision": {"dtype": "float16"}, "lr": {}}, None),
@@ -335,7 +335,7 @@ def test_all_seams_of_the_installed_peers_hold() -> None:
 
 
 def test_features_of_the_table_are_those_that_blocks_ask_for() -> None:
-    sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {}, "kl": {}}
+    sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {"preset": "tis"}, "kl": {}}
     sections["monitor"] = {"doctor": "first_batch"}
     sections["sampling_mask"] = {}
     both = {feature for mode in ("R2", "R3") for feature in asked(**sections, routing={"mode": mode})}

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from mismatch_ext.config import (
     AlarmConfig,
     CorrectionConfig,
-    KlConfig,
     LossScaleConfig,
     LrConfig,
     MismatchConfig,
@@ -153,6 +153,59 @@ def test_errors_name_key_value_and_what_is_allowed(block: object, words: list[st
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: MismatchConfig(level="observ"), ["mismatch.level", "'observ'", "Did you mean 'observe'?"]),
+        (lambda: MonitorConfig(weight_sync="eror"), ["mismatch.monitor.weight_sync", "Did you mean 'error'?"]),
+        (lambda: PrecisionConfig(dtype="fp16"), ["mismatch.precision.dtype", "Did you mean 'float16'?"]),
+        (lambda: LrConfig(period=2.5), ["mismatch.lr.period", "expected int", "2.5"]),
+        (lambda: LrConfig(decay=float("nan")), ["mismatch.lr.decay", "a finite number"]),
+        (lambda: MonitorConfig(alarms={"k3_kl": {"action": "hlt"}}), ["mismatch.monitor.alarms.k3_kl.action", "'hlt'"]),
+        (lambda: AlarmConfig(action="hlt"), ["action", "'hlt'"]),
+        (lambda: MismatchConfig(lr={"period": 0}), ["mismatch.lr.period", "0"]),
+        (lambda: dataclasses.replace(MismatchConfig(), level="observ"), ["mismatch.level", "'observ'"]),
+    ],
+)
+def test_a_dataclass_checks_what_parse_checks(build: Callable[[], object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_dataclass_takes_what_parse_takes() -> None:
+    block = {"lr": {"decay": 0.5, "floor": 1}, "monitor": {"alarms": {"k3_kl": {"above": 1}}}}
+    assert MismatchConfig(**block) == MismatchConfig.parse(block)  # type: ignore[arg-type]
+    assert isinstance(LrConfig(floor=1).floor, float)
+    assert CorrectionConfig(reject="token_k1", reject_threshold=2).reject_threshold == 2.0
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"correction": {}}, ["mismatch.correction is empty", "token_truncate"]),
+        ({"correction": {"preset": "tiss"}}, ["mismatch.correction.preset", "'tiss'", "Did you mean 'tis'?"]),
+        ({"correction": {"reject": "token_k3"}}, ["reject_threshold"]),
+        ({"kl": {"estimator": "full", "placement": "reward", "target": "token"}}, ["mismatch.kl", "no gradient"]),
+        ({"kl": {"estimator": "full", "reward_path": "rewards"}}, ["mismatch.kl.reward_path", "estimator='full'"]),
+        ({"kl": {"reward_path": "rewards", "ratio": "sequence"}}, ["mismatch.kl.reward_path", "ratio='sequence'"]),
+    ],
+)
+def test_sections_that_would_do_nothing_are_refused_when_they_are_read(
+    block: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MismatchConfig.parse(block)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_whole_number_is_a_threshold() -> None:
+    block = MismatchConfig.parse("correction: {reject: token_k1, reject_threshold: 2}")
+    assert block is not None and block.correction is not None and block.correction.reject_threshold == 2.0
+
+
 def test_yaml_off_is_the_word_off() -> None:
     block = MismatchConfig.parse("monitor: {weight_sync: off}")
     assert block is not None and block.monitor.weight_sync == "off"
@@ -160,49 +213,53 @@ def test_yaml_off_is_the_word_off() -> None:
 
 # A section that is written with nothing after it.
 
-DEFAULTS = {"kl": KlConfig(), "lr": LrConfig(), "correction": CorrectionConfig(), "monitor": MonitorConfig()}
+SECTIONS = ("precision", "correction", "kl", "routing", "sampling_mask", "lr", "monitor")
 WRITTEN: list[Callable[[str], object]] = [
     lambda name: f"{name}:\n",
     lambda name: f"mismatch:\n  {name}:\n",
     lambda name: f"{name}: ~",
     lambda name: json.dumps({name: None}),
     lambda name: {name: None},
-    lambda name: {name: {}},
+    lambda name: OmegaConf.create({"mismatch": {name: None}}).mismatch,
 ]
 
 
 @pytest.mark.parametrize("written", WRITTEN)
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_a_section_with_nothing_after_it_is_on_with_its_defaults(
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_with_nothing_after_it_says_how_to_switch_it_on_and_off(
     written: Callable[[str], object], name: str, tmp_path: Path
 ) -> None:
     given = written(name)
-    block = MismatchConfig.parse(given)  # type: ignore[arg-type]
-    assert block is not None and getattr(block, name) == DEFAULTS[name]
-    assert name in block.to_dict()
-    assert MismatchConfig.parse(json.loads(json.dumps(block.to_dict()))) == block
+    forms = [given]
     if isinstance(given, str):
-        file = tmp_path / "block.yaml"
-        file.write_text(given)
-        assert MismatchConfig.parse(file) == block
+        forms.append(tmp_path / "block.yaml")
+        forms[1].write_text(given)  # type: ignore[attr-defined]
+    for form in forms:
+        with pytest.raises(ConfigError, match=rf"mismatch.{name}: nothing is given.*{name}: {{}}.*leave the key out"):
+            MismatchConfig.parse(form)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("written", WRITTEN)
-@pytest.mark.parametrize(("name", "missing"), [("precision", "'dtype'"), ("routing", "'mode'")])
-def test_a_section_without_its_required_key_names_it(written: Callable[[str], object], name: str, missing: str) -> None:
-    with pytest.raises(ConfigError, match=f"mismatch.{name}: missing key {missing}"):
-        MismatchConfig.parse(written(name))  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["kl", "lr", "monitor", "sampling_mask"])
+def test_an_empty_mapping_switches_a_section_on(name: str) -> None:
+    block = MismatchConfig.parse({name: {}})
+    assert block is not None and block == MismatchConfig.parse(f"{name}: {{}}")
+    assert getattr(block, name) is not None and name in block.to_dict()
+    assert MismatchConfig.parse(json.loads(json.dumps(block.to_dict()))) == block
 
 
 def test_a_part_of_a_section_with_nothing_after_it() -> None:
-    alarms = MismatchConfig.parse("monitor:\n  alarms:\n    k3_kl:\n")
-    assert alarms is not None and alarms.monitor.alarms == {"k3_kl": AlarmConfig()}
-    assert MismatchConfig.parse("monitor:\n  alarms:\n") == MismatchConfig()
-    scale = MismatchConfig.parse("precision: {dtype: float16, loss_scale: }")
-    assert scale is not None and scale.precision == PrecisionConfig(dtype="float16")
+    for text in (
+        "mismatch:\n",
+        "precision: {dtype: float16, loss_scale: }",
+        "monitor:\n  alarms:\n",
+        "monitor: {alarms: {k3_kl: }}",
+    ):
+        with pytest.raises(ConfigError, match="nothing is given"):
+            MismatchConfig.parse(text)
+    assert MismatchConfig.parse("") == MismatchConfig.parse("mismatch: {}") == MismatchConfig()
 
 
-def test_none_is_off_where_nobody_has_written_it_and_a_value_where_it_is_one() -> None:
+def test_none_is_off_for_a_dataclass_and_a_value_where_it_is_one() -> None:
     block = MismatchConfig(lr=None, kl=None)
     assert block == MismatchConfig() and block.to_dict().keys() == {"monitor"}
     lengths = MismatchConfig.parse({"lr": {"period": None}, "kl": {"coef": None}})
@@ -269,7 +326,7 @@ def test_what_is_nested_deeply_is_shown_in_short() -> None:
 
 def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "block.yaml").write_text("lr:\n")
+    (tmp_path / "block.yaml").write_text("lr: {}\n")
     assert MismatchConfig.parse("~/block.yaml") == MismatchConfig(lr=LrConfig())
     with pytest.raises(ConfigError, match="~nobody-of-that-name/block.yaml cannot be read"):
         MismatchConfig.parse("~nobody-of-that-name/block.yaml")

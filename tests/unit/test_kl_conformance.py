@@ -171,6 +171,8 @@ def test_leave_one_out_without_a_ratio_off_policy_is_documented_not_to() -> None
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_full_is_unbiased_exactly_where_documented(sampling: str, target: str, placement: str) -> None:
+    if (placement, target) == ("reward", "token"):
+        return  # refused: it has no gradient
     fact = Fact(estimator="k1", placement="reward", target=target, sampling=sampling)  # type: ignore[arg-type]
     for vocab, horizon in SHAPES[:5]:
         problem = problem_of(fact, vocab, horizon, 1)

@@ -58,11 +58,6 @@ def _check(config: DictConfig, section: KlConfig) -> None:
             "verl's reference is scored in a pass of its own that keeps the sampled tokens' alone; use k1, k2, k3 or abs."
         )
     if section.in_rewards:
-        if section.ratio != "none":
-            raise ConfigError(
-                f"mismatch.kl.reward_path='rewards' with ratio={section.ratio!r}: a reward is weighed with the policy term that "
-                "it is part of; set ratio='none', or reward_path='surrogate'."
-            )
         if str(algorithm.adv_estimator) == "gdpo":
             raise ConfigError(
                 "mismatch.kl.reward_path='rewards' with algorithm.adv_estimator='gdpo', which normalises the components of the "

@@ -92,8 +92,8 @@ def test_a_run_without_saved_state_is_joined_with_a_warning(run: Run, dense: Pat
 
 
 def test_a_skipped_float16_step_does_not_advance_the_rule(run: Run, dense: Path, tmp_path: Path) -> None:
-    # A scale of 2^40 overflows float16 until backing off by 2^-10 has brought it down.
-    scale = {"init_scale": 2.0**40, "backoff_factor": 2.0**-10, "growth_interval": 1000}
+    # A scale of 2^17 overflows float16 until backing off has brought it down.
+    scale = {"init_scale": 2.0**17, "growth_interval": 1000}
     result = run(
         scenarios.train,
         model=dense,
@@ -138,8 +138,8 @@ def test_other_triggers_take_their_statistic(run: Run, dense: Path, tmp_path: Pa
     if trigger == "grad_norm":
         last = result["metrics"][-1]
         assert surges[-1] == 1 and last["mismatch/lr_period"] == round(1.8 * last["mismatch/lr_surge_step"])
-    else:  # in float32 there is no gap to speak of
-        assert surges == [0.0] * 8 and thresholds[-1] == {"mismatch_kl": 1e-3, "f_tau": 0.01}[trigger]
+    else:  # of next to no gap the least value is the threshold
+        assert {"mismatch_kl": 1e-3, "f_tau": 0.01}[trigger] in thresholds
 
 
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
