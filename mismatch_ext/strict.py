@@ -11,6 +11,7 @@ import difflib
 import functools
 import math
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -150,9 +151,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        note = " (YAML reads 1e-3 as text; write 1.0e-3)" if hint is float and isinstance(value, str) else ""
+        note = " (YAML reads 1e-3 as text; write 1.0e-3)" if hint is float and _is_number(value) else ""
         raise ConfigError(f"{path}: expected {_name(hint)}, found {type(value).__name__} {shown(value)}{note}.")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{path}: {value!r} is not allowed; allowed: a finite number.")
@@ -169,6 +170,14 @@ def _convert_entries(hint: Any, value: Any, path: str) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: key {shown(key)} is not allowed; allowed: text, found {type(key).__name__}.")
     return {key: _convert(hint, entry, f"{path}.{key}") for key, entry in value.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a text is a number, as Python reads it."""
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _name(hint: Any) -> str:

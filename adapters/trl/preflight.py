@@ -42,6 +42,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.kl import ragged_bias
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
@@ -141,6 +142,10 @@ class PreflightMixin(SidesMixin):
             coarse = coarse_engine(self._compute_dtype(), engine.model_dtype, engine.quantization)
             if coarse is not None:
                 self._warn("phantom_clip", coarse)
+        if getattr(self, "loss_type", "") in ("grpo", "sapo"):
+            ragged = ragged_bias(self._acting.kl, f"loss_type={self.loss_type!r}", "loss_type='dapo' or 'dr_grpo'")
+            if ragged is not None:
+                self._warn("kl_ragged", ragged)
         if self.use_vllm:
             with self._verdicts.checking("engine"):
                 self._wrap_engine(patch_digest)

@@ -5,7 +5,7 @@ from mismatch_ext.kl.estimators import kl_estimate
 from mismatch_ext.kl.full import kl_full, kl_full_surrogate
 from mismatch_ext.kl.penalty import KlPenalty, kl_penalty
 from mismatch_ext.kl.surrogate import kl_baseline, kl_surrogate
-from mismatch_ext.kl.term import KlTerm
+from mismatch_ext.kl.term import KlTerm, ragged_bias
 
 __all__ = [
     "KlController",
@@ -18,4 +18,5 @@ __all__ = [
     "kl_full_surrogate",
     "kl_penalty",
     "kl_surrogate",
+    "ragged_bias",
 ]

@@ -20,6 +20,26 @@ from mismatch_ext.ranks import ONE_PROCESS, Ranks
 Logits = Callable[[], tuple[Tensor, Tensor]]
 
 
+def ragged_bias(config: KlConfig | None, setting: str, instead: str) -> str | None:
+    """Return the warning about a term in a loss that averages over the tokens of each response; None without such a term.
+
+    Such a mean weighs the tokens of short responses more, so that the expected gradient is not that of the KL, at any size of the
+    batch (docs/kl.md).
+
+    Args:
+        config: The `kl` section.
+        setting: The host's setting that asks for such a loss, with its value.
+        instead: The host's setting to use instead.
+    """
+    if config is None or not config.in_loss:
+        return None
+    return (
+        f"mismatch.kl with {setting}: the loss averages over the tokens of each response, so that the KL of short responses "
+        "counts more. The expected gradient is about 30 % off in direction, whatever the coefficient (docs/kl.md). Use "
+        f"{instead}."
+    )
+
+
 class KlTerm:
     """The KL term that the `kl` section adds to a trainer's loss or subtracts from its rewards.
 

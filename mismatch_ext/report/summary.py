@@ -112,7 +112,7 @@ def summarise(runs: Mapping[str, RunData]) -> Summary:
 
 
 def _is_tail(name: str) -> bool:
-    return name.startswith("f_") and name[2:].replace(".", "", 1).isdigit()
+    return name.startswith("f_") and name[2:].replace(".", "", 1).isdecimal()
 
 
 def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:

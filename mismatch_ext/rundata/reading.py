@@ -161,9 +161,12 @@ class _Reader:
 
     def _add_measured(self, number: int, kind: str, line: dict[str, Any], at: dict[str, Any]) -> None:
         key = (at["step"], at["split"])
+        table: dict[tuple[int, str], Any] = getattr(self, f"{kind}s")
+        before = table.get(key)
+        if before is not None and before.segment > at["segment"]:
+            return  # the process of an older segment was not dead yet
         if kind == "step":
             record = StepRecord(**at, metrics=self._metrics(number, line))
-            before = self.steps.get(key)
             if before is not None and before.segment == record.segment:
                 record = replace(record, metrics={**before.metrics, **record.metrics})
             self.steps[key] = record

@@ -101,6 +101,7 @@ def test_configuration_is_frozen() -> None:
             {"precision": {"dtype": "float16", "loss_scale": {"init_scale": float("inf")}}},
             ["mismatch.precision.loss_scale.init_scale", "inf", "a finite number"],
         ),
+        ({"kl": {"coef": 10**400}}, ["mismatch.kl.coef", "inf", "a finite number"]),
         ({"routing": {"mode": "R4"}}, ["mismatch.routing.mode", "'R4'", "'R2', 'R3'"]),
         ({"routing": {}}, ["mismatch.routing", "missing key 'mode'"]),
         ({"routing": {"mode": "R3", "measured": 1.5}}, ["mismatch.routing.measured", "1.5", "0 <= x <= 1"]),

@@ -456,7 +456,9 @@ lines = st.fixed_dictionaries(
         "split": st.sampled_from(["train", "eval/a"]),
         "metrics": st.dictionaries(
             st.sampled_from(["mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/tokens", "mismatch/loss_scale"])
-            | st.sampled_from(["reward", "mismatch/f_2", "mismatch/f_nan", "mismatch/support_truncated"])
+            | st.sampled_from(
+                ["reward", "mismatch/f_2", "mismatch/f_nan", "mismatch/f_²", "mismatch/support_truncated"]
+            )
             | st.sampled_from(["mismatch/native/k3_kl", "mismatch/routing/layer_3_set_mismatch"]),
             st.floats() | st.just(1e308) | st.integers(),
         ),

@@ -254,10 +254,17 @@ def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path
     with RunStream.open(tmp_path, header=HEADER, resume_step=4) as stream:
         stream.step(5, {"reward": 50.0})
         stream.step(6, {"reward": 60.0})
+        with (tmp_path / "metrics.jsonl").open("a") as late:  # of the first process, which was not dead yet
+            for kind in (
+                {"kind": "step", "metrics": {"reward": 5.5}},
+                {"kind": "profile", "profiles": {"position": PROFILE}},
+            ):
+                late.write(json.dumps({"segment": 0, "step": 6, "split": "train", **kind}) + "\n")
+        stream.profile(6, {"position": PROFILE})
     data = read_run(tmp_path)
     assert data.series("reward") == ([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 50.0, 60.0])
     assert data.steps[4].metrics == {"reward": 50.0}
-    assert data.profiles == ()
+    assert [(p.step, p.segment) for p in data.profiles] == [(6, 1)]
     assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 7" in data.problems[0]
 
 

@@ -6,6 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.kl import ragged_bias
 
 
 def coefficient(section: KlConfig, config: DictConfig) -> float:
@@ -47,6 +48,9 @@ def set_kl(config: DictConfig, section: KlConfig) -> list[str]:
     if section.in_loss:
         actor.kl_loss_coef = coef
         done.append(f"actor.kl_loss_coef={coef:g}: the term of mismatch.kl takes the place of verl's kl_loss_type")
+    if actor.loss_agg_mode == "seq-mean-token-mean":
+        said = ragged_bias(section, "actor.loss_agg_mode='seq-mean-token-mean'", "token-mean or seq-mean-token-sum")
+        done += [] if said is None else [said]
     return done
 
 

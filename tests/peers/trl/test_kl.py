@@ -54,6 +54,7 @@ def test_denominators_are_trls_for_every_loss_type(run: Run, dense: Path, tmp_pa
         assert errors["error"] < 1e-5, loss_type
         # Without the KL term the gradient is another one, so the comparison can fail.
         assert errors["share_of_kl"] > 0.1, loss_type
+        assert errors["ragged"] == (loss_type in ("grpo", "sapo"))  # these average over each response's own tokens
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,14 @@ def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
     assert config.actor_rollout_ref.actor.use_kl_loss
 
 
+@pytest.mark.parametrize(("mode", "warns"), [("seq-mean-token-mean", True), ("token-mean", False)])
+def test_a_kl_in_a_mean_over_each_response_is_warned_of(
+    mode: str, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings.prepare(configured("+mismatch.kl.coef=0.1", f"actor_rollout_ref.actor.loss_agg_mode={mode}"))
+    assert ("docs/kl.md" in capsys.readouterr().out) == warns
+
+
 def test_a_megatron_actor_keeps_verls_own_replay() -> None:
     config = prepared_megatron("+mismatch.routing.mode=R3")
     assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
