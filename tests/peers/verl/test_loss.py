@@ -255,6 +255,11 @@ def test_kl_in_rewards_and_its_coefficient(direct: Any) -> None:
     assert found["k1"][0] == pytest.approx(found["k1"][1], abs=1e-6) and abs(found["k1"][1]) > 0.01
 
 
+def test_the_coefficient_stands_still_while_the_critic_alone_is_updated(direct: Any) -> None:
+    first, *others = direct["warmed_up"]
+    assert others[:2] == [first] * 2 and first > others[2] > others[3] > others[4]
+
+
 def test_own_weights_are_set_where_verls_driver_sets_its_own(direct: Any) -> None:
     found = direct["weights"]
     assert found["error"] == 0.0 and found["spread"] > 0.01 and not found["stock"]
