@@ -97,6 +97,7 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
     ),
     ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "correction", {"preset": "bypass_pg_is"}, ["'gspo'", "'bypass'"]),
     ([f"{ACTOR}.policy_loss.loss_mode=dro"], "correction", {"preset": "opsm"}, ["'dro'", "off_policy_threshold"]),
+    ([f"{ACTOR}.entropy_coeff=0.01"], "correction", {"preset": "opsm"}, ["entropy_coeff=0.01", "off_policy_threshold"]),
     ([], "correction", {"preset": "bypass_pg_is", "normalize": True}, ["normalize", "micro-batch"]),
     ([], "kl", {"estimator": "full", "coef": 0.1}, ["estimator='full'", "logits", "k1, k2, k3 or abs"]),
     ([], "kl", {"coef": 0.1, "reward_path": "rewards", "ratio": "token"}, ["'rewards'", "ratio='token'", "surrogate"]),
