@@ -27,6 +27,7 @@ class Integration:
         trainer: Carries loss scaler and replay.
         correction, lr, kl: Carries the section of this name.
         precision: Sets the dtypes; "" if they are only audited.
+        verified: Whether weight updates are verified where the block asks for it.
     """
 
     trainer: str
@@ -34,6 +35,7 @@ class Integration:
     lr: str
     kl: str
     precision: str = ""
+    verified: bool = True
 
 
 def banner(
@@ -80,8 +82,9 @@ def banner(
         lines.append(f"  precision  uniform {block.precision.dtype}{but}: audited on both sides{set_by}")
     lines += _mitigations(block, integration, "" if engine is None else engine["engine"])
     if engine is not None:
+        check = f"weight sync check (prefill, decode): {block.monitor.weight_sync}"
         lines.append(
-            f"  monitor    gap measured {measured}; weight sync check (prefill, decode): {block.monitor.weight_sync}"
+            f"  monitor    gap measured {measured}; {check if integration.verified else 'weights not verified'}"
         )
     lines += monitor_lines(monitor, run_dir)
     return "\n".join(lines + [f"  patch      {patch['name']} on {patch['target']}" for patch in header["patches"]])

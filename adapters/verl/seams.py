@@ -85,18 +85,6 @@ SEAMS = (
         where=("verl",),
     ),
     Seam(
-        name="verl/sent_weights",
-        peer="verl",
-        features=("monitor.doctor",),
-        what="gathering the weights that the rollout is sent, to examine a batch on a copy",
-        claims=(
-            Takes("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param", "self", first=True),
-            Has("verl.workers.engine.fsdp.transformer_impl:FSDPEngine._autocast_dtype"),
-        ),
-        upstream=_SOURCE + "workers/engine/fsdp/transformer_impl.py",
-        where=("verl", "fsdp"),
-    ),
-    Seam(
         name="verl/weight_versions",
         peer="verl",
         features=("monitor",),

@@ -54,9 +54,9 @@ class MonitorConfig:
     default_alarms: bool = True
     """Whether the built-in alarms are on that `alarms` does not name."""
     doctor: Literal["first_batch", "on_alarm"] | None = None
-    """When a batch of the run is examined for why its two sides differ: the first one, or the next one after an alarm was raised,
-    once for each metric; None examines none. It needs a copy of the weights in the main process while it looks; see
-    docs/doctor.md."""
+    """When a batch of a TRL run is examined for why its two sides differ: the first one, or the next one after an alarm was
+    raised, once for each metric; None examines none. With verl use `mismatch-ext doctor --verl`. It needs a copy of the weights
+    in the main process while it looks; see docs/doctor.md."""
 
     def __post_init__(self) -> None:
         settle(self, "mismatch.monitor")

@@ -98,15 +98,16 @@ class KlTerm:
         """
         return self.adapt_to(ranks.sum(self.sums(old_logprobs, ref_logprobs, mask)).tolist())
 
-    def adapt_to(self, sums: Sequence[float]) -> dict[str, float]:
+    def adapt_to(self, sums: Sequence[float], *, steer: bool = True) -> dict[str, float]:
         """Do as `adapt`, from the sums of a batch whose parts were measured elsewhere.
 
         Args:
             sums: What `sums` returns, added up over the parts.
+            steer: Whether the controller learns from the batch; not if the policy does not.
         """
         self._coef_of_batch = self.controller.coef
         found, tokens = self._means(sums)
-        if tokens:
+        if tokens and steer:
             self.controller.update(found["kl_ref_k1"])
         return found
 

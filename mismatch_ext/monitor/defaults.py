@@ -62,8 +62,9 @@ DEFAULTS: dict[str, DefaultRule] = {
         source="verl pull request #7519: k3 grew from 0.0100 to 0.0313 in 32 steps with fp8 weights, and stayed flat with mxfp8; "
         "the factor is a choice.",
         meaning="the gap has more than doubled over the last logs, beyond what chance does to batches that are alike",
-        advice="let the doctor examine a batch of the run (monitor.doctor: on_alarm), look at what the engine quantises and at "
-        "whether each weight update is exact, and correct by importance weights until the cause is found",
+        advice="let the doctor examine a batch (TRL: monitor.doctor: on_alarm; verl: `mismatch-ext doctor --verl`), look at what "
+        "the engine quantises and at whether each weight update is exact, and correct by importance weights until the cause is "
+        "found",
         numerics=True,
     ),
     PREFIX + "logp_abs_diff_mean": DefaultRule(
@@ -142,7 +143,7 @@ def table() -> str:
         "they watch `mismatch/numerics/...`, of tokens that the very weights sampled which score them, and nothing in a log",
         "without such tokens. Naming one in `alarms` changes nothing of that; for stale tokens give `stale/k3_kl` a threshold.",
         "",
-        "With `mismatch.monitor.doctor: on_alarm` the next batch after an alarm is examined for why the two sides differ "
+        "With `mismatch.monitor.doctor: on_alarm` TRL's next batch after an alarm is examined for why the two sides differ "
         "(docs/doctor.md).",
         "",
         "Some metrics have another name in each host, and may be named by their role in all of them (a metric of that very name "

@@ -190,6 +190,8 @@ def _weight_sync(run: RunData) -> list[str]:
     events = _kept(run, "weight_sync")
     failed = [event.step for event in events if event.level != "info"]
     verified = [event for event in events if event.level == "info"]
+    if _kept(run, "weights_unverified"):
+        return [_line("sync", "the engine's weights were not verified")]
     if not steps and not events:
         return []
     parts = []

@@ -367,6 +367,7 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
     stream.step(4, {"sampling/sampling_logp_difference/mean": NAN})
     for step, status in ((1, "raised"), (3, "cleared")):
         stream.event(step, "warning", "alarm", "said", {"metric": "reward", "status": status})
+    stream.event(0, "warning", "weights_unverified", "said", {})
     stream.end(4, "failed", "EngineError: gone")
     stream.close()
     lines = closing_lines(read_run(tmp_path))
@@ -375,7 +376,8 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
         "  gap        mean |Δlogp| 0.015 -> 0.015 nat per token, worst 0.015 at step 3, not finite in 1 log",
         "  alarms     reward: raised once, at step 1, cleared at step 3",
     ]
-    assert [re.match(r"  (\w+)", line).group(1) for line in lines[3:]] == ["metrics", "report"]  # type: ignore[union-attr]
+    assert [re.match(r"  (\w+)", line).group(1) for line in lines[3:]] == ["sync", "metrics", "report"]  # type: ignore[union-attr]
+    assert "not verified" in lines[3]
 
 
 def test_closing_lines_of_a_run_that_an_alarm_stopped(tmp_path: Path) -> None:

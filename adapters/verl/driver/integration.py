@@ -69,8 +69,13 @@ def logs_applied_rate(report: Mapping[str, Any]) -> bool:
     return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)
 
 
-def integration_of(report: Mapping[str, Any]) -> Integration:
-    """Return the ways in which the block reaches a worker, from the worker's own report."""
+def integration_of(report: Mapping[str, Any], *, verified: bool) -> Integration:
+    """Return the ways in which the block reaches a worker, from the worker's own report.
+
+    Args:
+        report: The worker's report.
+        verified: Whether weight updates are verified where the block asks for it.
+    """
     megatron = report.get("strategy") == "megatron"
     return Integration(
         trainer="registered engine; verl's own replay, checked" if megatron else "registered engine",
@@ -78,4 +83,5 @@ def integration_of(report: Mapping[str, Any]) -> Integration:
         lr="registered engine",
         kl="set_loss_fn",
         precision="configuration",
+        verified=verified,
     )

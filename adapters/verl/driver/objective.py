@@ -57,7 +57,9 @@ class ObjectiveMixin(_Host):
         """Compute advantages as verl does, after the coefficient and the baseline of this batch are fixed."""
         if self._kl is not None:
             sums = self._kl_sums(batch, self._kl, baseline=self._kl.config.has_baseline)
-            metrics.update({PREFIX + name: value for name, value in self._kl.adapt_to(sums).items()})
+            # While the critic alone is updated, the policy stands still, whatever its coefficient.
+            learns = int(self.config.trainer.critic_warmup) <= self.global_steps
+            metrics.update({PREFIX + name: value for name, value in self._kl.adapt_to(sums, steer=learns).items()})
         return super()._compute_advantage(batch, metrics)
 
     def _kl_sums(self, batch: Any, term: KlTerm, *, baseline: bool) -> list[float]:

@@ -17,7 +17,7 @@ from mismatch_ext.adapters.verl.driver.reports import (
 )
 from mismatch_ext.adapters.verl.driver.saving import Note
 from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
-from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights
+from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
@@ -91,7 +91,7 @@ class PreflightMixin(_Host):
 
     def _prepare_weights(self) -> None:
         """Prepare to verify weight updates, going on from the loaded checkpoint; do nothing where they are not verified."""
-        if self._block.monitor.weight_sync == "off":
+        if self._block.monitor.weight_sync == "off" or self._unverified is not None:
             return
         self._weights = RolloutWeights(
             self.actor_rollout_wg,
@@ -105,6 +105,10 @@ class PreflightMixin(_Host):
         state, _ = self._resumed
         if state.get("weight_sync") is not None and (said := self._weights.load_state_dict(state["weight_sync"])):
             self._event("warning", "settings_changed", said)
+
+    @property
+    def _unverified(self) -> str | None:
+        return unverified(self.config.actor_rollout_ref.rollout, self._block.monitor)
 
     def _look_at_weights(self) -> None:
         """Ask the actor what it scores, while the rollout sleeps."""
@@ -149,9 +153,12 @@ class PreflightMixin(_Host):
         if self._bypasses():
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
             self._event("warning", "bypass", message)
+        if self._unverified is not None:
+            self._event("warning", "weights_unverified", self._unverified)
         if (bias := self._scored_sampling.ratio_bias(renormalised=self._checked.engine.renormalises)) is not None:
             self._event("warning", "sampling", bias)
-        self._log.announce(integration_of(self._checked.worker), measured="at every step")
+        integration = integration_of(self._checked.worker, verified=self._unverified is None)
+        self._log.announce(integration, measured="at every step")
 
     def _readiness_of_ranks(self) -> list[str]:
         """Return the warnings about weights, each once, with the first rank that has it where there are several ranks."""

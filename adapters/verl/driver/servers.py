@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ LIKELIEST = {"vllm": DECODE | {"temperature": 0.0}, "sglang": DECODE | {"tempera
 
 
 def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer]:
-    """Ask every rollout server what it runs with: each of vLLM's workers answers, and SGLang's server for all of its workers.
+    """Ask every rollout server what it runs with: each worker of vLLM's first engine answers, and SGLang's server for all of its.
 
     Args:
         replicas: verl's rollout replicas.
@@ -56,7 +55,7 @@ def _ask_server(replica: Any, timeout: float) -> list[Any] | Exception:
 
 def _collect(replica: Any, asked: list[Any] | Exception, end: float) -> RolloutAnswer:
     engine, sglang = str(replica.config.name), _is_sglang(replica)
-    expected = 1 if sglang else int(replica.world_size)
+    expected = 1 if sglang else int(replica.world_size) // int(replica.config.data_parallel_size or 1)
     if isinstance(asked, Exception):
         return RolloutAnswer(engine=engine, expected=expected, failure=asked)
     try:
@@ -122,7 +121,7 @@ def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, Sums]]
 
 
 def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
-    """Call a method on all vLLM workers of a server, from within it, and return their answers, which verl's own call drops.
+    """Call a method on the vLLM workers of a server, from within it, and return their answers, which verl's own call drops.
 
     Only the server knows the version of its weights, whether it sends sampling masks, and its patches: each report gets them.
     """
@@ -130,7 +129,8 @@ def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> lis
         return []  # a later node has no engine: the first node's engine reaches the workers of all nodes
     # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
     loop = server._server_task.get_loop()
-    found = asyncio.run_coroutine_threadsafe(_every_engine(server.engine, method, args), loop).result(timeout)
+    calling = server.engine.collective_rpc(method=method, args=args)  # of data-parallel engines the first one answers
+    found = asyncio.run_coroutine_threadsafe(calling, loop).result(timeout)
     if method != "mismatch_report":
         return list(found)
     own = {
@@ -140,107 +140,37 @@ def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> lis
     return [{**report, "weight_version": server.global_steps, **own} for report in found]
 
 
-async def _every_engine(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
-    """Call a method on the workers of all data-parallel engines; vLLM's own call returns only the first engine's answers."""
-    client = engine.engine_core
-    engines = getattr(client, "core_engines", ())
-    if len(engines) < 2:
-        return list(await engine.collective_rpc(method=method, args=args))
-    calls = (client._call_utility_async("collective_rpc", method, None, args, None, engine=one) for one in engines)
-    return [report for answer in await asyncio.gather(*calls) for report in answer]
-
-
-def engines_of(replica: Any) -> int:
-    """Return how many data-parallel engines a rollout server has, each with weights of its own."""
-    return 1 if _is_sglang(replica) else int(replica.config.data_parallel_size or 1)
-
-
-def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int, timeout: float) -> list[list[Any]]:
-    """Ask each engine of a rollout server to decode after prompts; `answered_decode` waits for one of them.
+def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int) -> list[Any]:
+    """Ask a rollout server to decode after prompts; `answered_decode` waits for it.
 
     Args:
         replica: One of verl's rollout replicas.
         token_ids: N prompts of the same length.
         count: How many tokens to decode after each.
-        timeout: Seconds that the engines may take.
-
-    Returns:
-        What to wait for, for each engine.
     """
     drawn = not _is_sglang(replica) and not on_cpu_build()
     settings = (DRAWN if drawn else LIKELIEST[replica.config.name]) | {"max_tokens": count}
-    return _ask_engines(replica, [token_ids] * engines_of(replica), settings, timeout)
+    return _generate(replica, token_ids, settings)
 
 
-def ask_probes(replica: Any, token_ids: Sequence[Sequence[Sequence[int]]], timeout: float) -> list[list[Any]]:
-    """Ask each engine of a rollout server to score tokens; `answered` waits for one of them.
+def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]]) -> list[Any]:
+    """Ask a rollout server to score N sequences of the same length T; `answered` waits for it.
 
     Greedy decoding of one token draws no random number, so scoring leaves the server's sampling as it was.
-
-    Args:
-        replica: One of verl's rollout replicas.
-        token_ids: For each engine, N sequences of the same length T.
-        timeout: Seconds that the engines may take.
-
-    Returns:
-        What to wait for, for each engine.
     """
-    return _ask_engines(replica, token_ids, PROBE, timeout)
+    return _generate(replica, token_ids, PROBE)
 
 
-def _ask_engines(
-    replica: Any, token_ids: Sequence[Sequence[Sequence[int]]], settings: Mapping[str, Any], timeout: float
-) -> list[list[Any]]:
+def _generate(replica: Any, token_ids: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[Any]:
     server = replica.servers[0]
-    if engines_of(replica) > 1:
-        # verl's server lets vLLM's load balancing choose the engine that answers.
-        return [
-            [server.__ray_call__.remote(_probe_engine, number, [list(row) for row in rows], dict(settings), timeout)]
-            for number, rows in enumerate(token_ids)
-        ]
     return [
-        [
-            server.generate.remote(
-                prompt_ids=list(ids), sampling_params=dict(settings), request_id=f"mismatch-probe-{row}"
-            )
-            for row, ids in enumerate(token_ids[0])
-        ]
+        server.generate.remote(prompt_ids=list(ids), sampling_params=dict(settings), request_id=f"mismatch-probe-{row}")
+        for row, ids in enumerate(token_ids)
     ]
 
 
-def _probe_engine(
-    server: Any, number: int, token_ids: list[list[int]], settings: dict[str, Any], timeout: float
-) -> list[Any]:
-    """Let one engine of a server answer probes, from within it, by verl's own method."""
-    view = copy.copy(server)
-    view.engine = _OneEngine(server.engine, number)
-
-    async def answers() -> list[Any]:
-        requests = (
-            view.generate(prompt_ids=ids, sampling_params=dict(settings), request_id=f"mismatch-probe-{number}-{row}")
-            for row, ids in enumerate(token_ids)
-        )
-        return list(await asyncio.gather(*requests))
-
-    return asyncio.run_coroutine_threadsafe(answers(), server._server_task.get_loop()).result(timeout)
-
-
-class _OneEngine:
-    """vLLM's client, whose requests all go to one of its data-parallel engines."""
-
-    def __init__(self, engine: Any, number: int) -> None:
-        self._engine, self._number = engine, number
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask that engine."""
-        return self._engine.generate(*args, **kwargs, data_parallel_rank=self._number)
-
-
 def answered(asked: Sequence[Any], timeout: float) -> Tensor:
-    """Return an engine's log-probabilities of probe tokens `[N, T-1]`, float64.
+    """Return a server's log-probabilities of probe tokens `[N, T-1]`, float64.
 
     Raises:
         EngineError: The server failed, or does not answer.
@@ -252,7 +182,7 @@ def answered(asked: Sequence[Any], timeout: float) -> Tensor:
 
 
 def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], timeout: float) -> Decoded:
-    """Return what an engine decoded after prompts.
+    """Return what a server decoded after prompts.
 
     Args:
         asked: What to wait for.
@@ -273,7 +203,7 @@ def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], ti
 
 def _outputs(asked: Sequence[Any], timeout: float, what: str) -> list[Any]:
     try:
-        outputs = ray.get(list(asked), timeout=timeout)
+        outputs: list[Any] = ray.get(list(asked), timeout=timeout)
     except Exception as error:
         raise EngineError(f"the rollout server could not {what}: {type(error).__name__}: {error}") from error
-    return outputs[0] if outputs and isinstance(outputs[0], list) else outputs  # all of one engine's, in one answer
+    return outputs

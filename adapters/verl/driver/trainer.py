@@ -20,7 +20,6 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
     versions,
 )
 from mismatch_ext.adapters.verl.driver.correction import under_our_names
-from mismatch_ext.adapters.verl.driver.examining import ExaminingMixin
 from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
@@ -46,9 +45,7 @@ from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 
 
-class MismatchTrainer(
-    PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin, ExaminingMixin
-):
+class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin):
     """The trainer that `settings.prepare` chooses for a configuration with a block; without one, verl's own trainer runs."""
 
     host_mode: ClassVar[str] = SYNC
@@ -176,7 +173,6 @@ class MismatchTrainer(
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
-        metrics.update(self._examine(batch))
         return batch
 
     def _has_routes(self) -> bool:

@@ -1,4 +1,4 @@
-"""The check of weight updates in verl: one verifier for each engine of the rollout servers, all of one actor.
+"""The check of weight updates in verl: one verifier for each rollout server, all of one actor.
 
 verl's replicas start with random weights and sleep until the first update. Before it there is no gap to measure, so the gap
 after it is the first baseline. Actor and rollout take turns on a device: the actor is asked before an update, while the rollout
@@ -18,7 +18,6 @@ from mismatch_ext.adapters.verl.driver.servers import (
     ask_decode,
     ask_probes,
     ask_sums,
-    engines_of,
 )
 from torch import Tensor
 
@@ -29,6 +28,22 @@ from mismatch_ext.weight_sync.verifier import Look, WeightVerifier
 
 ANSWER_TIMEOUT = 120.0
 """Seconds that a rollout server may take to answer a question."""
+
+
+def unverified(rollout: Any, monitor: MonitorConfig) -> str | None:
+    """Return why weight updates cannot be verified although the block asks for it; None if they are, or it does not ask.
+
+    Args:
+        rollout: verl's configuration of the rollout.
+        monitor: The `monitor` section.
+    """
+    size = int(rollout.get("data_parallel_size") or 1)
+    if size == 1 or monitor.weight_sync == "off":
+        return None
+    return (
+        f"actor_rollout_ref.rollout.data_parallel_size={size}: the rollout's weights are not verified, because a server answers "
+        "for its first engine alone. Everything else of the block is active."
+    )
 
 
 class Actor:
@@ -69,7 +84,7 @@ class Actor:
 
 
 class Engine:
-    """The rollout's side: one engine of a replica. All engines are asked before any is waited for, so that they compute at once.
+    """The rollout's side: one replica's engine. All engines are asked before any is waited for, so that they compute at once.
 
     Args:
         actor: The actor, for the shapes of its tensors.
@@ -134,22 +149,19 @@ class RolloutWeights:
         self._actor = Actor(workers, dtype)
         self._looked: Look | None = None
         self._verifiers: list[tuple[WeightVerifier, Engine]] = []
-        for server, replica in enumerate(replicas):
-            count = engines_of(replica)
-            for number in range(count):
-                name = f"rollout server {server}" + (f", engine {number}" if count > 1 else "")
-                engine = Engine(self._actor)
-                verifier = WeightVerifier(
-                    self._actor,
-                    engine,
-                    monitor,
-                    probes,
-                    dtype=dtype,
-                    trainer_dtype=trainer_dtype,
-                    event=event,
-                    name=name,
-                )
-                self._verifiers.append((verifier, engine))
+        for server in range(len(replicas)):
+            engine = Engine(self._actor)
+            verifier = WeightVerifier(
+                self._actor,
+                engine,
+                monitor,
+                probes,
+                dtype=dtype,
+                trainer_dtype=trainer_dtype,
+                event=event,
+                name=f"rollout server {server}",
+            )
+            self._verifiers.append((verifier, engine))
 
     @property
     def gap(self) -> float | None:
@@ -171,19 +183,12 @@ class RolloutWeights:
             return
         look, self._looked = self._looked, None
         self._decode()
-        engines = iter([engine for _, engine in self._verifiers])
-        probes = []
-        for replica in self._replicas:
-            tokens = [self._scored_by(next(engines)) for _ in range(engines_of(replica))]
-            probes.append(ask_probes(replica, tokens, ANSWER_TIMEOUT))
+        engines = [engine for _, engine in self._verifiers]
+        for replica, engine in zip(self._replicas, engines, strict=True):
+            engine.probes = ask_probes(replica, self._scored_by(engine))
         sums = [ask_sums(replica, self._actor.shapes, ANSWER_TIMEOUT) for replica in self._replicas]
-        engines = iter([engine for _, engine in self._verifiers])
-        for asked, held in zip(probes, sums, strict=True):
-            # The sums of all engines of a server are added: one engine that holds something else changes the total.
-            total = added(answered_sums(held, ANSWER_TIMEOUT))
-            for of_engine in asked:
-                engine = next(engines)
-                engine.probes, engine.sums = of_engine, total
+        for held, engine in zip(sums, engines, strict=True):
+            engine.sums = added(answered_sums(held, ANSWER_TIMEOUT))
         for verifier, _ in self._verifiers:
             verifier.verify(self._actor.sums, look)
 
@@ -193,11 +198,9 @@ class RolloutWeights:
         if not verifier.decoded:
             return
         prompts = verifier.prompts.tolist()
-        asked = [
-            one for replica in self._replicas for one in ask_decode(replica, prompts, verifier.decoded, ANSWER_TIMEOUT)
-        ]
-        for (_, engine), of_engine in zip(self._verifiers, asked, strict=True):
-            engine.decoded = answered_decode(of_engine, prompts, ANSWER_TIMEOUT)
+        asked = [ask_decode(replica, prompts, verifier.decoded) for replica in self._replicas]
+        for (_, engine), pending in zip(self._verifiers, asked, strict=True):
+            engine.decoded = answered_decode(pending, prompts, ANSWER_TIMEOUT)
 
     def _scored_by(self, engine: Engine) -> list[list[int]]:
         """Return the tokens that an engine is to score: the probes, and what it has decoded."""

@@ -112,6 +112,12 @@ def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list
             f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r} with mismatch.correction.off_policy_threshold: that loss "
             "has terms that no advantage multiplies, so that a sequence cannot be taken out; leave out one of the two."
         )
+    entropy = config.actor_rollout_ref.actor.entropy_coeff
+    if settings.off_policy_threshold is not None and entropy:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.entropy_coeff={entropy!r} with mismatch.correction.off_policy_threshold: the entropy of "
+            "dropped sequences would still be trained on; allowed: 0. Set it to 0, or leave out off_policy_threshold."
+        )
     native = native_rollout_correction(settings)
     with open_dict(config):
         if native is not None:

@@ -55,10 +55,6 @@ def set_masks(config: DictConfig, block: MismatchConfig) -> None:
             "masks are joined to rollouts in this package's",
         ),
         ("actor_rollout_ref.rollout.mtp.enable_rollout", drafts, drafts, "False", "masks of drafted tokens were not run"),
-        (
-            "mismatch.monitor.doctor", block.monitor.doctor, block.monitor.doctor is not None, "none",
-            "the doctor scores batches without masks",
-        ),
     )  # fmt: skip
     if manager is None:
         OmegaConf.update(rollout, "agent.agent_loop_manager_class", LOOPS, force_add=True)

@@ -194,7 +194,7 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
     for role in ("actor", "ref"):
         fsdp = group[role].fsdp_config
         given = fsdp.get("mixed_precision")
-        found = None if given is None else given.get("param_dtype", "bf16")
+        found = None if given is None else given.get("param_dtype")
         if found is not None and spelled(found) != dtype:
             raise ConfigError(
                 f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.param_dtype={found!r} with mismatch.precision.dtype="

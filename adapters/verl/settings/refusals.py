@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 
-from mismatch_ext.adapters.verl.settings.modes import MODES, SYNC, run_mode, unsupported
+from mismatch_ext.adapters.verl.settings.modes import MODES, unsupported
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
@@ -125,34 +124,13 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
             setting, given, f"{EXTENSION}, or a class derived from it", why, "Derive your class from ours, or remove it"
         )
     if block.monitor.doctor is not None:
-        _check_doctor(config, block.monitor.doctor)
+        why = "no batch is examined in a run of verl"
+        instead = "Remove it, and give the checkpoint or a logged rollout to `mismatch-ext doctor --verl`"
+        raise refused("mismatch.monitor.doctor", block.monitor.doctor, "none", why, instead)
     limit = config.actor_rollout_ref.rollout.max_model_len
     if limit and limit <= PROBE_LENGTH:
         why = "a probe of the weight check and one token have to fit"
         raise refused("actor_rollout_ref.rollout.max_model_len", limit, f"more than {PROBE_LENGTH}", why)
-
-
-def _check_doctor(config: DictConfig, when: str) -> None:
-    """Refuse the doctor if it could not get the weights that sampled a batch."""
-    lora = max(
-        int(OmegaConf.select(config, f"actor_rollout_ref.model.{key}") or 0) for key in ("lora_rank", "lora.rank")
-    )
-    qat = bool(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"))
-    strategy, mode = config.actor_rollout_ref.actor.strategy, run_mode(config).name
-    refuse_first(
-        partial(_without_doctor, when),
-        ("actor.strategy", strategy, strategy not in FSDP, "'fsdp' or 'fsdp2'", "it does not gather such an engine's weights"),
-        ("trainer_mode", mode, mode != SYNC, repr(SYNC), "rollouts may be of older weights than those that are at hand"),
-        ("model.lora_rank", lora, lora > 0, "0", "the rollout is sent adapters, and no weights that they are merged into"),
-        ("fsdp_config.qat.enable", qat, qat, "False", "the rollout is sent quantised weights"),
-    )  # fmt: skip
-
-
-def _without_doctor(when: str, setting: str, value: object, allowed: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"mismatch.monitor.doctor={when!r} with {setting}={value!r}: {why}; allowed: {setting}={allowed}. Set that, or remove "
-        "mismatch.monitor.doctor and use `mismatch-ext doctor --verl`."
-    )
 
 
 def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
@@ -201,8 +179,6 @@ def check_bypass(config: DictConfig, block: MismatchConfig) -> None:
     if not OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
         return
     why = "bypass mode takes no pass of the trainer over fresh rollouts"
-    if block.monitor.doctor is not None:
-        raise _without_doctor(block.monitor.doctor, "rollout_correction.bypass_mode", True, "False", why)
     if block.routing is not None and block.routing.mode == "R2":
         raise refused(
             "mismatch.routing.mode", "R2", "'R3'", f"{why}, which R2 records", "Use R3, or a decoupled correction"

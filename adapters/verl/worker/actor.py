@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,11 +11,9 @@ import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
-from mismatch_ext.adapters.transformers.doctor_in_run import unexaminable
 from mismatch_ext.adapters.transformers.scoring import Autocast
 from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
-from mismatch_ext.adapters.verl.worker.doctor import examined, fetched, sent_weights
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
 from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, device_of_rank, fields_of, measured
@@ -32,7 +29,6 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.doctor import Diagnosis
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.kl import KlTerm
@@ -113,9 +109,6 @@ class MismatchWorker(ActorRolloutRefWorker):
         super().init_model()
         if "actor" not in self.role:
             return
-        doctor, kind = block.monitor.doctor, self._engine.model_config
-        if doctor is not None and (why := unexaminable(kind.hf_config)) is not None:
-            raise ConfigError(f"mismatch.monitor.doctor={doctor!r} with {kind.path}: {why}; allowed: none. Remove it.")
         engine: object = self._actor.engine
         if not isinstance(engine, expected):
             raise ConfigError(
@@ -170,27 +163,6 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Return what this rank has measured by version in the last pass that asked for it; None if another rank did."""
         found, self._stale = self._stale, None
         return found
-
-    @on_all_ranks
-    def mismatch_doctor(self, keys: list[str], partition: str, **asked: Any) -> Diagnosis | str | None:
-        """Examine rows of a batch on a copy of the actor's weights; return the diagnosis or what failed, None on other ranks.
-
-        Args:
-            keys: Keys of the rows, which the actor's present weights have scored.
-            partition: The batch's partition.
-            **asked: As `examined` takes them.
-        """
-        sent = sent_weights(self._engine)
-        if sent is None:
-            return None
-        try:
-            replay = self._fsdp._replay
-            routes = replay is not None and replay.config.mode == "R3"
-            # What a fit foretells for each token is dropped: it is for remedies, and none is tried here.
-            found = examined(self._engine, sent, fetched(keys, partition, routes=routes), **asked)
-            return dataclasses.replace(found, foretold=None)
-        except Exception as error:  # noqa: BLE001 - the run goes on, and the driver writes it
-            return f"{type(error).__name__}: {error}"
 
     @on_each_rank
     def mismatch_look_at(self, keys: list[str], partition: str, first: int) -> list[PartMeasured]:

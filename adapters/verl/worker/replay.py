@@ -41,10 +41,12 @@ class SampleRoutes:
     Args:
         trace: A row for each of its tokens.
         recorded: How many of them, from the first on, were recorded; the model routes the others itself.
+        counted: Whether its tokens are compared and counted; those of a sample without a loss, such as fills up a batch, are not.
     """
 
     trace: RoutingTrace
     recorded: int
+    counted: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +139,12 @@ class EngineReplay(RouteReplay):
         if self.config.mode == "R2" and sent is not None:
             spans = [(sent, sent)] * len(found)  # recorded by this engine, whichever weights sampled the tokens
         return [
-            replace(routes, trace=stamped(routes.trace, span, sent, name, older=self.takes_older).of_tokens(ids))
-            for routes, ids, span, name in zip(found, tokens, spans, names, strict=True)
+            replace(
+                routes,
+                trace=stamped(routes.trace, span, sent, name, older=self.takes_older).of_tokens(ids),
+                counted=rows > 0,
+            )
+            for routes, ids, rows, span, name in zip(found, tokens, needed, spans, names, strict=True)
         ]
 
     def _complete(self, array: Any, tokens: int, needed: int, name: str) -> SampleRoutes:
@@ -161,7 +167,9 @@ class EngineReplay(RouteReplay):
                 "They were lost on the way from the rollout engine, or are another sample's."
             )
         recorded = len(ids)
-        if self.layout.top_k > 1:
+        if not needed and not bool(ids.any()):
+            recorded = 0
+        elif self.layout.top_k > 1:
             # Only the end is scanned: a whole scan would take longer than all other checks, and earlier zeros are refused anyway.
             while recorded and not bool(ids[recorded - 1].any()):
                 recorded -= 1
@@ -214,7 +222,7 @@ class EngineReplay(RouteReplay):
             ReplayError: The forward pass did not obey them.
         """
         trace, mask = self._laid(samples, rows)
-        real = share.rows(rows.real())
+        real = share.rows(_counted(samples, rows))
         with self.replaying(self._model, share.trace(trace), share.rows(mask), real=real, split=split):
             yield
 
@@ -296,12 +304,20 @@ class EngineReplay(RouteReplay):
             raise RoutingError(
                 f"{len(recording.passes)} forward passes of a micro-batch, none of them over its tokens."
             )
-        self.compare(trace, own[-1], mask, real=rows.real(), split=TRAIN)
+        self.compare(trace, own[-1], mask, real=_counted(samples, rows), split=TRAIN)
 
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this."""
         found, counts = self.take_agreement(TRAIN, WORLD), self.take_others(TRAIN, WORLD, sharing=self._sharing)
         return counts if found is None else {**found.metrics(), **found.layer_metrics(), **counts}
+
+
+def _counted(samples: Sequence[SampleRoutes], rows: Rows) -> Tensor:
+    """Return which rows of a forward pass are tokens of samples that count `[R]`."""
+    real = rows.real().clone()
+    for sample, place, length in zip(samples, rows.places, rows.lengths, strict=True):
+        real[place : place + length] &= sample.counted
+    return real
 
 
 def _padded(trace: RoutingTrace, filler: Tensor) -> RoutingTrace:

@@ -195,6 +195,13 @@ def test_tokens_without_a_loss_need_no_routes(faulty: Result) -> None:
     assert faulty["filler"] == faulty["tool_answer"] == "nothing was refused"
 
 
+def test_rows_that_fill_up_a_batch_are_no_routes_and_are_not_counted(run: Run, moe: Path) -> None:
+    found = run(replaying.filled_up, model=moe).expect()
+    assert [found[mode]["routing/compared_tokens"] for mode in ("R2", "R3")] == [5, 4]
+    # The last sampled token never passed through the rollout engine.
+    assert [found[mode]["routing/native_rows_frac"] for mode in ("R2", "R3")] == [0, 1 / 5]
+
+
 def test_routes_of_other_weights_than_were_sent_last_are_refused_and_all_are_stamped_with_theirs(
     faulty: Result,
 ) -> None:

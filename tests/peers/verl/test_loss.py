@@ -97,6 +97,7 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
     ),
     ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "correction", {"preset": "bypass_pg_is"}, ["'gspo'", "'bypass'"]),
     ([f"{ACTOR}.policy_loss.loss_mode=dro"], "correction", {"preset": "opsm"}, ["'dro'", "off_policy_threshold"]),
+    ([f"{ACTOR}.entropy_coeff=0.01"], "correction", {"preset": "opsm"}, ["entropy_coeff=0.01", "off_policy_threshold"]),
     ([], "correction", {"preset": "bypass_pg_is", "normalize": True}, ["normalize", "micro-batch"]),
     ([], "kl", {"estimator": "full", "coef": 0.1}, ["estimator='full'", "logits", "k1, k2, k3 or abs"]),
     ([], "kl", {"coef": 0.1, "reward_path": "rewards", "ratio": "token"}, ["'rewards'", "ratio='token'", "surrogate"]),
@@ -253,6 +254,11 @@ def test_kl_in_rewards_and_its_coefficient(direct: Any) -> None:
     assert found["coefs"] == pytest.approx([0.1, 0.1 * math.exp(-0.03), 0.1 * math.exp(-0.04)])
     assert found["next"][0] == found["next"][1] == pytest.approx(0.1 * math.exp(-0.16))
     assert found["k1"][0] == pytest.approx(found["k1"][1], abs=1e-6) and abs(found["k1"][1]) > 0.01
+
+
+def test_the_coefficient_stands_still_while_the_critic_alone_is_updated(direct: Any) -> None:
+    first, *others = direct["warmed_up"]
+    assert others[:2] == [first] * 2 and first > others[2] > others[3] > others[4]
 
 
 def test_own_weights_are_set_where_verls_driver_sets_its_own(direct: Any) -> None:

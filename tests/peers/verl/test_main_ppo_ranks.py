@@ -41,12 +41,13 @@ def test_two_ranks_and_two_servers_have_no_gap_in_float32(tmp_path: Path) -> Non
     assert [step["mismatch/lr_multiplier"] for step in steps] == [1.0, 1.0, 0.5]
 
 
-def test_every_data_parallel_engine_of_a_server_proves_itself(tmp_path: Path) -> None:
-    """In verl, both engines of a server with data_parallel_size=2 report, and both have the weights after each update."""
+def test_weights_of_data_parallel_engines_are_said_to_be_unverified_and_the_rest_works(tmp_path: Path) -> None:
     engines = ("actor_rollout_ref.rollout.data_parallel_size=2", "actor_rollout_ref.rollout.n_gpus_per_node=2")
     run = run_verl(tmp_path, [*TWO, *engines], model=tiny_model("dense", tmp_path / "model"), plugin=True, timeout=560)
     steps = run.expect()
     (server,) = run.reports["rollouts"]
-    assert server["expected"] == len(server["reports"]) == 2
+    assert server["expected"] == len(server["reports"]) == 1
+    assert "data_parallel_size=2: the rollout's weights are not verified" in run.log
+    assert not any("mismatch/weight_sync_gap" in step for step in steps)
     assert all(0 <= step["mismatch/k3_kl"] <= FLOAT32_K3 for step in steps)
     assert all(step["actor/grad_norm"] > 0 for step in steps)

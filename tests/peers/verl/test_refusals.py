@@ -78,18 +78,7 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
             "actor_rollout_ref.actor.strategy='megatron'",
         ),
-        *(
-            (("+mismatch.monitor.doctor=first_batch", *overrides), f"mismatch.monitor.doctor='first_batch' with {why}")
-            for overrides, why in (
-                (("trainer.v1.trainer_mode=colocate_async",), "trainer_mode='colocate_async'"),
-                (("actor_rollout_ref.model.lora_rank=8",), "model.lora_rank=8"),
-                (
-                    ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"),
-                    "actor.strategy='megatron'",
-                ),
-                (("algorithm.rollout_correction.bypass_mode=True",), "rollout_correction.bypass_mode=True"),
-            )
-        ),
+        (("+mismatch.monitor.doctor=first_batch",), "mismatch-ext doctor --verl"),
         (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
         (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
         (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),
@@ -147,7 +136,6 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
                     ("++actor_rollout_ref.rollout.mtp.enable_rollout=True",),
                     "actor_rollout_ref.rollout.mtp.enable_rollout=True",
                 ),
-                (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor='first_batch'"),
                 (("actor_rollout_ref.rollout.top_k=-1",), "top_p=1, top_k=0 and min_p=0"),
             )
         ),

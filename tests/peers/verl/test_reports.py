@@ -11,7 +11,7 @@ import pytest
 import ray
 from mismatch_ext.adapters.verl import plugin
 from mismatch_ext.adapters.verl.block import digest
-from mismatch_ext.adapters.verl.driver import servers
+from mismatch_ext.adapters.verl.driver import servers, weights
 from mismatch_ext.adapters.verl.driver.reports import (
     LOSS,
     SURPLUS_MASS,
@@ -22,8 +22,9 @@ from mismatch_ext.adapters.verl.driver.reports import (
     check_vocabulary,
 )
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionAuditError
+from mismatch_ext.strict import Action
 from mismatch_ext.verdicts import Verdicts
 from tests.peers.verl.recorded import SCALER, recorded, shape
 
@@ -288,6 +289,27 @@ def test_a_rollout_server_without_the_package_is_refused_with_its_own_error(run:
     assert needed in str(caught.value) and caught.value.__cause__ is cause
 
 
+def replica(engine: str, *, size: int = 1, ranks: int = 1, servers: list[Any]) -> SimpleNamespace:
+    """Return what verl says of a rollout server."""
+    config = SimpleNamespace(name=engine, data_parallel_size=size)
+    return SimpleNamespace(config=config, world_size=ranks, servers=servers)
+
+
+def test_of_data_parallel_engines_the_first_one_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda *_: None))
+    monkeypatch.setattr(ray, "get", lambda refs, timeout: [["of a worker"] * 2 for _ in refs])
+    (answer,) = servers.read_rollouts([replica("vllm", size=2, ranks=4, servers=[server])], 50)
+    assert answer.expected == len(answer.reports) == 2
+
+
+@pytest.mark.parametrize(("size", "check", "said"), [(2, "warn", True), (1, "warn", False), (2, "off", False)])
+def test_weights_that_only_the_first_engine_could_prove_are_said_to_be_unverified(
+    size: int, check: Action, said: bool
+) -> None:
+    found = weights.unverified({"data_parallel_size": size}, MonitorConfig(weight_sync=check))
+    assert (found is not None and "data_parallel_size=2: the rollout's weights are not verified" in found) == said
+
+
 def test_servers_that_are_silent_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is down has many servers. Ray's clock stands in: the wait itself is what is counted."""
     now, asked, waits = [0.0], [], []
@@ -308,12 +330,12 @@ def test_servers_that_are_silent_are_waited_for_together(monkeypatch: pytest.Mon
     monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(ray, "get", get)
     engines = ["vllm", "vllm", "sglang"]
-    replicas = [SimpleNamespace(config=SimpleNamespace(name=e), world_size=1, servers=[Server(e)]) for e in engines]
+    replicas = [replica(e, servers=[Server(e)]) for e in engines]
     answers = servers.read_rollouts(replicas, 50)
     assert waits == [(3, 60), (3, 0), (3, 0)]
     assert [(a.engine, type(a.failure)) for a in answers] == [(e, ray.exceptions.GetTimeoutError) for e in engines]
     # One that is not of this package's class cannot be asked at all.
-    stock = SimpleNamespace(config=SimpleNamespace(name="sglang"), world_size=1, servers=[Server("stock")])
+    stock = replica("sglang", servers=[Server("stock")])
     assert [type(a.failure) for a in servers.read_rollouts([stock], 50)] == [AttributeError] and len(waits) == 3
 
 

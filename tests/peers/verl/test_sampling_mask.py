@@ -13,7 +13,6 @@ from tests.peers.verl.test_main_ppo import FLOAT32_K3, FSDP1, TOOLS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
-# All sections but the doctor, which scores without masks.
 SECTIONS = (
     "+mismatch.precision.dtype=float32",
     "+mismatch.routing={mode:R3,measured:1.0}",

@@ -137,6 +137,12 @@ def test_one_flag_makes_both_sides_float16(capsys: pytest.CaptureFixture[str]) -
     assert "fsdp_config.dtype='bfloat16' is ignored by verl's FSDP engine" in capsys.readouterr().out
 
 
+def test_other_keys_of_mixed_precision_stay_and_the_dtype_is_the_blocks() -> None:
+    setting = "+actor_rollout_ref.actor.fsdp_config.mixed_precision={reduce_dtype:bf16}"
+    found = prepared("+mismatch.precision.dtype=float16", setting).actor_rollout_ref.actor.fsdp_config.mixed_precision
+    assert (found.param_dtype, found.reduce_dtype) == ("fp16", "bf16")
+
+
 def test_routing_switches_on_verls_own_recording_for_r3_alone() -> None:
     name = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
     assert OmegaConf.select(prepared("+mismatch.routing.mode=R3"), name) is True

@@ -116,18 +116,6 @@ def stale_weights() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
-def no_room_for_a_copy() -> None:
-    """Let the worker have no memory for the copy of its model on which a batch is examined."""
-
-    def change(module: Any) -> None:
-        def copy_of(*_: Any) -> None:
-            raise MemoryError(f"{MESSAGE}: no room")
-
-        module.copy_of = copy_of
-
-    AfterImport("mismatch_ext.adapters.verl.worker.doctor", change)
-
-
 def null_logprob() -> None:
     """Let the second token of one of SGLang's answers come without its log-probability, as one that is not a number does."""
     sent: list[int] = []  # stamps of the weights, of which those that sample in a step are of the step before
@@ -173,7 +161,6 @@ FAULTS = {
         lost_routes,
         stale_weights,
         null_logprob,
-        no_room_for_a_copy,
     )
 }
 

@@ -201,6 +201,13 @@ def sessions() -> Any:
     ]
 
 
+class _Advantages:
+    """The part of verl's trainer that computes advantages."""
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        return batch
+
+
 @contextmanager
 def driving(**sections: Any) -> Iterator[Any]:
     """Put a block's functions where verl's driver calls its own by name, as its trainer does; yield the driver and that place.
@@ -211,7 +218,10 @@ def driving(**sections: Any) -> Iterator[Any]:
     from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
     from verl.trainer.ppo.v1 import trainer_base
 
-    driver: Any = ObjectiveMixin()
+    class Driver(ObjectiveMixin, _Advantages):
+        """What of verl's trainer has an objective, without its processes."""
+
+    driver: Any = Driver()
     driver._block, driver.config = MismatchConfig(**sections), host_config()
     driver._begin_objective()
     try:
@@ -257,6 +267,20 @@ def rewards() -> dict[str, Any]:
         "next": [adapted(data, control)["kl_coef"], adapted(data, resumed)["kl_coef"]],
         "k1": [adapted(data, control)["kl_ref_k1"], float(d.sum() / mask.sum())],
     }  # fmt: skip
+
+
+def warmed_up() -> list[float]:
+    """Return the coefficient of six steps, of which the first two update the critic alone: the policy is its reference."""
+    section = block_of(kl={"coef": 0.1, "controller": {"target_kl": 1e-3}}).kl
+    found = []
+    with driving(kl=section) as (driver, _):
+        driver.config.trainer.critic_warmup = 3
+        driver._kl_sums = lambda *_, **__: [0.0, 0.0, 8.0]
+        for driver.global_steps in range(1, 7):
+            metrics: dict[str, Any] = {}
+            driver._compute_advantage(None, metrics)
+            found.append(metrics["mismatch/kl_coef"])
+    return found
 
 
 def edges() -> dict[str, Any]:
@@ -318,6 +342,7 @@ def driver(cases: list[Any]) -> dict[str, Any]:
         "baselines": baselines(),
         "sessions": sessions(),
         "rewards": rewards(),
+        "warmed_up": warmed_up(),
         "weights": weights(),
         "edges": edges(),
         "settings": [set_up(*case) for case in cases],

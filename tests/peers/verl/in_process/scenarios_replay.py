@@ -15,15 +15,19 @@ from unittest import mock
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards
+from mismatch_ext.adapters.transformers import routing as backend
 from mismatch_ext.adapters.transformers.routing import moe_layout
+from mismatch_ext.adapters.verl.worker.replay import TRAIN, EngineReplay, Rows
+from mismatch_ext.adapters.verl.worker.ulysses import Share
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import UntestedVersionWarning
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.weight_sync.sums import Piece, added, compare_sums, sums_of
@@ -306,6 +310,26 @@ def faults(model: str) -> dict[str, Any]:
     data = batch(routed_experts=nested(routes), extra_fields=NonTensorStack(*stamps))
     assert built.engine._replay is not None
     found["stamps"] = [sample.trace.versions for sample in built.engine._ingested(built.engine._replay, data)]
+    return found
+
+
+def filled_up(model: str) -> dict[str, Any]:
+    """Replay a sample beside a row with which verl fills up a batch, on a model with one expert for a token."""
+    experts = AutoModelForCausalLM.from_pretrained(model, num_experts_per_tok=1)
+    ids = [torch.arange(3, 8), torch.ones(128, dtype=torch.long)]
+    with backend.record_routing(experts) as recording:
+        experts(ids[0][None])
+    own = recording.passes[0].experts.to(torch.int16)
+    found = {}
+    for mode, routes, value in (("R2", own, 1), ("R3", own[:-1], 0)):
+        config = RoutingConfig(mode=mode, agreement_rate=1.0)  # type: ignore[arg-type]
+        replay = EngineReplay(config, experts, seed=0)
+        filler = torch.full((128, *own.shape[1:]), value, dtype=torch.int16)
+        samples = replay.ingest([routes, filler], ids, [4, 0], ["sampled", "filled up"])
+        rows = Rows(lengths=(5, 128), packed=False)
+        with replay.over_samples(samples, rows, split=TRAIN, share=Share()):
+            experts(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), attention_mask=rows.attention().long())
+        found[mode] = replay.metrics()
     return found
 
 
