@@ -6,7 +6,7 @@ sent (`tests/data/verl`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,16 @@ def check_reports(
 def merged(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the ranks' measurements under the names that are logged; all ranks answer the same, so the first one's are taken."""
     return {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in answers[0].items()}
+
+
+def under_our_names(metrics: MutableMapping[str, Any]) -> None:
+    """Take verl's `actor/` off metrics that the workers' loss has given our prefix.
+
+    Args:
+        metrics: Those of a step; changed in place.
+    """
+    for name in [name for name in metrics if name.startswith(f"actor/{PREFIX}")]:
+        metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:

@@ -20,12 +20,11 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
     sampled_rows,
     versions,
 )
-from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.examining import ExaminingMixin
 from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
-from mismatch_ext.adapters.verl.driver.reports import merged
+from mismatch_ext.adapters.verl.driver.reports import merged, under_our_names
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics

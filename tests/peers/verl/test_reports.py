@@ -151,7 +151,6 @@ def test_two_of_a_kind_that_agree_are_right(name: str) -> None:
         ({"kl": {"coef": 0.1}}, "kl"),
         ({"correction": {"preset": "decoupled_token_is", "off_policy_threshold": 0.1}}, "correction.off_policy_threshold"),
         ({"correction": {"preset": "bypass_ppo_clip"}}, "correction.mode='bypass'"),
-        ({"correction": {"mode": "bypass", "level": "geometric", "upper": 2.0, "loss": "reinforce"}}, "correction.mode='bypass'"),
     ],
 )  # fmt: skip
 def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section: dict[str, Any], key: str) -> None:
