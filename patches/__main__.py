@@ -7,7 +7,7 @@ from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
-from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
+from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 from mismatch_ext.patches.verl.response_logprobs import RESPONSE_LOGPROBS
 from mismatch_ext.patches.verl.validate_config import NOT_LOADED, RUNTIME_ENV, VALIDATE_CONFIG
@@ -34,7 +34,6 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (NOT_LOADED, "wherever verl could not load this package; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),
-    (ROLLOUT_CORRECTION, "in verl's driver, with a `correction` that verl has no setting for"),
     (REPLAYED_BATCH, "in workers of a Megatron actor of verl, with `routing`"),
     (CLOSED_TOPK, "in workers of a Megatron actor of verl, with `routing`"),
     (REENTRANT, "inside `replay_routing`"),

@@ -9,16 +9,12 @@ from dataclasses import asdict, dataclass
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.loading import load_mapping
-from mismatch_ext.verdicts import Finding
 
 BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
 """Environment variable that holds the block as JSON; Ray hands it to all processes of a run, as it does verl's settings."""
 
 MODE_VARIABLE = "MISMATCH_EXT_MODE"
 """Environment variable that holds the trainer's mode as JSON if it is not the default: verl does not tell workers the mode."""
-
-FINDINGS_VARIABLE = "MISMATCH_EXT_FINDINGS"
-"""Environment variable that holds what `observe` has found in the configuration, for the trainer that writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +43,6 @@ def active_mode() -> RunMode:
     """Return the mode of the run that this process belongs to."""
     text = os.environ.get(MODE_VARIABLE)
     return RunMode(**json.loads(text)) if text else RunMode()
-
-
-def early_findings() -> list[Finding]:
-    """Return what was found in the configuration of the run that this process belongs to."""
-    return [Finding(**entry) for entry in json.loads(os.environ.get(FINDINGS_VARIABLE) or "[]")]
 
 
 def active_block() -> MismatchConfig | None:

@@ -127,15 +127,6 @@ SEAMS = (
         where=("verl",),
     ),
     Seam(
-        name="verl/rollout_correction",
-        peer="verl",
-        features=("correction",),
-        what="setting weights where verl sets its own",
-        claims=(Has(f"{_TRAINER}:compute_rollout_correction_and_add_to_batch"),),
-        upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
-        where=("verl",),
-    ),
-    Seam(
         name="verl/megatron_replay",
         peer="verl",
         features=("routing",),

@@ -40,25 +40,14 @@ def check_masks(batch: Any, step: int) -> None:
         RecordError: There are some; says for the first `SHOWN` why they have none.
     """
     keys = [batch.keys[row] for row in sampled_rows(batch)]
-    if told := list(told_of(keys, batch.partition_id).values()):
+    if not keys:
+        return
+    found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+    if told := [extra[UNKNOWN] for extra in found.pop("extra_fields").tolist() if UNKNOWN in (extra or ())]:
         more = f" And {len(told) - SHOWN} more." if len(told) > SHOWN else ""
         raise RecordError(
             f"{len(told)} of {len(keys)} rollouts of step {step} have no sampling masks. {' '.join(told[:SHOWN])}{more}"
         )
-
-
-def told_of(keys: Sequence[str], partition: str) -> dict[str, str]:
-    """Return why rollouts have no sampling masks, by key; a rollout with masks has no entry.
-
-    Args:
-        keys: Keys of the rollouts in TransferQueue.
-        partition: Their partition.
-    """
-    if not keys:
-        return {}
-    found = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=["extra_fields"])
-    extras = found.pop("extra_fields").tolist()
-    return {key: extra[UNKNOWN] for key, extra in zip(keys, extras, strict=True) if UNKNOWN in (extra or ())}
 
 
 def check_routes(batch: Any, step: int) -> None:

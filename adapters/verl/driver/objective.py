@@ -1,19 +1,16 @@
-"""The driver's share of the objective: correction and KL between scores and advantages, and the KL's coefficient and baseline."""
+"""The driver's share of the objective: KL among the rewards, and the KL's coefficient and baseline."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.verl.driver.correction import apply_correction
 from mismatch_ext.adapters.verl.driver.kl import apply_kl_to_rewards, groups
-from mismatch_ext.adapters.verl.settings.correction import native_rollout_correction, settings_of
 from mismatch_ext.adapters.verl.settings.kl import coefficient
 from mismatch_ext.adapters.verl.worker.kl import COEF
 from mismatch_ext.adapters.verl.worker.spread import shares
-from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS, ROLLOUT_CORRECTION
+from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import ResolvedCorrection
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import Patch, PatchSet
 from mismatch_ext.recorder import PREFIX
@@ -29,29 +26,20 @@ class ObjectiveMixin(_Host):
 
     _block: MismatchConfig
     _kl: KlTerm | None = None
-    _settings: ResolvedCorrection | None = None
 
     def _begin_objective(self) -> None:
-        """Put the block's functions where verl calls its own by name, for as long as this trainer lives."""
+        """Put the block's penalty where verl calls its own by name, for as long as this trainer lives."""
         patches: list[Patch] = []
-        acting = self._block.acting
-        if acting.kl is not None:
-            self._kl = KlTerm(acting.kl, coefficient(acting.kl, self.config))
-            if acting.kl.in_rewards:
+        kl = self._block.kl
+        if kl is not None:
+            self._kl = KlTerm(kl, coefficient(kl, self.config))
+            if kl.in_rewards:
                 patches.append(KL_IN_REWARDS.calling(self._penalise))
-        if acting.correction is not None:
-            self._settings = settings_of(acting.correction)
-            if self._settings.mode == "decoupled" and native_rollout_correction(self._settings) is None:
-                patches.append(ROLLOUT_CORRECTION.calling(self._correct))
         self._patches = PatchSet(*patches).apply()
 
     def _penalise(self, data: Any) -> dict[str, float]:
         assert self._kl is not None
         return apply_kl_to_rewards(data, self._kl)
-
-    def _correct(self, data: Any) -> dict[str, float]:
-        assert self._settings is not None
-        return apply_correction(data, self._settings)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Compute advantages as verl does, after the coefficient and the baseline of this batch are fixed."""

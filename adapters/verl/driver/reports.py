@@ -6,8 +6,8 @@ sent (`tests/data/verl`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters.sglang.server import check_server
@@ -111,12 +111,10 @@ def check_reports(
             _check_block(name, report, digest(block))
     for name, report in trainers:
         with verdicts.checking("workers"):
-            _check_worker(block.acting, name, report)
-    # Under `observe` nothing acts: whether routes are recorded is the user's choice, and masks are not asked for.
-    asked = replace(block, routing=None, sampling_mask=None) if verdicts.observes else block
+            _check_worker(block, name, report)
     for name, report in engines:
         with verdicts.checking("rollout_workers"):
-            _check_rollout(asked, name, report)
+            _check_rollout(block, name, report)
     with verdicts.checking("workers"):
         _check_agreement(trainers, _WORKER)
     with verdicts.checking("rollout_workers"):
@@ -124,14 +122,14 @@ def check_reports(
     readings = [TrainerReading(**report["trainer"]) for _, report in trainers]
     for _, report in engines:
         if "server" in report:
-            with verdicts.checking("rollout_servers", applied=True):
+            with verdicts.checking("rollout_servers"):
                 verdict = check_server(
                     report["server"], config=block, trainer_dtype=readings[0].compute_dtype, sends_all_weights=True
                 )
                 verdict.raise_for_problems()
     found = [EngineReading(**report["reading"]) for _, report in engines]
     audited = None
-    with verdicts.checking("precision", applied=True):
+    with verdicts.checking("precision"):
         audited = _audit(block, readings, found)
     patches = engines[0][1].get("patches", ())
     return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=audited, patches=patches)
@@ -140,6 +138,16 @@ def check_reports(
 def merged(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the ranks' measurements under the names that are logged; all ranks answer the same, so the first one's are taken."""
     return {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in answers[0].items()}
+
+
+def under_our_names(metrics: MutableMapping[str, Any]) -> None:
+    """Take verl's `actor/` off metrics that the workers' loss has given our prefix.
+
+    Args:
+        metrics: Those of a step; changed in place.
+    """
+    for name in [name for name in metrics if name.startswith(f"actor/{PREFIX}")]:
+        metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:

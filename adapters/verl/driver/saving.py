@@ -120,11 +120,8 @@ class SavingMixin(_Host):
         try:
             yield
         except BaseException as error:
-            if self._verdicts.observes:
-                with self._verdicts.checking("metrics"):
-                    self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
-                raise
-            if isinstance(error, Exception) and not isinstance(error, MismatchError):
+            ours = isinstance(error, MismatchError) or self._verdicts.observes
+            if isinstance(error, Exception) and not ours:
                 error = self._refusal(error) or error
             with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
                 self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)

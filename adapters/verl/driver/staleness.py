@@ -55,7 +55,7 @@ class StalenessMixin(_Host):
     def _replayed(self) -> bool:
         """Whether passes that score rollouts replay their routes."""
         routing = self._block.routing
-        return routing is not None and routing.mode == "R3" and self._block.level == "enforce"
+        return routing is not None and routing.mode == "R3"
 
     @contextmanager
     def _by_version(self, batch: Any) -> Iterator[None]:

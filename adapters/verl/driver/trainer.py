@@ -8,23 +8,22 @@ Order of a rollout through this file: `on_init_end` (what is active, everywhere)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
-from mismatch_ext.adapters.verl.block import active_block, early_findings
+from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.driver.batch_checks import (
     check_masks,
     check_routes,
     sampled_rows,
     versions,
 )
-from mismatch_ext.adapters.verl.driver.correction import under_our_names
 from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
-from mismatch_ext.adapters.verl.driver.observing import ObservingMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
-from mismatch_ext.adapters.verl.driver.reports import merged
+from mismatch_ext.adapters.verl.driver.reports import merged, under_our_names
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
@@ -42,10 +41,10 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replaying import MeasuredPasses
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
-from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.verdicts import Finding, Verdicts
 
 
-class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin, ObservingMixin):
+class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin):
     """The trainer that `settings.prepare` chooses for a configuration with a block; without one, verl's own trainer runs."""
 
     host_mode: ClassVar[str] = SYNC
@@ -60,7 +59,6 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
             )
         self._block: MismatchConfig = block
         self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
-        self._verdicts.add(early_findings(), said=True)
         with open_dict(config):
             # verl reads its mode in many places, for settings, checkpoints and the replay buffer.
             config.trainer.v1.trainer_mode = self.host_mode
@@ -101,8 +99,6 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
 
     def on_init_end(self) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
-        if self._verdicts.observes:
-            self._watch()
         with self._verdicts.checking("processes"):
             self._check_processes()
         with self._verdicts.checking("weight_sync"):
@@ -176,12 +172,8 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         return batch
 
     def _has_routes(self) -> bool:
-        """Whether rollouts come with the routes they were sampled with: always under R3, except where it is only observed."""
-        if self._block.routing is None or self._block.routing.mode != "R3":
-            return False
-        group = self.config.actor_rollout_ref
-        recorded = bool(group.rollout.enable_rollout_routing_replay) and group.actor.strategy != "megatron"
-        return recorded or not self._verdicts.observes
+        """Whether rollouts come with the routes they were sampled with."""
+        return self._block.routing is not None and self._block.routing.mode == "R3"
 
     def _measure_gap(self, batch: Any, metrics: dict[str, Any]) -> None:
         """Collect what the workers measured of a batch in verl's scoring pass; in bypass mode, which has none, let them look."""
@@ -195,12 +187,7 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         self._measure_parts()
         if not self._first_update:
             return  # a further pass would score with weights that an update has changed
-        if not self._verdicts.observes:
-            self._measure_native(batch)
-        elif self._draws is not None and self._has_routes():
-            if self._draws.comparison():
-                with self._verdicts.checking("routes"):
-                    metrics.update(self._compare_routes(batch))
+        self._measure_native(batch)
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self._block.routing is not None and self._block.routing.reference:
@@ -230,8 +217,6 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
-        if self._verdicts.observes:
-            return self._update_observed(batch, metrics)
         if self._block.lr is not None:
             self._waiting.append(self._statistics(self._block.lr.trigger))
             if self._first_update:  # the rule counts steps: batches of later local updates lead the next step's rate
@@ -246,22 +231,6 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
             metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 
-    def _update_observed(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Update the actor as verl does, and log the rate that the block would have applied."""
-        if self._block.lr is not None:
-            with self._verdicts.checking("lr"):
-                metrics.update(self._would_set_rate())
-        self._measured = None
-        batch = super()._update_actor(batch, metrics)
-        if self._last_update:
-            self._after_update(metrics)
-        return batch
-
-    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if self._verdicts.observes:
-            metrics.update(self._would_change_advantages(batch))
-        return super()._compute_advantage(batch, metrics)
-
     # The end of a step, and of the run.
 
     def _compute_metrics(
@@ -272,6 +241,18 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         self._collect_findings()
         with self._verdicts.checking("metrics"):
             self._record(metrics, global_steps)
+
+    def _collect_findings(self) -> None:
+        """Take what the workers have found since the last call, under `observe`."""
+        if not self._verdicts.observes:
+            return
+        with self._verdicts.checking("findings"):
+            for rank, found in enumerate(self.actor_rollout_wg.mismatch_findings()):
+                # The step is added here, because a worker does not know it.
+                here = [Finding(**{**entry, "step": self.global_steps}) for entry in found]
+                if rank:
+                    here = [replace(finding, message=f"rank {rank}: {finding.message}") for finding in here]
+                self._verdicts.add(here)
 
     def _record(self, metrics: dict[str, Any], global_steps: int) -> None:
         if self._weights is not None and (gap := self._weights.gap) is not None:
@@ -303,4 +284,4 @@ def actor_seed(config: DictConfig) -> int:
     """Return the seed of the actor's engines."""
     actor = config.actor_rollout_ref.actor
     engine = "megatron" if actor.strategy == "megatron" else "fsdp_config"
-    return int(OmegaConf.select(actor, f"{engine}.seed", default=0))  # under `observe` any engine may run
+    return int(OmegaConf.select(actor, f"{engine}.seed", default=0))

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from mismatch_ext.adapters.verl.rollout.masks import FIELD as MASKS
+from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from mismatch_ext.sampling_mask import TokenSupport, join
@@ -97,10 +98,12 @@ class Conversing(LLMServerClient):
 
     async def generate(self, request_id: Any, **kwargs: Any) -> Any:
         """Generate as verl does."""
+        # A chat template may return a BatchEncoding or a batch of one, which verl reads as this does.
+        prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])
         # Kept by id for as long as somebody has the first turn's segments: a client does not see when a conversation ends.
         known: WeakValueDictionary[Any, Segments] = self.__dict__.setdefault("_conversations", WeakValueDictionary())
         segments = known.get(request_id)
-        if segments is None or not segments.goes_on(len(kwargs["prompt_ids"])):
+        if segments is None or not segments.goes_on(len(prompt)):
             # With `full_determinism` verl gives all of its conversations the same id.
             segments = known[request_id] = Segments()
         segments.asked, segments.masks, token = True, (), _present.set(segments)
@@ -109,10 +112,10 @@ class Conversing(LLMServerClient):
         finally:
             segments.asked = False
             _present.reset(token)
-        segments.take(kwargs["prompt_ids"], output)
+        segments.take(prompt, output)
         if (calls := _calls.get()) is not None:
             support = _together(segments.masks, len(output.token_ids))
-            calls.add(kwargs["prompt_ids"], output.token_ids, output.log_probs, support)
+            calls.add(prompt, output.token_ids, output.log_probs, support)
         output.extra_fields[FIELD] = segments
         return output
 

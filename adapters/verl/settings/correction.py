@@ -19,8 +19,8 @@ VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
 QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
 """Where verl, and so its presets, compute differently from this package."""
-OWN_LOSS = "mismatch_bypass"
-"""Name of our policy loss in verl's registry, for bypass settings that verl's own loss cannot express."""
+UNBOUNDED = (1e-9, 1e9)
+"""Bounds of a mask that has none: verl wants both, and its ratios are from exp(-20) to exp(20)."""
 # Values that verl's loss takes where a key is missing.
 DEFAULTS = {
     "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
@@ -43,21 +43,32 @@ def settings_of(section: CorrectionConfig) -> ResolvedCorrection:
     return settings
 
 
-def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any] | None:
-    """Return verl's `rollout_correction` that does what the settings ask, or None when verl has none that does.
+def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any]:
+    """Return verl's `rollout_correction` that does what the settings ask.
 
     `off_policy_threshold` is left out, because the loss applies it for any kind of weights.
 
     Args:
         settings: The resolved `correction` section.
+
+    Raises:
+        ConfigError: verl has no setting for it.
     """
-    threshold = _native_threshold(settings)
-    if settings.level == "geometric" or settings.veto is not None or (settings.level != "none" and threshold is None):
-        return None
+    clipped = settings.bound in ("truncate", "clip") and settings.lower is not None
+    for setting, value, wrong, allowed in (
+        ("level", settings.level, settings.level == "geometric", "'token' or 'sequence'"),
+        ("veto", settings.veto, settings.veto is not None, "none"),
+        ("lower", settings.lower, settings.level != "none" and clipped, "none, or bound='mask'"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"mismatch.correction.{setting}={value!r}: verl's rollout_correction has no setting for it; allowed: {allowed}. "
+                "Change it, or name one of verl's own presets (decoupled_*, bypass_*)."
+            )
     inverse = "verl_inverse_k1" in settings.compat
     return {
         "rollout_is": None if settings.level == "none" else settings.level,
-        "rollout_is_threshold": 2.0 if threshold is None else threshold,
+        "rollout_is_threshold": 2.0 if settings.level == "none" else _native_threshold(settings),
         "rollout_is_batch_normalize": settings.normalize,
         "rollout_rs": ",".join(rule.name for rule in settings.rules) or None,
         "rollout_rs_threshold": ",".join(_native_rule(rule, inverse) for rule in settings.rules) or None,
@@ -68,10 +79,9 @@ def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any] | 
 
 def _native_threshold(settings: ResolvedCorrection) -> float | str | None:
     if settings.bound in ("truncate", "clip"):
-        return settings.upper if settings.lower is None else None
-    return (
-        f"{settings.lower!r}_{settings.upper!r}" if settings.lower is not None and settings.upper is not None else None
-    )
+        return settings.upper
+    given = zip((settings.lower, settings.upper), UNBOUNDED, strict=True)
+    return "_".join(repr(unbounded if bound is None else bound) for bound, unbounded in given)
 
 
 def _native_rule(rule: Rule, inverse: bool) -> str:
@@ -120,22 +130,9 @@ def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list
         )
     native = native_rollout_correction(settings)
     with open_dict(config):
-        if native is not None:
-            config.algorithm.rollout_correction = OmegaConf.merge(given, native)
-            done = [f"algorithm.rollout_correction: {_words(native)}"]
-        else:
-            # This package computes the weights; verl is told only the mode and the loss.
-            own = {
-                "rollout_is": None,
-                "rollout_rs": None,
-                "bypass_mode": settings.mode == "bypass",
-                "loss_type": settings.loss,
-            }
-            config.algorithm.rollout_correction = OmegaConf.merge(given, own)
-            done = ["the weights of mismatch.correction take the place of verl's, which has no setting for them"]
-        if settings.mode == "bypass":
-            done += _set_policy_loss(config, OWN_LOSS if native is None else "bypass_mode", native)
-        return done
+        config.algorithm.rollout_correction = OmegaConf.merge(given, native)
+        done = [f"algorithm.rollout_correction: {_words(native)}"]
+        return done + (_set_policy_loss(config, native) if settings.mode == "bypass" else [])
 
 
 def check_native(config: DictConfig) -> list[str]:
@@ -176,7 +173,7 @@ def check_native(config: DictConfig) -> list[str]:
             "one of the two."
         )
     with open_dict(config):
-        return _set_policy_loss(config, "bypass_mode", OmegaConf.to_container(given, resolve=True))
+        return _set_policy_loss(config, OmegaConf.to_container(given, resolve=True))
 
 
 def _compare(driver: DictConfig, worker: DictConfig) -> None:
@@ -191,14 +188,12 @@ def _compare(driver: DictConfig, worker: DictConfig) -> None:
             )
 
 
-def _set_policy_loss(config: DictConfig, mode: str, native: Any) -> list[str]:
+def _set_policy_loss(config: DictConfig, native: Any) -> list[str]:
     policy_loss = config.actor_rollout_ref.actor.policy_loss
-    policy_loss.loss_mode = mode
-    if native is not None:
-        policy_loss.rollout_correction = native
+    policy_loss.loss_mode, policy_loss.rollout_correction = "bypass_mode", native
     return [
-        f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r}, with the settings of the correction: verl 0.9.1 itself does "
-        "not hand them to its loss"
+        "actor_rollout_ref.actor.policy_loss.loss_mode='bypass_mode', with the settings of the correction: verl 0.9.1 itself "
+        "does not hand them to its loss"
     ]
 
 

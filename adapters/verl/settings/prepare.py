@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, FINDINGS_VARIABLE, MODE_VARIABLE, encode
+from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, MODE_VARIABLE, encode
 from mismatch_ext.adapters.verl.megatron.settings import megatron_settings
 from mismatch_ext.adapters.verl.settings.correction import set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
 from mismatch_ext.adapters.verl.settings.masks import set_masks
 from mismatch_ext.adapters.verl.settings.modes import MODES, TRAINER, run_mode, trainer_of
 from mismatch_ext.adapters.verl.settings.refusals import EXTENSION, check_bypass, check_host, refused
-from mismatch_ext.adapters.verl.settings.rehearsal import entered, leave, rehearse, say_changes
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import need_reference_policy
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, MismatchError
 from mismatch_ext.precision.names import SHORT, spelled
 from mismatch_ext.terminal import say
-from mismatch_ext.versions import PEERS, installed, on_cpu_build, require
+from mismatch_ext.versions import PEERS, on_cpu_build
 
 QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
 """Values that verl accepts as `rollout.quantization`, by engine."""
@@ -75,7 +73,7 @@ def _prepare(config: DictConfig) -> None:
     block = MismatchConfig.parse(given)
     assert block is not None
     if block.level == "observe":
-        _observe(config, block)
+        _observe(config, block.acting)
         return
     _check_peers(config, block)
     check_host(config, block)
@@ -94,54 +92,31 @@ def _prepare(config: DictConfig) -> None:
         _set_environment(config, block)
 
 
-def _peers(config: DictConfig) -> list[str]:
-    engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
-    return ["torch", "verl", "transformers", *([engine] if engine in PEERS else [])]
-
-
 def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
     engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
     actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
     cpu = {"cpu"} if engine == "vllm" and on_cpu_build() else set()
-    compat.check(_peers(config), block.features, {"verl", engine, actor, *cpu})
+    peers = ["torch", "verl", "transformers", *([engine] if engine in PEERS else [])]
+    compat.check(peers, block.features, {"verl", engine, actor, *cpu})
 
 
 def _observe(config: DictConfig, block: MismatchConfig) -> None:
-    """Watch a run without changing its training: rehearse the block, and print what it would refuse or set."""
-    for peer in _peers(config):
-        if installed(peer) is None:
-            require(peer)  # without it there is nothing to observe either
-    verdicts, changes = rehearse(
-        config,
-        [
-            ("versions", lambda target: _check_peers(target, block)),
-            ("settings", lambda target: check_host(target, block)),
-            *(
-                [("megatron_settings", lambda target: megatron_settings(target, block))]
-                if config.actor_rollout_ref.actor.strategy == "megatron"
-                else []
-            ),
-            ("precision_settings", lambda target: set_precision(target, block)),
-            ("routing_settings", lambda target: _set_routing(target, block)),
-            ("sampling_mask_settings", lambda target: set_masks(target, block)),
-            ("correction_settings", lambda target: set_correction(target, block.correction)),
-            ("bypass_settings", lambda target: check_bypass(target, block)),
-            *([("kl_settings", lambda target: set_kl(target, section))] if (section := block.kl) is not None else []),
-        ],
-    )
-    say_changes(changes)
-    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
-    if not entered(config) or variables.get("VERL_ENGINE_VENDOR") not in (None, TRAINER):
-        leave(config)
-        return
-    with open_dict(config):
-        # The rollout's recording of routes stays as it was: some engines refuse it at their start, where we cannot undo it.
-        _set_trainer(config, block)
-        _set_environment(config, block)
-        variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-        variables[FINDINGS_VARIABLE] = json.dumps([dataclasses.asdict(finding) for finding in verdicts.kept])
-        if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
-            del variables["VERL_ENGINE_VENDOR"]  # we do not look into other engines
+    """Let our trainer measure the run, and set nothing else; a run that it cannot measure is stock verl's, with a warning."""
+    try:
+        _check_peers(config, block)
+        check_host(config, block)
+        if config.actor_rollout_ref.actor.strategy == "megatron":
+            megatron_settings(config, block)
+        with open_dict(config):
+            _set_environment(config, block)
+            _set_trainer(config, block)
+    except MismatchError as error:
+        warnings.warn(
+            f"mismatch.level='observe': this run is not observed, and trains as without the block: {error}",
+            stacklevel=2,
+        )
+        with open_dict(config):
+            config.mismatch = None
 
 
 def _set_trainer(config: DictConfig, block: MismatchConfig) -> None:

@@ -99,24 +99,21 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
         self._verdicts = Verdicts(block.level)
-        if self._verdicts.observes:
-            super().init_model()
-            if "actor" in self.role:
-                with self._verdicts.checking("readiness"):
-                    self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
-            return
         expected = _megatron_engine(block) if self._megatron else MismatchFSDPEngine
         super().init_model()
         if "actor" not in self.role:
             return
         engine: object = self._actor.engine
-        if not isinstance(engine, expected):
-            raise ConfigError(
-                f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {expected.__name__}, "
-                "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
-            )
-        self._actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
-        self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
+        with self._verdicts.checking("workers"):
+            if not isinstance(engine, expected):
+                raise ConfigError(
+                    f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {expected.__name__}, "
+                    "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
+                )
+        if not self._verdicts.observes:
+            self._actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
+        with self._verdicts.checking("readiness"):
+            self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
 
     @on_all_ranks
     def mismatch_readiness(self) -> str | None:

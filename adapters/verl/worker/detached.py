@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mismatch_ext.adapters.verl.block import active_mode
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from torch import Tensor, nn
 from verl.experimental.separation.engine_workers import DetachActorWorker
-
-from mismatch_ext.verdicts import APPLY
-
-PRESENT = (
-    "weights that verl has put aside lie where the update changes them (param_offload, offload_policy, or a CPU): from the "
-    "second local update of a step on, old log-probabilities are those of the present policy"
-)
 
 
 class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
@@ -30,17 +22,13 @@ class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
         present policy.
         """
         handler = super().copy_handler
-        if self.config.actor.strategy != "fsdp2":
+        if self.config.actor.strategy != "fsdp2" or self._verdicts.observes:
             return handler
 
         def copied(module: nn.Module) -> tuple[dict[str, tuple[Tensor, Any]], Any]:
             shards, spec = handler(module)
             # A rank without a piece of a tensor has no storage of it, on either side.
             live = {_storage(parameter) for parameter in module.parameters()} - {0}
-            if self._verdicts.observes:
-                if active_mode().updates > 1 and any(_storage(shard) in live for shard, _ in shards.values()):
-                    self._verdicts.found("old_policy", PRESENT, kind=APPLY)
-                return shards, spec
             return {
                 name: (shard.clone() if _storage(shard) in live else shard, of) for name, (shard, of) in shards.items()
             }, spec

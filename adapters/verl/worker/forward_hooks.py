@@ -15,7 +15,6 @@ from verl.utils import tensordict_utils as tu
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.ranks import agree, gathered
 from mismatch_ext.routing.replaying import REFERENCE
-from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Host
@@ -25,16 +24,12 @@ else:
 ROW = "mismatch_row"
 NATIVE = "mismatch_native"
 """Entry of a batch that asks for a pass without replay, to measure the gap that replay closes."""
-OBSERVED = "mismatch_observed"
-"""Entry of a batch that asks, under `observe`, for a pass in which the rollout's routes are compared with the model's own."""
 
 
 class RoutingMixin(_Host):
     """Overrides the methods of verl's engine that run its model; the engine sets `_replay`."""
 
     _replay: EngineReplay | None = None
-    _watched_replay: EngineReplay | None = None  # compares routes, and replays none
-    verdicts: Verdicts
     weight_version: int | None = None  # version that the rollout engine was sent last; None if none was sent from here
     _routes: list[SampleRoutes] | None = None  # routes of the running mini-batch
     _recording = False
@@ -64,8 +59,6 @@ class RoutingMixin(_Host):
             ReplayError: A forward pass did not obey them.
         """
         replay = self._replay
-        if self._watched_replay is not None and tu.get_non_tensor_data(data=data, key=OBSERVED, default=False):
-            return self._compared(self._watched_replay, data, loss_function)
         if replay is None or self._routes_natively(data):
             return super().forward_backward_batch(data, loss_function, forward_only)
         reference = self._is_reference
@@ -98,18 +91,6 @@ class RoutingMixin(_Host):
         rows, names = samples.needed(data), samples.names(data, self.rank)
         return replay.ingest(samples.routes(data), samples.tokens(data), rows, names, samples.versions(data))
 
-    def _compared(self, replay: EngineReplay, data: Any, loss_function: Callable[..., Any]) -> Any:
-        """Score a mini-batch as the parent does, and compare the routes that came with its samples with the model's own."""
-        with self.verdicts.checking("routes"):
-            self._is_of_other_tokens(data, forward_only=False)
-            self._routes = self._ingested(replay, data)
-        try:
-            data = data.exclude(FIELD, TOKENS)
-            data[ROW] = torch.arange(len(data))
-            return super().forward_backward_batch(data, loss_function, True)
-        finally:
-            self._routes = None
-
     def _is_of_other_tokens(self, data: Any, forward_only: bool) -> bool:
         """Tell whether samples have other tokens than their routes were recorded of; an update refuses such samples."""
         altered = samples.altered(data)
@@ -130,12 +111,6 @@ class RoutingMixin(_Host):
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """Run a micro-batch as the parent does, recorded or replayed."""
         replay = self._replay
-        if self._watched_replay is not None and self._routes is not None:
-            rows = samples.rows_of(micro_batch, self._get_packed_pad_size(int(micro_batch["input_ids"].offsets()[-1])))
-            routes = [self._routes[row] for row in micro_batch[ROW].tolist()]
-            comparing = self._watched_replay.comparing_samples(routes, rows, samples.tokens(micro_batch))
-            with self.verdicts.around("routes", comparing):
-                return super().forward_step(micro_batch, loss_function, forward_only)
         if replay is None or not (self._recording or self._routes is not None):
             return super().forward_step(micro_batch, loss_function, forward_only)
         packed, share = int(micro_batch["input_ids"].offsets()[-1]), Share.present()

@@ -1,4 +1,4 @@
-"""What the block changes in the actor's loss: the KL term, a policy loss of its own, and the off-policy mask.
+"""What the block changes in the actor's loss: the KL term, and the off-policy mask.
 
 verl's `ppo_loss` runs as it is, with its own KL term switched off; what is added is aggregated by verl's `agg_loss` with the
 denominators of the global batch, so that the gradient depends neither on ranks nor on micro-batches.
@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.settings.correction import OWN_LOSS, native_rollout_correction, settings_of
+from mismatch_ext.adapters.verl.settings.correction import settings_of
 from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
-from mismatch_ext.adapters.verl.worker.correction import OwnPolicyLoss, without_drifted
+from mismatch_ext.adapters.verl.worker.correction import without_drifted
 from mismatch_ext.adapters.verl.worker.kl import COEF, FIELDS, loss_term
 from tensordict import TensorDict
 from torch import Tensor
@@ -28,7 +28,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import ResolvedCorrection
 from mismatch_ext.kl import KlTerm
 
-BYPASS = ("bypass_mode", OWN_LOSS)
+BYPASS = "bypass_mode"
 
 
 def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
@@ -44,12 +44,10 @@ def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
     if kl is not None:
         # `replace` makes a new one of a configuration whose fields are frozen; the driver's copy still asks for the reference.
         config = replace(config, use_kl_loss=False, global_batch_info={})
-    if settings is not None and settings.mode == "bypass" and native_rollout_correction(settings) is None:
-        config = replace(config, policy_loss=OwnPolicyLoss.of(config.policy_loss, settings), global_batch_info={})
     base: Callable[..., Any] = partial(ppo_loss, config=config)
     masked = settings if settings is not None and settings.off_policy_threshold is not None else None
     # Bypass mode may also be set by the user in verl's own configuration, without the block.
-    if needs_own_loss(block) is None and config.policy_loss.loss_mode not in BYPASS:
+    if needs_own_loss(block) is None and config.policy_loss.loss_mode != BYPASS:
         return base
     return partial(
         mismatch_loss,
@@ -125,7 +123,7 @@ def kl_loss(config: Any, kl: KlTerm, model_output: Any, data: TensorDict) -> Ten
 
 def _policy_part(base: Callable[..., Any], config: Any, model_output: Any, data: Any, dp_group: Any) -> Any:
     """Return verl's loss; in bypass mode return 0 for a micro-batch of padding only, because verl's loss fails there."""
-    if config.policy_loss.loss_mode not in BYPASS or bool(data["response_mask"].values().any()):
+    if config.policy_loss.loss_mode != BYPASS or bool(data["response_mask"].values().any()):
         return base(model_output=model_output, data=data, dp_group=dp_group)
     data = data.copy()
     data["response_mask"] = torch.ones_like(data["response_mask"])

@@ -282,30 +282,6 @@ class EngineReplay(RouteReplay):
             experts = share.whole(experts.to(torch.int32)).to(torch.int16)
         found += [experts[place : place + length] for place, length in zip(rows.places, rows.lengths, strict=True)]
 
-    @contextmanager
-    def comparing_samples(self, samples: Sequence[SampleRoutes], rows: Rows, ids: Sequence[Tensor]) -> Iterator[None]:
-        """Compare the routes of a micro-batch's samples with those that the model chooses for itself in a forward pass.
-
-        No rank waits for another: where one refuses its routes, the others go on.
-
-        Args:
-            samples: Routes of its samples, in its order.
-            rows: Where their tokens lie.
-            ids: Token ids of its samples.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens, or cannot be this model's; the pass has run then.
-        """
-        with backend.record_routing(self._model) as recording:
-            yield
-        trace, mask = self._laid(samples, rows)
-        own = [found for found in recording.passes if _is_over(found, rows.token_rows(ids))]
-        if not own:
-            raise RoutingError(
-                f"{len(recording.passes)} forward passes of a micro-batch, none of them over its tokens."
-            )
-        self.compare(trace, own[-1], mask, real=_counted(samples, rows), split=TRAIN)
-
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this."""
         found, counts = self.take_agreement(TRAIN, WORLD), self.take_others(TRAIN, WORLD, sharing=self._sharing)

@@ -53,16 +53,17 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
     def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given = active_block() if block is None else block
-        # Under `observe` the engine computes as verl's own does, and only looks at some of what passes through it.
+        # Under `observe` the engine computes as verl's own does, and is only looked at.
         self.verdicts = Verdicts("enforce" if given is None else given.level)
         self.block = None if self.verdicts.observes else given
-        self.watched = given if self.verdicts.observes else None
+        self._looked_at = given is not None
         self._steps = self._skipped = self._updates = 0
         self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
         self._behind = 0  # skipped updates of steps that had others, too: the schedule is behind by as many
         self._mode = active_mode()
-        if self.block is not None:
-            self._check_setup(self.block)
+        if given is not None:
+            with self.verdicts.checking("engine"):
+                self._check_setup(given.acting)
 
     def _check_setup(self, block: MismatchConfig) -> None:
         if self.model_config.use_fused_kernels and self.engine_config.strategy == "fsdp2" and not self._tied:
@@ -96,8 +97,9 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
         """
         super().initialize()
         block = self.block
-        if self.watched is not None:
-            self._watch(self.watched)
+        if self._looked_at and self._trains:
+            with self.verdicts.checking("loss_scaler"):
+                refuse_disabled(self.scaler, get_device_name())
         if block is None:
             return
         if block.precision is not None:
@@ -109,7 +111,6 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             self._replay.takes_older = self._mode.asynchronous
         if not self._trains:
             return
-        refuse_disabled(self.scaler, get_device_name())
         self.optimizer.register_step_post_hook(self._count_step)
         if block.lr is not None:
             self._rate = rate_of(block.lr)
@@ -121,24 +122,6 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
                 # Local updates between two weight updates are one step of the rule, even if some of them were skipped.
                 updates=lambda: (int(self.lr_scheduler.last_epoch) + self._behind) // self._mode.updates,
             )
-
-    def _watch(self, block: MismatchConfig) -> None:
-        """Check what `initialize` checks of a block that acts, and prepare to compare routes."""
-        role = "actor" if self._trains else "ref"
-        with self.verdicts.checking(f"engine_{role}"):
-            self._check_setup(block)
-        if block.precision is not None:
-            with self.verdicts.checking(f"precision_{role}", applied=True):
-                check_precision(block.precision, _name(self._autocast_dtype), role)
-        if not self._trains:
-            return
-        with self.verdicts.checking("loss_scaler"):
-            refuse_disabled(self.scaler, get_device_name())
-        # With sequence parallelism a rank has a part of each sequence and does not know which: nothing is compared there.
-        if block.routing is not None and int(self.ulysses_sequence_parallel_size) == 1:
-            with self.verdicts.checking("routing"):
-                self._watched_replay = EngineReplay(block.routing, self.module, seed=int(self.engine_config.seed))
-                self._watched_replay.takes_older = self._mode.asynchronous
 
     def _build_fsdp_module(self, module: Any) -> Any:
         precision = None if self.block is None else self.block.precision
@@ -237,7 +220,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             ConfigError: There is an adapter, and verl has found none of its weights to send.
         """
         weights, adapter = super().get_per_tensor_param(*args, **kwargs)
-        if self.block is not None or self.watched is not None:
+        if self._looked_at:
             with self.verdicts.checking("adapter"):
                 if adapter is not None and isinstance(weights, ItemsView) and not len(weights):
                     raise ConfigError(
@@ -251,8 +234,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return what this engine really does, as plain data, for the check before the first step."""
-        replay = self._watched_replay if self._replay is None else self._replay
-        layout = None if replay is None else replay.layout
+        layout = None if self._replay is None else self._replay.layout
         return {
             "engine": type(self).__name__,
             "rank": self.rank,
@@ -282,8 +264,6 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
 
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what was measured since the last call, without prefix; all ranks must call this, after an update."""
-        if self._watched_replay is not None:
-            return self._watched_replay.metrics()
         if self.block is None:
             return {}
         found = {

@@ -33,16 +33,5 @@ def kl_in_verl() -> dict[str, Any]:
         return {"steps": [_of_kl(step) for step in steps], "state": driver._kl.state_dict()}
 
 
-def weights_in_verl(correction: dict[str, Any]) -> dict[str, float]:
-    """Weigh a batch where verl's driver computes its own weights."""
-    from mismatch_ext.config import CorrectionConfig
-    from tests.peers.verl.in_process.scenarios_driver import driving, host_config, proto
-
-    with driving(correction=CorrectionConfig(**correction)) as (_, verls):
-        config = host_config().algorithm.rollout_correction
-        _, metrics = verls.compute_rollout_correction_and_add_to_batch(proto(), config)
-    return {name: float(value) for name, value in metrics.items() if "rollout_is_" in name or "rollout_rs_" in name}
-
-
 def _of_kl(step: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in step.items() if "kl_ref" in name or "kl_coef" in name}

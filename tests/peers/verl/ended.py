@@ -57,7 +57,7 @@ def _logged(file: Path) -> Callable[[], bool]:
 
 
 def check_endings(found: dict[str, Ending], work: Path) -> None:
-    """Check that each ending says what it was, that the next run goes on from the last checkpoint, and what was in flight."""
+    """Check that each ending says what it was, and that the next run goes on from the last checkpoint."""
     runs = {name: ending.run for name, ending in found.items()}
     assert runs["stopped"].code == 0 and found["stopped"].after == 1, runs["stopped"].log[-6000:]
     said = {

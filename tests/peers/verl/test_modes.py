@@ -27,13 +27,6 @@ def test_weights_put_aside_are_those_of_before_the_update_where_they_lie_on_the_
     assert ours["kept"] and ours["saved"] == [0]
 
 
-@pytest.mark.filterwarnings("ignore:mismatch.level='observe'")
-def test_observe_leaves_what_verl_puts_aside_and_says_what_it_is(run: Run, dense: Path) -> None:
-    found = run(scenarios.observed, model=dense).expect()
-    assert found["1"] == {"stock": True, "findings": []}  # nothing is scored by it
-    assert found["2"] == {"stock": True, "findings": ["old_policy apply"]}
-
-
 @pytest.mark.numeric
 def test_a_period_counts_steps_and_not_the_updates_of_one(run: Run, dense: Path) -> None:
     found = run(scenarios.rates, model=dense).expect()

@@ -1,4 +1,4 @@
-"""From the block to verl's own configuration, in the driver: what is set, what is observed, and a package that does not load."""
+"""From the block to verl's own configuration, in the driver: what is set, and a package that does not load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_the_smallest_block_changes_trainer_environment_and_what_it_enters_by_al
 
 def test_a_manager_of_agent_loops_of_ones_own_stays() -> None:
     setting = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-    assert OmegaConf.select(prepared("+mismatch.sampling_mask={}"), setting).endswith(".MaskedLoopManager")
+    masked = prepared("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8")
+    assert OmegaConf.select(masked, setting).endswith(".MaskedLoopManager")
     assert OmegaConf.select(prepared("+mismatch={}", f"+{setting}=my.Manager"), setting) == "my.Manager"
 
 
@@ -261,74 +262,46 @@ EVERY_SECTION = (
     "+mismatch.kl.coef=0.1",
     "+mismatch.lr={}",
 )
-WATCHED = {
+OBSERVED = {
     "trainer.v1.trainer_mode",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
     "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
-    "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_FINDINGS",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
 }
 
 
-def observed(*overrides: str) -> tuple[set[str], dict[str, str], DictConfig]:
-    """Prepare a configuration that is to be observed: what has changed, what was found, and the configuration."""
+def observed(*overrides: str) -> tuple[set[str], DictConfig]:
+    """Prepare a configuration that is to be observed, and return what has changed, and the configuration."""
     given = (*EVERY_SECTION, *overrides)
     stock, ours = configured(*given), prepared(*given)
     paths = {leaf for config in (stock, ours) for leaf in leaves(OmegaConf.to_container(config, resolve=False))}
-    changed = {path for path in paths if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)}
-    told = OmegaConf.select(ours, f"ray_kwargs.ray_init.runtime_env.env_vars.{block.FINDINGS_VARIABLE}") or "[]"
-    return changed, {finding["check"]: finding["message"] for finding in json.loads(told)}, ours
+    return {path for path in paths if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)}, ours
 
 
-def test_observe_sets_what_it_enters_by_and_says_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    changed, found, config = observed()
-    assert changed == WATCHED and not found
-    said = capsys.readouterr().out
-    for words in (
-        "enforce would have set actor_rollout_ref.rollout.dtype='float16' (is 'bfloat16')",
-        "enforce would have set algorithm.rollout_correction.bypass_mode=True (is False)",
-        "enforce would have set actor_rollout_ref.actor.use_kl_loss=True (is False)",
-    ):
-        assert words in said, said
-    assert block.active_block() is None and "mismatch.precision sets" not in said
+def test_observe_sets_what_it_enters_by_alone_and_hands_on_no_section() -> None:
+    changed, config = observed("+mismatch.monitor.numerics_tokens=7")
+    assert changed == OBSERVED
     variables = config.ray_kwargs.ray_init.runtime_env.env_vars
     known = MismatchConfig.parse(json.loads(variables[block.BLOCK_VARIABLE]))
-    assert known is not None and known.level == "observe" and known.acting == MismatchConfig(level="observe")
-
-
-@pytest.mark.filterwarnings("ignore:mismatch.level='observe'")
-def test_observe_finds_what_enforce_refuses() -> None:
-    refused = {
-        "settings": ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs=False"),
-        "precision_settings": ("actor_rollout_ref.rollout.dtype=float32", "rollout.dtype='float32'"),
-        "kl_settings": ("+mismatch.kl.estimator=full", "mismatch.kl.estimator='full'"),
-        "correction_settings": ("algorithm.rollout_correction.rollout_is=token", "rollout_is='token'"),
-    }
-    changed, found, _ = observed(*(override for override, _ in refused.values()))
-    assert changed == WATCHED and found.keys() == refused.keys()
-    assert all(words in found[check] for check, (_, words) in refused.items()), found
+    assert known is not None and known.to_dict().keys() == {"level", "monitor"} and known.monitor.numerics_tokens == 7
 
 
 @pytest.mark.parametrize(
-    "override",
+    ("override", "named"),
     [
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.use_v1=False",
-        "+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}",
+        ("trainer.v1.trainer_mode=separate_async", "trainer_mode"),
+        ("trainer.use_v1=False", "use_v1"),
+        ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs"),
+        ("+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}", "VERL_ENGINE_VENDOR"),
     ],
 )
-def test_a_run_that_cannot_be_observed_is_stock_and_says_so(override: str) -> None:
-    with pytest.warns(UserWarning, match="this run is not observed"):
-        changed, _, config = observed(override)
+def test_a_run_that_cannot_be_observed_is_stock_and_says_so(override: str, named: str) -> None:
+    with pytest.warns(UserWarning, match=f"this run is not observed.*{named}"):
+        changed, config = observed(override)
     assert config.mismatch is None and {path for path in changed if not path.startswith("mismatch")} == set()
     verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)  # nobody refuses it later
 
 
-def test_observe_keeps_another_engine_and_refuses_what_it_cannot_read() -> None:
-    megatron = (
-        "model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron",
-    )  # fmt: skip
-    config = prepared(*megatron, "+mismatch.level=observe")
-    assert "VERL_ENGINE_VENDOR" not in config.ray_kwargs.ray_init.runtime_env.env_vars
+def test_a_block_that_cannot_be_read_is_an_error_under_observe_too() -> None:
     with pytest.raises(ConfigError, match="rooting"):
         prepared("+mismatch.level=observe", "+mismatch.rooting.mode=R3")

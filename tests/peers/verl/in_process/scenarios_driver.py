@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.driver.correction import apply_correction
 from mismatch_ext.adapters.verl.driver.kl import groups
-from mismatch_ext.adapters.verl.settings.correction import VERL_PRESETS, set_correction, settings_of
+from mismatch_ext.adapters.verl.settings.correction import VERL_PRESETS, set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
 from mismatch_ext.adapters.verl.worker.kl import BASELINE, loss_term
 from mismatch_ext.adapters.verl.worker.loss import make_loss
@@ -26,7 +25,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.workers.utils.losses import ppo_loss
 
-from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import KlTerm, kl_surrogate
 from tests.oracles.kl.enumeration import Problem
@@ -91,29 +90,26 @@ def proto(rows: int = 12, length: int = 7, seed: int = 0) -> Any:
 
 
 def presets() -> dict[str, Any]:
-    """Compare each preset by name with verl's own factory method, through verl's code and, in our words, through ours."""
+    """Compare each preset by name with verl's own factory method, through verl's code."""
     result = {}
     for name in sorted(VERL_PRESETS):
         theirs = getattr(RolloutCorrectionConfig, name)()
         config, block = host_config(), block_of(correction={"preset": name})
         set_correction(config, block.correction)
-        settings = settings_of(block.correction)  # type: ignore[arg-type]
-        found = {"native": 0.0, "own": 0.0, "masks": True, "bypass": theirs.bypass_mode, "rejected": 0, "weighted": 0}
+        found = {"native": 0.0, "masks": True, "bypass": theirs.bypass_mode, "rejected": 0, "weighted": 0}
         if theirs.bypass_mode:
             found |= bypass_preset(theirs, config, block)
         for seed in range(8):
-            stock, native, own = proto(seed=seed), proto(seed=seed), proto(seed=seed)
+            stock, native = proto(seed=seed), proto(seed=seed)
             plain = stock.batch["response_mask"]
             stock, _ = compute_rollout_correction_and_add_to_batch(stock, theirs)
             native, _ = compute_rollout_correction_and_add_to_batch(native, config.algorithm.rollout_correction)
-            apply_correction(own, settings)
-            for kind, other in (("native", native), ("own", own)):
-                found["masks"] &= torch.equal(stock.batch["response_mask"].long(), other.batch["response_mask"].long())
-                pair = [b.batch.get("rollout_is_weights", None) for b in (stock, other)]
-                found["masks"] &= (pair[0] is None) == (pair[1] is None)
-                if pair[0] is not None:
-                    found[kind] = max(found[kind], float((pair[0] - pair[1]).abs().max()))
-                    found["weighted"] += int((pair[0][plain.bool()] != 1).sum())
+            found["masks"] &= torch.equal(stock.batch["response_mask"].long(), native.batch["response_mask"].long())
+            pair = [b.batch.get("rollout_is_weights", None) for b in (stock, native)]
+            found["masks"] &= (pair[0] is None) == (pair[1] is None)
+            if pair[0] is not None:
+                found["native"] = max(found["native"], float((pair[0] - pair[1]).abs().max()))
+                found["weighted"] += int((pair[0][plain.bool()] != 1).sum())
             found["rejected"] += int((plain - stock.batch["response_mask"].long()).sum())
         result[name] = found
     return result
@@ -230,23 +226,6 @@ def driving(**sections: Any) -> Iterator[Any]:
         driver._patches.revert()
 
 
-def weights() -> dict[str, Any]:
-    """Weigh a batch by a setting that verl has not, where verl's driver computes its own weights."""
-    section = CorrectionConfig(level="geometric", bound="clip", upper=1.5, lower=0.5)
-    stock, data = proto(), proto()
-    expected = proto()
-    config = host_config().algorithm.rollout_correction
-    stock, _ = compute_rollout_correction_and_add_to_batch(stock, config)
-    with driving(correction=section) as (_, verls):
-        data, metrics = verls.compute_rollout_correction_and_add_to_batch(data, config)
-    apply_correction(expected, settings_of(section))
-    found, stated = (batch.batch["rollout_is_weights"] for batch in (data, expected))
-    return {
-        "stock": "rollout_is_weights" in stock.batch, "error": float((found - stated).abs().max()),
-        "spread": float(found[data.batch["response_mask"].bool()].std()), "metrics": sorted(metrics),
-    }  # fmt: skip
-
-
 def rewards() -> dict[str, Any]:
     """Hold the KL in verl's rewards, and a coefficient that follows a target, against plain formulas."""
     data = proto()
@@ -299,7 +278,6 @@ def edges() -> dict[str, Any]:
         result["stock"] = str(error)
     for name, correction in {
         "native": {"preset": "bypass_pg_is"},
-        "own": {"mode": "bypass", "loss": "reinforce", "level": "geometric", "upper": 2.0},
     }.items():
         loss = pickle.loads(pickle.dumps(make_loss(config, block_of(correction=correction))))
         given = logps.clone().requires_grad_()
@@ -343,7 +321,6 @@ def driver(cases: list[Any]) -> dict[str, Any]:
         "sessions": sessions(),
         "rewards": rewards(),
         "warmed_up": warmed_up(),
-        "weights": weights(),
         "edges": edges(),
         "settings": [set_up(*case) for case in cases],
     }

@@ -274,7 +274,6 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
     formulas = {
         "reinforce": lambda d, mask, a: keep(d, mask) * d.sum(1, keepdim=True).exp().clamp(max=1.1),
         "mask": lambda d, mask, a: d.exp() * (d.exp() <= 1.1),
-        "geometric": lambda d, mask, a: (d.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp().clamp(max=1.1),
     }
     bounds = f"{math.exp(-0.1)!r}_{math.exp(0.1)!r}"
     given = [
@@ -301,7 +300,6 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
             "reject_threshold": bounds,
         },
         "mask": {"mode": "bypass", "loss": "reinforce", "level": "token", "bound": "mask", "upper": 1.1},
-        "geometric": {"mode": "bypass", "loss": "reinforce", "level": "geometric", "upper": 1.1},
     }  # fmt: skip
     result["block"] = {}
     for name, section in sections.items():
@@ -313,7 +311,6 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
             "error": relative(found, by_hand(engine, data, formulas[name])),
             "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
             "bypass": config.algorithm.rollout_correction.bypass_mode,
-            "logs": sorted({key.partition("rollout_is_")[0] for key in metrics if "rollout_is_mean" in key}),
             "gap": "rollout_corr/kl" in metrics,
         }
     return result

@@ -100,22 +100,6 @@ def aside(model: str) -> dict[str, Any]:
     return found
 
 
-def observed(model: str) -> dict[str, Any]:
-    """Put weights aside under `observe`, before an update of which a step has one, and two."""
-    built, found = worker(model, {"level": "observe"}), {}
-    for updates in (1, 2):
-        asked = detached(MismatchDetachWorker, built, "observe")
-        with environment(**{MODE_VARIABLE: json.dumps({"name": "separate_async", "updates": updates})}):
-            asked.save_model_to_cpu(0)
-        saved, _ = asked.cpu_saved_models[0]
-        live = {name: parameter._local_tensor.data_ptr() for name, parameter in built.engine.module.named_parameters()}
-        found[str(updates)] = {
-            "stock": all(shard.data_ptr() == live[name] for name, (shard, _) in saved.items()),
-            "findings": [f"{finding.check} {finding.kind}" for finding in asked._verdicts.take()],
-        }
-    return found
-
-
 def _flat(rows: list[list[float]]) -> torch.Tensor:
     return torch.tensor([value for row in rows for value in row])
 

@@ -16,6 +16,7 @@ from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from mismatch_ext.adapters.verl.worker.staleness import segments_of, stale_gap
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack
+from transformers import BatchEncoding
 from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -91,9 +92,11 @@ def resumed() -> dict[str, Any]:
     try:
 
         async def turns() -> tuple[Any, Any, Any]:
-            first = await asked.generate("a", prompt_ids=[7, 8, 9], sampling_params={"max_tokens": 9})
+            # As transformers 5 returns it from a chat template, and in a batch of one: verl takes both.
+            prompt: Any = BatchEncoding({"input_ids": [7, 8, 9]})
+            first = await asked.generate("a", prompt_ids=prompt, sampling_params={"max_tokens": 9})
             tool = [7, 8, 9, 1, 2, 3, 0, 0]
-            second = await asked.generate("a", prompt_ids=tool, sampling_params={"max_tokens": 9})
+            second = await asked.generate("a", prompt_ids=[tool], sampling_params={"max_tokens": 9})  # type: ignore[list-item]
             # The tokens that the second turn sampled are tokenised anew.
             return (
                 first,
