@@ -7,9 +7,6 @@ import os
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import random
-import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,16 +26,16 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm
-from tests.peers.trl.scenarios_kl import moved, relative
+from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 from tests.peers.trl.user_losses import (
+    RECIPES,
     Asked,
     Inputs,
     MixinFirst,
     MixinLast,
     Recipe,
     by_hand,
-    draw,
     rows_of,
     scored,
     tokens_of,
@@ -54,7 +51,6 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "bypass_clip": {"mode": "bypass", "loss": "ppo_clip"},
     "bypass_reinforce": {"mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.002},
 }
-PLAIN = Recipe("super", 1.0, (), "_compute_loss", False, False, False, True, 1, "dr_grpo")
 
 
 def built(model: str, out: str, block: Any, cls: Any, **overrides: Any) -> Any:
@@ -95,19 +91,26 @@ def asked_for(trainer: Any, asked: Asked) -> None:
     trainer._around_loss = bool(sections)
 
 
-def draw_asked(rng: random.Random) -> Asked:
-    """Draw a block with a KL term, a correction, or both."""
-    kl = None
-    correction = rng.choice((None, None, *CORRECTIONS))
-    if correction is None or rng.random() < 0.4:
-        kl = {"estimator": rng.choice(("k1", "k2", "k3", "k3", "abs")), "placement": rng.choice(("loss", "reward", "both")),
-              "target": rng.choice(("token", "sequence")), "ratio": rng.choice(("none", "token", "sequence")),
-              "baseline": rng.choice(("none", "leave_one_out"))}  # fmt: skip
-        if kl["estimator"] == "k1" and kl["placement"] == "loss":
-            kl["placement"] = "both"  # k1 in the loss is noise of mean zero, and is refused or warned of
-        if rng.random() < 0.1:
-            kl = {"estimator": "full", "placement": "loss", "target": "token", "ratio": "none", "baseline": "none"}
-    return Asked(kl, correction)
+def _kl(estimator: str, placement: str, target: str, ratio: str, baseline: str) -> dict[str, str]:
+    return {
+        "estimator": estimator, "placement": placement, "target": target, "ratio": ratio, "baseline": baseline,
+    }  # fmt: skip
+
+
+ASKED = (
+    Asked(_kl("k3", "loss", "token", "none", "none"), None),
+    Asked(_kl("k1", "reward", "sequence", "none", "leave_one_out"), None),
+    Asked(_kl("k1", "both", "sequence", "token", "leave_one_out"), "geometric"),
+    Asked(_kl("k2", "loss", "token", "token", "none"), "bypass_clip"),
+    Asked(_kl("k2", "both", "sequence", "sequence", "leave_one_out"), None),
+    Asked(_kl("k3", "reward", "token", "token", "leave_one_out"), "sequence_mask"),
+    Asked(_kl("k3", "both", "token", "sequence", "none"), "bypass_reinforce"),
+    Asked(_kl("abs", "both", "sequence", "token", "none"), "rejecting"),
+    Asked(_kl("abs", "loss", "token", "sequence", "none"), None),
+    Asked(_kl("full", "loss", "token", "none", "none"), "token_truncate"),
+    *(Asked(None, name) for name in CORRECTIONS),
+)
+"""Blocks with a KL term, a correction, or both."""
 
 
 def stepped(trainer: Any, batches: list[Inputs]) -> Tensor:
@@ -139,7 +142,7 @@ def hand_gradient(trainer: Any, batches: list[Inputs], recipe: Recipe, asked: As
 def sampled(trainer: Any, correction: str | None) -> Inputs:
     """Return a batch of real completions of the engine, corrected, of a policy that has moved on since."""
     asked_for(trainer, Asked({"estimator": "k3"}, correction))
-    trainer.recipe = PLAIN
+    trainer.recipe = Recipe()
     trainer.model.train()
     with torch.no_grad():
         batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
@@ -153,34 +156,26 @@ def sampled(trainer: Any, correction: str | None) -> Inputs:
     return batch
 
 
-def random_losses(model: str, out: str, cases: int, seed: int) -> dict[str, Any]:
-    """Compare the gradient of random losses with the hand-computed one, or say how they were refused."""
+def losses(model: str, out: str) -> dict[str, Any]:
+    """Compare the gradients of users' losses with the hand-computed ones, or say how they were refused."""
     block = {"kl": {"estimator": "k3", "coef": 0.4}, "correction": CORRECTIONS["geometric"]}
     trainer = built(model, out, block, MixinFirst, use_vllm=True)
-    start, rng = time.process_time(), random.Random(seed)
     batches = {name: sampled(trainer, name) for name in (None, *CORRECTIONS)}
     moved(trainer, 1e-3)  # from here on the policy is not the one that sampled
     trainer.model.double(), trainer.ref_model.double()
     torch.set_num_threads(1)  # the engine has set as many as there are cores, which wait for each other
     found = []
-    for number in range(cases):
-        recipe, asked = draw(rng), draw_asked(rng)
-        # Half of the batch, so that a case costs a tenth of a second.
-        order, size = rng.sample(range(8), 4), 4 // recipe.micro_batches
-        micro = [rows_of(batches[asked.correction], order[at : at + size]) for at in range(0, 4, size)]
-        found.append(
-            {
-                "recipe": str(recipe),
-                "asked": str(asked),
-                "arrives": recipe.arrives,
-                **compared(trainer, micro, recipe, asked, number % 4 == 0),
-            }
-        )
-    return {"cases": found, "correction": refused_with_an_engine(trainer), "seconds": time.process_time() - start}
+    plain = [(Recipe(), asked) for asked in ASKED]
+    for recipe, asked in [*plain, *((recipe, ASKED[at % len(ASKED)]) for at, recipe in enumerate(RECIPES, 4))]:
+        size = 4 // recipe.micro_batches
+        micro = [rows_of(batches[asked.correction], [0, 5, 1, 4][at : at + size]) for at in range(0, 4, size)]
+        case = {"recipe": str(recipe), "asked": str(asked), "arrives": recipe.arrives}
+        found.append(case | compared(trainer, micro, recipe, asked))
+    return {"cases": found, "correction": refused_with_an_engine(trainer)}
 
 
-def compared(trainer: Any, micro: list[Inputs], recipe: Recipe, asked: Asked, weighed: bool) -> dict[str, Any]:
-    """Compare one loss with what it comes to by hand; where it is weighed, also with what it would be without the block."""
+def compared(trainer: Any, micro: list[Inputs], recipe: Recipe, asked: Asked) -> dict[str, Any]:
+    """Compare one loss with what it comes to by hand, and with what it would be without the block."""
     trainer.__class__ = MixinFirst if recipe.mixin_first else MixinLast
     asked_for(trainer, asked)
     trainer.recipe, trainer.loss_type = recipe, recipe.loss_type
@@ -193,18 +188,15 @@ def compared(trainer: Any, micro: list[Inputs], recipe: Recipe, asked: Asked, we
     calls, logged = trainer.calls / len(micro), list(trainer._metrics["train"].get("kl", []))
     hand = hand_gradient(trainer, micro, recipe, asked)
     size = float(hand.norm().clamp(min=1e-12))  # a correction can reject all of a batch
-    result = {"calls": calls, "error": float((ours - hand).norm()) / size}
-    if weighed:
-        # Without the block TRL's loss has the trainer's log-probabilities at sampling time as the old ones.
-        old = {"old_per_token_logps": "old_of_trainer"} if asked.correction else {}
-        before = [inputs | {name: inputs[source] for name, source in old.items()} for inputs in micro]
-        without = hand_gradient(trainer, before, recipe, Asked(None, None))
-        result["effect"] = float((without - hand).norm()) / size
-    if not recipe.exact:
-        # TRL scores in float32; what enters a weight is at most a row's sum of log-probabilities, each rounded by half an ulp.
-        length = micro[0]["completion_ids"].size(1)
-        largest = max(float(inputs["sampling_per_token_logps"].abs().max()) for inputs in micro)
-        result["rounding"] = 2 * length * largest * 2.0**-24
+    # Without the block TRL's loss has the trainer's log-probabilities at sampling time as the old ones.
+    old = {"old_per_token_logps": "old_of_trainer"} if asked.correction else {}
+    before = [inputs | {name: inputs[source] for name, source in old.items()} for inputs in micro]
+    without = hand_gradient(trainer, before, recipe, Asked(None, None))
+    result = {
+        "calls": calls,
+        "error": float((ours - hand).norm()) / size,
+        "effect": float((without - hand).norm()) / size,
+    }
     if asked.kl is not None and recipe.call in ("super", "unbound"):
         result["kl_error"] = max(
             abs(a - b) for a, b in zip(logged, (mean_k3(trainer, part) for part in micro), strict=True)
@@ -226,7 +218,7 @@ def refused_with_an_engine(trainer: Any) -> dict[str, Any]:
     del trainer._prepare_inputs
     trainer.__class__ = MixinFirst
     asked_for(trainer, Asked(None, "token_mask"))
-    trainer.recipe = replace(PLAIN, call="none")
+    trainer.recipe = Recipe("none")
     try:
         trainer.train()
     except ConfigError as error:
@@ -236,70 +228,6 @@ def refused_with_an_engine(trainer: Any) -> dict[str, Any]:
 
 KL = {"kl": {"estimator": "k3", "placement": "loss", "target": "token", "coef": 0.3}}
 STOCK = {"beta": 0.3, "use_bias_correction_kl": False}
-
-
-def step_of(trainer: Any) -> Tensor:
-    """Train one step and return what it changed, float64."""
-    before = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters()])
-    trainer.train()
-    return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters()]) - before
-
-
-class Nll(GRPOTrainer):
-    """GRPO with alpha times the negative log-likelihood, and another pass over other tokens."""
-
-    alpha = 0.0
-    before = False
-    others = False
-    calls = 0
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        self.calls += 1
-        loss = None if self.before else super()._compute_loss(model, inputs)
-        ids, attention, completions, mask = tokens_of("same", inputs)
-        logps = self._get_per_token_logps_and_entropies(
-            model, ids, attention, completions.size(1), compute_entropy=True
-        )[0]
-        loss = super()._compute_loss(model, inputs) if loss is None else loss
-        if self.others:
-            with torch.no_grad():
-                self._get_per_token_logps_and_entropies(model, torch.full_like(ids, 7), attention, completions.size(1))
-        return loss - self.alpha * (logps * mask).sum() / mask.sum()
-
-
-class OursNll(MismatchTrainerMixin, Nll):
-    """The same with a block."""
-
-
-def likelihood(model: str, out: str) -> dict[str, Any]:
-    """Compare the first step of GRPO + alpha NLL + KL with stock TRL's, whose KL term is the same."""
-    result = {}
-    for name, settings in {
-        "alpha 1, after": {"alpha": 1.0},
-        "alpha 2, before": {"alpha": 2.0, "before": True},
-        "alpha 0, other tokens without entropies": {"others": True},
-    }.items():
-        steps, logged, calls = [], [], []
-        for kind, cls, block, given in (
-            ("ours", OursNll, KL, {}), ("stock", Nll, None, STOCK), ("none", Nll, None, {}),
-        ):  # fmt: skip
-            trainer = built(model, f"{out}/{name}/{kind}", block, cls, **given)
-            vars(trainer).update(settings)
-            steps.append(step_of(trainer))
-            logged.append([entry["kl"] for entry in trainer.state.log_history if "kl" in entry])
-            calls.append(trainer.calls)
-        ours, stock, none = steps
-        effect, size = (
-            stock - none,
-            sum(float(p.detach().double().square().sum()) for p in trainer.model.parameters()) ** 0.5,
-        )
-        result[name] = {
-            "error": relative(ours, stock), "share": relative(none, stock), "kl": logged[:2], "calls": calls,
-            # A parameter is rounded to float32 as it is stepped.
-            "rounding": 2 * 2.0**-24 * size / float(stock.norm()),
-            "along": float((ours - none) @ effect / effect.norm() ** 2),
-        }  # fmt: skip
-    return result
 
 
 class Own:
@@ -312,16 +240,8 @@ class Own:
         return -(logps * inputs["advantages"][:, None] * mask).sum() / 100
 
 
-class OwnStock(Own, GRPOTrainer):
-    """The user's own trainer."""
-
-
-class OwnFirst(MismatchTrainerMixin, OwnStock):
-    """With ours before it."""
-
-
 class OwnLast(Own, MismatchGRPOTrainer):
-    """With ours after it."""
+    """The user's loss before our trainer."""
 
 
 class OwnSteps(MismatchGRPOTrainer):
@@ -342,7 +262,6 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
         "rewards": {"kl": {"estimator": "k1", "placement": "reward", "reward_path": "rewards", "coef": 10.0}},
     }
     for cls, block in (
-        (OwnFirst, "surrogate"),
         (OwnLast, "surrogate"),
         (OwnSteps, "surrogate"),
         (OwnLast, "rewards"),

@@ -80,10 +80,11 @@ def pair(
         if kind == "observe":
             given["mismatch"] = {"level": "observe", **block}
         torch.manual_seed(0)
-        trainer = trainer_class(model=model, reward_funcs=graded, args=config_class(**given), train_dataset=rows())
-        if fault is not None:
-            fault(trainer)
-        found[kind] = _trained(trainer, then)
+        with cpu() if kind == "stock" else contextlib.nullcontext():
+            trainer = trainer_class(model=model, reward_funcs=graded, args=config_class(**given), train_dataset=rows())
+            if fault is not None:
+                fault(trainer)
+            found[kind] = _trained(trainer, then)
     folder = Path(out) / "observe" / "mismatch"
     run = read_run(folder)
     found["findings"] = [e.data for e in run.events if e.name == "observed"]
@@ -99,13 +100,11 @@ def sections(model: str, out: str, rloo: bool) -> dict[str, Any]:
         "correction": {"preset": "token_truncate", "upper": 2.0, "veto": 1e-4}, "kl": {"coef": 0.1},
         "lr": {"period": 2}, "monitor": {"weight_sync": "error"},
     }  # fmt: skip
-    with cpu():
-        if rloo:
-            return pair(
-                model, out, block, classes=(RLOOTrainer, MismatchRLOOTrainer), configs=(RLOOConfig, MismatchRLOOConfig),
-                beta=0.1,
-            )  # fmt: skip
-        return pair(model, out, block, beta=0.1)
+    if rloo:
+        return pair(
+            model, out, block, classes=(RLOOTrainer, MismatchRLOOTrainer), configs=(RLOOConfig, MismatchRLOOConfig), beta=0.1
+        )  # fmt: skip
+    return pair(model, out, block, beta=0.1)
 
 
 def _generations(trainer: Any, spoil: Callable[[int, Any], None]) -> None:
@@ -176,7 +175,7 @@ def faults(model: str, out: str) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
     block = {"monitor": {"alarms": {"reward": {"above": -1.0, "patience": 1, "action": "stop"}}}}
-    with cpu(), mock.patch.object(engine, "update_weights", stale):
+    with mock.patch.object(engine, "update_weights", stale):
         return pair(
             model, out, block, fault, (Altering, Observed), then=go_on, max_steps=4, save_strategy="steps", save_steps=2,
             generation_kwargs={"temperature": 0.5},

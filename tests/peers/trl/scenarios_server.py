@@ -82,7 +82,7 @@ def stock(model: str, out: str, url: str) -> dict[str, Any]:
         trainer.train()
         found[name] = history(trainer)
     events = read_run(Path(out, "observed", "mismatch")).events
-    found["findings"] = [event.message for event in events]
+    found["findings"] = [event.message for event in events if event.name == "observed"]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,44 +17,28 @@ else:
 pytestmark = pytest.mark.engine
 
 
-def test_random_losses_are_the_hand_computed_ones_or_refused(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(scenarios.random_losses, model=dense, out=tmp_path, cases=200, seed=16, timeout=600).expect()
+def test_users_losses_are_the_hand_computed_ones_or_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.losses, model=dense, out=tmp_path, timeout=600).expect()
     cases = found["cases"]
     wrong = []
     for case in cases:
         if not case["arrives"]:
             good = "refused" in case and "_compute_loss" in case["refused"] and "Losses." in case["refused"]
         else:
-            # Of what is left in float64, the block's weights are rounded to float32, by 6e-8 of each.
-            good = case.get("error", 1.0) < 1e-6 + case.get("rounding", 0.0) and case["calls"] == 1
-            good &= case.get("kl_error", 0.0) < 1e-5
+            # The block's weights are rounded to float32, by 6e-8 of each.
+            good = case.get("error", 1.0) < 1e-6 and case["calls"] == 1 and case.get("kl_error", 0.0) < 1e-5
         wrong += [] if good else [case]
-    assert len(cases) == 200 and not wrong, wrong[:3]
-    # Losses of both kinds, and steps that would be others without the block, so that the comparison can fail.
-    assert min(Counter(case["arrives"] for case in cases).values()) >= 50
+    assert not wrong, wrong[:3]
+    # Without the block nearly all of these steps would be others, so that the comparison can fail.
     effects = sorted(case["effect"] for case in cases if "effect" in case)
-    assert len(effects) >= 20 and effects[len(effects) // 20] > 1e-3
+    assert effects[len(effects) // 10] > 1e-3, effects
     # A correction that is TRL's own reaches TRL's own loss alone.
     assert "mismatch.correction" in found["correction"]["refused"] and found["correction"]["steps"] == 0
-
-
-def test_the_kl_keeps_its_strength_beside_a_likelihood_and_foreign_passes(
-    run: Run, dense: Path, tmp_path: Path
-) -> None:
-    found = run(scenarios.likelihood, model=dense, out=tmp_path).expect()
-    assert len(found) == 3
-    for name, step in found.items():
-        assert step["error"] < 1e-6 + step["rounding"] and step["share"] > 0.01, name
-        assert abs(step["along"] - 1) < (1e-6 + step["rounding"]) / step["share"], name
-        ours, stock = step["kl"]
-        assert ours == pytest.approx(stock, rel=1e-5) and ours, name
-        assert step["calls"] == [1, 1, 1], name  # the user's loss runs as often as under stock TRL
 
 
 def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(scenarios.own_losses, model=dense, out=tmp_path).expect()
     words = {
-        "OwnFirst/surrogate": ["mismatch.kl with OwnFirst", "Own._compute_loss", "super()._compute_loss", "remove"],
         "OwnLast/surrogate": ["mismatch.kl with OwnLast", "Own._compute_loss", "super()._compute_loss", "remove"],
         "OwnSteps/surrogate": ["mismatch.kl with OwnSteps", "OwnSteps.training_step", "remove"],
     }

@@ -1,4 +1,4 @@
-"""Losses as users write them around TRL's own, drawn at random, and what each comes to by hand.
+"""Losses as users write them around TRL's own, and what each comes to by hand.
 
 The hand's side is written from the papers' and TRL's formulas on the logits of the model's plain forward pass, in float64; it
 uses nothing of the package.
@@ -6,7 +6,6 @@ uses nothing of the package.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +16,8 @@ from trl import GRPOTrainer
 
 Inputs = dict[str, Any]
 
-LOSSES = ("dr_grpo", "grpo", "bnpo", "dapo")
-KINDS = ("nll", "entropy", "other_rows", "longer_rows", "altered_prompt")
-# How TRL's own loss is called; the last four leave nothing of it in the loss.
-CALLS = (
-    "super",
-    "super",
-    "super",
-    "unbound",
-    "halves",
-    "twice",
-    "logged_first",
-    "none",
-    "detached",
-    "times_zero",
-    "only_logged",
-)
-WITHOUT = CALLS[-4:]
+WITHOUT = ("none", "detached", "times_zero", "only_logged")
+"""Ways of calling TRL's own loss that leave nothing of it in the loss."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +25,9 @@ class Extra:
     """A term that a user adds: alpha times the mean of some scores."""
 
     kind: str
-    alpha: float
-    before: bool
-    asks_entropy: bool
+    alpha: float = 1.0
+    before: bool = False
+    asks_entropy: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,21 +35,20 @@ class Recipe:
     """A user's loss: scale * TRL's own + extra terms.
 
     Attributes:
+        call: How TRL's own loss is called.
         entry: The method that is overridden.
         scores_twice: Whether the scoring pass is overridden too, by one that scores other tokens before and after.
-        exact: Whether the user scores by a plain forward pass in float64; TRL's own pass rounds to float32.
     """
 
-    call: str
-    scale: float
-    extras: tuple[Extra, ...]
-    entry: str
-    in_place: bool
-    scores_twice: bool
-    exact: bool
-    mixin_first: bool
-    micro_batches: int
-    loss_type: str
+    call: str = "super"
+    scale: float = 1.0
+    extras: tuple[Extra, ...] = ()
+    entry: str = "_compute_loss"
+    in_place: bool = False
+    scores_twice: bool = False
+    mixin_first: bool = True
+    micro_batches: int = 1
+    loss_type: str = "dr_grpo"
 
     @property
     def arrives(self) -> bool:
@@ -73,18 +56,31 @@ class Recipe:
         return self.call not in WITHOUT
 
 
-def draw(rng: random.Random) -> Recipe:
-    """Draw a loss."""
-    extras = tuple(
-        Extra(rng.choice(KINDS), rng.choice((-0.5, 0.0, 0.5, 1.0, 2.0)), rng.random() < 0.5, rng.random() < 0.5)
-        for _ in range(rng.choice((0, 1, 1, 2)))
-    )
-    return Recipe(
-        call=rng.choice(CALLS), scale=rng.choice((1.0, 1.0, 0.5, 2.0, -1.0)), extras=extras,
-        entry=rng.choice(("_compute_loss", "_compute_loss", "compute_loss")), in_place=rng.random() < 0.25,
-        scores_twice=rng.random() < 0.25, exact=rng.random() < 0.8, mixin_first=rng.random() < 0.5,
-        micro_batches=rng.choice((1, 1, 2)), loss_type=rng.choice(LOSSES),
-    )  # fmt: skip
+RECIPES = (
+    Recipe(),
+    Recipe(scale=2.0, extras=(Extra("nll", 2.0, before=True),), micro_batches=2, loss_type="grpo"),
+    Recipe(
+        scale=-1.0,
+        extras=(Extra("entropy"), Extra("other_rows", 0.5)),
+        in_place=True,
+        mixin_first=False,
+        loss_type="bnpo",
+    ),
+    Recipe(
+        extras=(Extra("longer_rows", -0.5), Extra("nll", before=True, asks_entropy=True)),
+        scores_twice=True,
+        loss_type="dapo",
+    ),
+    Recipe(scale=0.5, extras=(Extra("altered_prompt", before=True),), entry="compute_loss", micro_batches=2),
+    Recipe(extras=(Extra("nll", 0.0, asks_entropy=True),), entry="compute_loss", scores_twice=True, mixin_first=False),
+    Recipe("unbound", extras=(Extra("nll"),), mixin_first=False, micro_batches=2, loss_type="dapo"),
+    Recipe("halves", scale=0.5, extras=(Extra("entropy", before=True),), loss_type="grpo"),
+    Recipe("twice", in_place=True, scores_twice=True, mixin_first=False, loss_type="bnpo"),
+    Recipe("logged_first", extras=(Extra("other_rows", before=True),), micro_batches=2),
+    *(Recipe(call, mixin_first=first, extras=(Extra("nll"),)) for call in WITHOUT for first in (True, False)),
+    Recipe("none", entry="compute_loss"),
+    Recipe("only_logged", in_place=True, scores_twice=True, micro_batches=2),
+)
 
 
 def rows_of(inputs: Inputs, rows: Any) -> Inputs:
@@ -128,7 +124,7 @@ class Losses:
     calls = 0
 
     def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        score: Any = self._plainly if self.recipe.exact else super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        score = self._plainly  # in float64, where TRL's own pass rounds to float32
         if not self.recipe.scores_twice:
             return score(model, input_ids, *args, **kwargs)
         with torch.no_grad():
